@@ -1,0 +1,40 @@
+# make test     lint, types and all CPU tests, in a .venv built on first use
+# make test-gpu the tests marked gpu, with whatever Python has torch here
+# make demo     a few minutes of pre-training on CPU, four optimizers side by side
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+# One BLAS thread a worker: more oversubscribes the cores, and forked gloo ranks are safe with one only.
+JOBS   ?= 2
+ENV    := OMP_NUM_THREADS=1
+# A machine with a GPU usually has its own CUDA build of torch: prefer .venv, else that Python.
+GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
+
+.PHONY: test lint types pytest test-gpu demo clean
+test: lint types pytest
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt torch
+	$(PY) -m pip install -q -c constraints.txt -e '.[lab,data,test]'
+	touch $@
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+pytest: $(STAMP)
+	$(ENV) $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist worksteal --timeout 300 --durations 15 $(ARGS)
+
+test-gpu:
+	PYTHONPATH=src $(GPU_PY) -m pytest -m gpu $(ARGS)
+
+demo: $(STAMP)
+	$(VENV)/bin/cosmos-lab demo $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

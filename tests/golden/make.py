@@ -1,6 +1,6 @@
 """Writes tests/golden/cosmos_oracle.npz: short trajectories of the numpy oracle, so that its numbers are pinned too.
 
-Run from the repository root: PYTHONPATH=tests python tests/golden/make.py
+Run from the repository root: PYTHONPATH=. python tests/golden/make.py
 Arrays of each case: W0 (m, n), G (t, m, n), W (t, m, n); `hyper` is the JSON of the oracle's arguments.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from oracles.cosmos import Cosmos
-from oracles.gradients import gradients
+from tests.oracles.cosmos import Cosmos
+from tests.oracles.gradients import gradients
 
 STEPS = 6
 FILE = Path(__file__).with_name("cosmos_oracle.npz")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oracles.linalg import Matrix, ratio
+from tests.oracles.linalg import Matrix, ratio
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """COSMOS in numpy: the paper's Algorithm 1 (one-sided) and Algorithm 4 (two-sided), one matrix.
 
 Shapes: W, G, M (m, n); U (n, r), S (r, r), V (m, r); two-sided also O (m, r'), R (r', r'), and V is (r', r).
-What the paper leaves open: t counts from 1; U (and O) start as the leading eigenvectors of the first G'G (GG'); S, R, V, M
-start at zero. Misprints of Algorithm 4 are read by their meaning: O R for R O, O O' M for O' O M, a V of the projected
-gradient's shape, and the sqrt(m) of Algorithm 1 in the last line.
+What the paper leaves open: t counts from 1; U (and O) start as the leading eigenvectors of the first G'G (GG'); S, R, V
+and M start at zero. Misprints of Algorithm 4 are read by their meaning: O R for R O, O O' M for O' O M, a V of the
+projected gradient's shape, and the sqrt(m) of Algorithm 1 in the last line.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oracles.linalg import NS5, Matrix, leading_eigenvectors, newton_schulz, qr, ratio, unit_rms
+from tests.oracles.linalg import NS5, Matrix, leading_eigenvectors, newton_schulz, qr, ratio, unit_rms
 
 
 @dataclass
@@ -60,14 +60,14 @@ class Cosmos:
         m, n = G.shape
         if self.t == 0:
             r, q = min(self.rank, n), min(self.rank, m)
-            U, O = leading_eigenvectors(G.T @ G, r), leading_eigenvectors(G @ G.T, q)
+            U = leading_eigenvectors(G.T @ G, r)
             self.state = {"M": np.zeros_like(G), "U": U, "S": np.zeros((r, r)), "V": np.zeros((q, r))}
-            self.state |= {"O": O, "R": np.zeros((q, q))}
+            self.state |= {"O": leading_eigenvectors(G @ G.T, q), "R": np.zeros((q, q))}
         self.t += 1
         N = self._momentum(G)
         self._turn("U", "S", G.T @ G)
         self._turn("O", "R", G @ G.T)
-        U, O = self.state["U"], self.state["O"]
+        U, O = self.state["U"], self.state["O"]  # noqa: E741 (the paper's letter)
         self.state["V"] = b2 * self.state["V"] + (1 - b2) * (O.T @ G @ U) ** 2
         A = O @ self._adapted(O.T @ N @ U) @ U.T
         return self._combined(A, N - O @ O.T @ N @ U @ U.T, O.T @ N @ U)

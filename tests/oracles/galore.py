@@ -1,16 +1,16 @@
-"""GaLore in numpy: Adam on the gradient projected on its own leading singular vectors, renewed every `update_gap` steps.
+"""GaLore in numpy: Adam on the gradient projected on its leading singular vectors, renewed every `update_gap` steps.
 
-The projection acts on the shorter side: G P (right) when m >= n, P'G (left) otherwise. Adam's moments live in the projected
-space and are kept when P is renewed, so the sign of each new singular vector matters: here it is the one that keeps a
-non-negative product with the vector it replaces.
+The projection acts on the shorter side: G P (right) when m >= n, P'G (left) otherwise. Adam's moments live in the
+projected space and are kept when P is renewed, so the sign of each new singular vector matters: here it is the one that
+keeps a non-negative product with the vector it replaces.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from oracles.adam import Adam
-from oracles.linalg import Matrix
+from tests.oracles.adam import Adam
+from tests.oracles.linalg import Matrix
 
 
 @dataclass

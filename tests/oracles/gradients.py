@@ -1,16 +1,16 @@
 """Synthetic gradient sequences for the comparisons: a few strong, slowly turning directions over weak noise.
 
-The first basis of COSMOS is only defined where the spectrum of the first gradient has a gap at r and its leading singular
-values differ from each other, so the sequences are made that way.
+The first basis of COSMOS is only defined where the spectrum of the first gradient has a gap at r and its leading
+singular values differ from each other, so the sequences are made that way.
 """
 
 import numpy as np
 
-from oracles.linalg import Matrix
+from tests.oracles.linalg import Matrix
 
 
 def gradients(steps: int, m: int, n: int, rank: int, seed: int, noise: float = 0.01, turn: float = 0.2) -> Matrix:
-    """A `(steps, m, n)` array; each gradient has `rank` directions of strength 1 ... 0.1 over noise of spectral norm ~`noise`."""
+    """A `(steps, m, n)` array: `rank` directions of strength 1 ... 0.1 over noise of spectral norm about `noise`."""
     rng = np.random.default_rng(seed)
     k = min(rank, m, n)
     strength = np.geomspace(1.0, 0.1, k)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oracles.linalg import NS5, Matrix, newton_schulz, ratio, unit_rms
+from tests.oracles.linalg import NS5, Matrix, newton_schulz, ratio, unit_rms
 
 # The paper multiplies by sqrt(m) and assumes that m is the longer side; the other two are those of torch.optim.Muon.
 SCALES: dict[str, Callable[[int, int], float]] = {

@@ -1,0 +1,173 @@
+"""`Cosmos` against the fp64 numpy oracle: every option, every shape, parameters and state, over 20 steps."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_optim import Cosmos
+from tests.oracles.cosmos import Cosmos as Oracle
+from tests.oracles.gradients import gradients
+from tests.oracles.linalg import unit_rms
+from tests.oracles.soap import Soap
+
+STEPS = 20
+# fp64 against fp64: 1e-16 a step, grown by Newton-Schulz (3.4^5) and by the inverse gap of the spectrum.
+TOLERANCE = 1e-10
+# The basis at the end is the product of 20 power steps; V and S are quadratic in it.
+STATE_TOLERANCE = 1e-9
+
+LR = 3e-3
+COMMON: dict[str, Any] = {"gamma": 0.25, "rank": 4, "residual_guard": 0.0}
+
+CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "tall": ((24, 14), {}),
+    "wide": ((12, 26), {}),
+    "square": ((16, 16), {}),
+    "one column of basis": ((20, 12), {"rank": 1}),
+    "other betas": ((20, 12), {"betas": (0.8, 0.95)}),
+    "no first moment": ((20, 12), {"betas": (0.0, 0.95)}),
+    "gamma 0": ((20, 12), {"gamma": 0.0}),
+    "epsilon inside": ((24, 14), {"eps_placement": "inside"}),
+    "epsilon inside, large": ((24, 14), {"eps_placement": "inside", "eps": 1e-2}),
+    "epsilon outside, large": ((24, 14), {"eps": 1e-2}),
+    "epsilon 0": ((24, 14), {"eps": 0.0}),
+    "nesterov": ((24, 14), {"nesterov": True}),
+    "nesterov, inside": ((24, 14), {"nesterov": True, "eps_placement": "inside"}),
+    "guard on": ((24, 14), {"residual_guard": 1e-5}),
+    "smaller side, wide": ((12, 26), {"side": "smaller"}),
+    "smaller side, wide, nesterov": ((12, 26), {"side": "smaller", "nesterov": True}),
+    "smaller side, tall": ((24, 14), {"side": "smaller"}),
+    "weight decay": ((24, 14), {"weight_decay": 0.3}),
+    "rank = n, guarded": ((24, 8), {"rank": 8, "residual_guard": 1e-6}),
+    "rank > n, guarded": ((24, 8), {"rank": 64, "residual_guard": 1e-6}),
+    "rank > n, gamma 0": ((24, 8), {"rank": 64, "gamma": 0.0}),
+    "two-sided": ((24, 14), {"two_sided": True}),
+    "two-sided, wide": ((12, 26), {"two_sided": True}),
+    "two-sided, square": ((16, 16), {"two_sided": True}),
+    "two-sided, inside": ((24, 14), {"two_sided": True, "eps_placement": "inside"}),
+    "two-sided, nesterov": ((24, 14), {"two_sided": True, "nesterov": True}),
+    "two-sided, decay": ((24, 14), {"two_sided": True, "weight_decay": 0.3}),
+    "two-sided, rank > n": ((24, 8), {"two_sided": True, "rank": 10}),
+}
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Relative Frobenius distance."""
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def run_oracle(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[np.ndarray, Oracle]:
+    """The oracle's W after each step, and the oracle."""
+    oracle, W, path = Oracle(lr=LR, **hyper), W0, []
+    for gradient in G:
+        W = oracle.step(W, gradient)
+        path.append(W)
+    return np.stack(path), oracle
+
+
+def run_ours(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Our W after each step, and the final state."""
+    p = torch.nn.Parameter(torch.from_numpy(W0.copy()))
+    opt = Cosmos([("w", p)], lr=LR, ns_dtype=torch.float64, **hyper)
+    path = []
+    for gradient in G:
+        p.grad = torch.from_numpy(gradient.copy())
+        opt.step()
+        path.append(p.detach().numpy().copy())
+    state = {k: v.detach().numpy() for k, v in opt.state[p].items() if k in {"M", "U", "S", "V", "O", "R"}}
+    return np.stack(path), state
+
+
+def problem(shape: tuple[int, int], rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Start and gradients of one comparison."""
+    return np.random.default_rng(100 + seed).normal(size=shape), gradients(STEPS, *shape, rank=rank, seed=seed)
+
+
+def assert_same_path(ours: np.ndarray, oracle: np.ndarray, W0: np.ndarray, tolerance: float = TOLERANCE) -> None:
+    """The displacement from W0 agrees at every step."""
+    worst = max(error(a - W0, b - W0) for a, b in zip(ours, oracle, strict=True))
+    assert worst < tolerance, f"displacement differs by {worst:.2e}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_path_and_state(name: str) -> None:
+    """Displacement at every step, and M, U, S, V (O, R) at the end, U and O up to the signs of their columns."""
+    shape, options = CASES[name]
+    hyper = COMMON | options
+    W0, G = problem(shape, hyper["rank"])
+    expected, oracle = run_oracle(W0, G, **hyper)
+    actual, state = run_ours(W0, G, **hyper)
+    assert_same_path(actual, expected, W0)
+
+    right = np.sign(np.sum(state["U"] * oracle.state["U"], axis=0))
+    left = np.sign(np.sum(state["O"] * oracle.state["O"], axis=0)) if "O" in state else None
+    flipped = dict(oracle.state, U=oracle.state["U"] * right, S=oracle.state["S"] * np.outer(right, right))
+    if left is not None:
+        flipped |= {"O": flipped["O"] * left, "R": flipped["R"] * np.outer(left, left)}
+    transposed = oracle.side == "smaller" and shape[0] < shape[1]
+    assert state.keys() == flipped.keys()
+    for key, value in flipped.items():
+        ours = state[key].T if transposed and key == "M" and state[key].shape != value.shape else state[key]
+        assert error(ours, value) < STATE_TOLERANCE, f"{key} differs by {error(ours, value):.2e}"
+
+
+@pytest.mark.parametrize("two_sided", [False, True], ids=["one-sided", "two-sided"])
+def test_stack_of_matrices(two_sided: bool) -> None:
+    """A 3-D parameter (E, m, n) moves as E matrices would alone."""
+    hyper = COMMON | {"two_sided": two_sided}
+    problems = [problem((18, 10), 4, seed) for seed in range(3)]
+    W0, G = (np.stack(x, axis=axis) for x, axis in zip(zip(*problems, strict=True), (0, 1), strict=True))
+    actual, _ = run_ours(W0, G, **hyper)
+    for i, (start, grads) in enumerate(problems):
+        assert_same_path(actual[:, i], run_oracle(start, grads, **hyper)[0], start)
+
+
+@pytest.mark.parametrize("two_sided", [False, True], ids=["one-sided", "two-sided"])
+def test_guard_between(two_sided: bool) -> None:
+    """A threshold amid the residual energies: some steps lose the MUON half, others keep it, as in the oracle."""
+    rng = np.random.default_rng(7)
+    W0, G = problem((24, 14), 4)
+    G[5:] += 0.25 * rng.normal(size=G[5:].shape)  # from here on the residual holds most of the energy
+    hyper = COMMON | {"two_sided": two_sided}
+    paths = {guard: run_oracle(W0, G, **hyper | {"residual_guard": guard})[0] for guard in (0.0, 0.3, 2.0)}
+    moves = {guard: np.diff(path, axis=0) for guard, path in paths.items()}
+    assert error(moves[0.3][0], moves[0.0][0]) > 0.01, "the guard must act early"
+    assert error(moves[0.3][-1], moves[2.0][-1]) > 0.01, "and let go later"
+    assert_same_path(run_ours(W0, G, **hyper | {"residual_guard": 0.3})[0], paths[0.3], W0)
+
+
+def test_guard_changes_nothing_when_the_residual_is_real() -> None:
+    """A small threshold and no threshold give the same bits where the residual has energy."""
+    W0, G = problem((24, 14), 4)
+    on, off = (run_ours(W0, G, **COMMON | {"residual_guard": guard})[0] for guard in (1e-6, 0.0))
+    assert np.array_equal(on, off)
+
+
+def test_gamma_zero_full_rank_is_normalized_soap() -> None:
+    """With gamma=0 and rank n the direction is NORM of one-sided SOAP's (V from G U), which has its own oracle."""
+    W0, G = problem((24, 8), 8)
+    actual, _ = run_ours(W0, G, rank=8, gamma=0.0)
+    soap, W = Soap(lr=LR), W0
+    for t in range(STEPS):
+        W = W - LR * unit_rms(soap.direction(G[t]))
+        assert error(actual[t] - W0, W - W0) < TOLERANCE
+
+
+@pytest.mark.parametrize("two_sided", [False, True], ids=["one-sided", "two-sided"])
+def test_signs_of_the_basis_do_not_matter(two_sided: bool) -> None:
+    """U -> U diag(+-1) leaves A = P U' alone, so the comparison needs no sign convention for the update."""
+    hyper = COMMON | {"two_sided": two_sided}
+    W0, G = problem((24, 14), 4)
+    expected, _ = run_oracle(W0, G, **hyper)
+    oracle = Oracle(lr=LR, **hyper)
+    W = oracle.step(W0, G[0])
+    signs = np.array([1.0, -1.0, -1.0, 1.0])
+    for basis, moment in (("U", "S"), ("O", "R")):
+        if basis in oracle.state:
+            oracle.state[basis] = oracle.state[basis] * signs
+            oracle.state[moment] = oracle.state[moment] * np.outer(signs, signs)
+    for t in range(1, STEPS):
+        W = oracle.step(W, G[t])
+        assert error(W - W0, expected[t] - W0) < TOLERANCE

@@ -1,0 +1,97 @@
+"""`Cosmos` against recorded trajectories: those of the authors' released code, and those of our own oracle."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_optim import Cosmos
+
+# The recorded code adds 1e-7 to the norm before Newton-Schulz; a plain fp64 transcription differs from it by 6e-6.
+OFFICIAL_TOLERANCE = 1e-4
+# Without that epsilon U, S and V do not depend on Newton-Schulz at all.
+OFFICIAL_STATE_TOLERANCE = 1e-9
+# fp64 against fp64, stored on another machine with another BLAS.
+OWN_TOLERANCE = 1e-9
+
+ROOT = Path(__file__).resolve().parents[2]
+OFFICIAL = ROOT.parent / "shared" / "golden" / "official_nesterov.npz"
+OWN = ROOT / "tests" / "golden" / "cosmos_oracle.npz"
+MAKER = ROOT / "tests" / "golden" / "make.py"
+
+
+def run(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Our W after each step and the final state."""
+    p = torch.nn.Parameter(torch.from_numpy(W0.copy()))
+    opt = Cosmos([("w", p)], ns_dtype=torch.float64, **hyper)
+    path = []
+    for gradient in G:
+        p.grad = torch.from_numpy(gradient.copy())
+        opt.step()
+        path.append(p.detach().numpy().copy())
+    return path, dict(opt.state[p])
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Relative Frobenius distance."""
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.skipif(not OFFICIAL.exists(), reason=f"the recorded trajectories are not here: {OFFICIAL}")
+@pytest.mark.parametrize("case", ["tall", "wide", "square"])
+def test_released_code(case: str) -> None:
+    """Displacement at every step; at the end U (up to signs), S and V."""
+    data = np.load(OFFICIAL)
+    h = dict(zip(data["hyper_names"].tolist(), data[f"{case}.hyper"].tolist(), strict=True))
+    W0 = data[f"{case}.W0"]
+    path, state = run(
+        W0,
+        data[f"{case}.G"],
+        lr=h["lr"] * h["lr_ratio"],
+        betas=(h["beta1"], h["beta2"]),
+        eps=h["eps"],
+        rank=int(h["rank"]),
+        gamma=h["gamma"],
+        weight_decay=h["weight_decay"] / h["lr_ratio"],  # theirs is multiplied by lr, ours by the hidden lr
+        nesterov=True,
+        eps_placement="outside",
+    )
+    for W, expected in zip(path, data[f"{case}.W"], strict=True):
+        assert error(W - W0, expected - W0) < OFFICIAL_TOLERANCE
+    U, S, V = (state[k].numpy() for k in "USV")
+    signs = np.sign(np.sum(U * data[f"{case}.U"], axis=0))
+    assert error(U * signs, data[f"{case}.U"]) < OFFICIAL_STATE_TOLERANCE
+    assert error(S * np.outer(signs, signs), data[f"{case}.S"]) < OFFICIAL_STATE_TOLERANCE
+    assert error(V, data[f"{case}.V"]) < OFFICIAL_STATE_TOLERANCE
+
+
+def own_cases() -> list[str]:
+    """Names in the committed file."""
+    return sorted({key.split(".")[0] for key in np.load(OWN).files})
+
+
+@pytest.mark.parametrize("case", own_cases())
+def test_own_trajectories(case: str) -> None:
+    """The committed trajectories of the oracle, replayed by the library."""
+    data = np.load(OWN)
+    W0, W = data[f"{case}.W0"], data[f"{case}.W"]
+    hyper = json.loads(str(data[f"{case}.hyper"]))
+    path, _ = run(W0, data[f"{case}.G"], **hyper | {"betas": tuple(hyper["betas"])})
+    for actual, expected in zip(path, W, strict=True):
+        assert error(actual - W0, expected - W0) < OWN_TOLERANCE
+
+
+def test_the_oracle_still_makes_the_committed_file() -> None:
+    """A change of the oracle shows here, not as a silent change of what is compared."""
+    maker, data = runpy.run_path(str(MAKER)), np.load(OWN)
+    assert sorted(maker["CASES"]) == own_cases()
+    for case in maker["CASES"]:
+        made = maker["arrays"](case)
+        assert str(made["hyper"]) == str(data[f"{case}.hyper"])
+        for key in ("W0", "G"):
+            assert np.allclose(made[key], data[f"{case}.{key}"], rtol=0, atol=1e-12)
+        assert error(made["W"] - made["W0"], data[f"{case}.W"] - data[f"{case}.W0"]) < OWN_TOLERANCE

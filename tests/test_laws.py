@@ -1,0 +1,303 @@
+"""Laws that hold whatever the gradients are; each rule declares which it obeys (`Rule.laws`), and those run.
+
+A law is a function of a rule and a problem; its name here is the name in `Rule.laws`. Short laws draw their problems
+from hypothesis (shapes down to 1, a batch, several steps, options of the rule), in fp64, on `rule.direction` itself;
+long laws run 1,000 steps in fp32 on ill-conditioned gradients. Some also run on the optimizer classes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cosmos_optim import OPTIMIZERS
+from cosmos_optim.algebra import Algebra
+from cosmos_optim.rules import RULES
+from cosmos_optim.rules.base import Hyper, Rule, State
+
+EXACT = 1e-7  # fp64, but a law compares two roundings of the first basis, whose gap is whatever hypothesis draws
+ROUNDING = 1e-12  # fp64, no cancellation: a norm against a norm
+ORTHONORMAL = 1e-5  # what fp32 must hold over 1,000 steps (a Gram matrix of unit columns rounds to ~1e-6)
+SECOND_MOMENT = 1e-6  # asymmetry and negative eigenvalues of S, relative to its trace
+LONG_STEPS = 1000
+EXAMPLES = 12
+
+# Options worth drawing besides the defaults. `gamma` has no default of its own: the optimizer resolves it.
+OPTIONS: Mapping[str, list[dict[str, Any]]] = {
+    "cosmos": [{}, {"nesterov": True}, {"eps_placement": "inside"}],
+    "cosmos-two-sided": [{}, {"nesterov": True}, {"eps_placement": "inside"}],
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Gradients `(steps, batch, m, n)`, a seed for what a law draws itself, and the options of the rule."""
+
+    G: Tensor
+    rank: int
+    seed: int
+    option: int
+
+    def hyper(self, rule: Rule, **more: Any) -> dict[str, Any]:
+        """The rule's hyper-parameters for this problem."""
+        options = OPTIONS.get(rule.name, [{}])
+        return settled(rule, self.rank) | options[self.option % len(options)] | more
+
+
+def settled(rule: Rule, rank: int) -> dict[str, Any]:
+    """The defaults, with a small rank and a number for gamma where the rule has them."""
+    h = dict(rule.hyper)
+    return h | {k: v for k, v in {"rank": rank, "gamma": 0.3}.items() if k in h}
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    """Gaussian numbers in fp64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Small gradients of every shape; the rank never exceeds a side, where the basis would be arbitrary."""
+    m, n = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    batch, steps = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    seed = draw(st.integers(0, 10_000))
+    G = random(seed, steps, batch, m, n) * 10.0 ** draw(st.integers(-3, 3))
+    return Problem(G, draw(st.integers(1, min(m, n))), seed, draw(st.integers(0, 9)))
+
+
+def fresh(rule: Rule, G: Tensor, h: Hyper) -> State:
+    """The state before the first step, for a stack of matrices `G`."""
+    m, n = (G[0].numel(), 1) if rule.elementwise else G.shape[-2:]
+    state = {}
+    for name, slot in rule.slots(m, n, h).items():
+        shape = G.shape if slot.axes == "*" else (*G.shape[:-2], *slot.shape)
+        state[name] = torch.zeros(shape, dtype=slot.dtype or G.dtype)
+    return state
+
+
+def advance(rule: Rule, G: Tensor, state: State, step: int, h: Hyper) -> tuple[Tensor, State]:
+    """One step of the rule, with its first basis at step 1."""
+    alg = Algebra(*G.shape[-2:])
+    if step == 1 and rule.start is not None:
+        state = state | rule.start(G, state, h=h, alg=alg)
+    t = torch.full((*G.shape[:-2], 1, 1), float(step), dtype=G.dtype)
+    return rule.direction(G, state, t, h=h, alg=alg)
+
+
+def run(rule: Rule, G: Tensor, h: Hyper) -> tuple[Tensor, State]:
+    """The directions of all steps, stacked, and the final state."""
+    state, directions = fresh(rule, G[0], h), []
+    for step, gradient in enumerate(G, start=1):
+        D, state = advance(rule, gradient, state, step, h)
+        directions.append(D)
+    return torch.stack(directions), state
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Largest relative Frobenius distance of corresponding matrices (0 against 0 is 0)."""
+    gap = torch.linalg.matrix_norm(actual - expected)
+    return float((gap / torch.linalg.matrix_norm(expected).clamp(min=1e-300)).max())
+
+
+def row_permutation(rule: Rule, problem: Problem) -> None:
+    """direction(P G) = P direction(G)."""
+    h, G = problem.hyper(rule), problem.G
+    order = torch.randperm(G.shape[-2], generator=torch.Generator().manual_seed(problem.seed))
+    assert distance(run(rule, G[..., order, :], h)[0], run(rule, G, h)[0][..., order, :]) < EXACT
+
+
+def odd(rule: Rule, problem: Problem) -> None:
+    """direction(-G) = -direction(G)."""
+    h = problem.hyper(rule)
+    assert distance(run(rule, -problem.G, h)[0], -run(rule, problem.G, h)[0]) < EXACT
+
+
+def column_rotation(rule: Rule, problem: Problem) -> None:
+    """direction(G Q) = direction(G) Q for an orthogonal Q."""
+    h, G = problem.hyper(rule), problem.G
+    Q = torch.linalg.qr(random(problem.seed + 1, G.shape[-1], G.shape[-1]))[0]
+    assert distance(run(rule, G @ Q, h)[0], run(rule, G, h)[0] @ Q) < EXACT
+
+
+def scale_invariance(rule: Rule, problem: Problem) -> None:
+    """direction(c G) = direction(G) for c > 0 at eps = 0, gradients with zero rows included (0/0 is 0)."""
+    h = problem.hyper(rule, eps=0.0)
+    G = problem.G.clone()
+    if G.shape[-2] > 2:
+        G[..., 0, :] = 0
+    c = 10.0 ** (problem.seed % 37 - 18)
+    D = run(rule, G, h)[0]
+    assert torch.isfinite(D).all()
+    assert distance(run(rule, c * G, h)[0], D) < EXACT
+
+
+def unit_rms(rule: Rule, problem: Problem) -> None:
+    """The direction has root mean square 1, and is 0 while the gradient has always been 0."""
+    h = problem.hyper(rule)
+    rms = run(rule, problem.G, h)[0].square().mean(dim=(-2, -1)).sqrt()
+    assert (rms - 1).abs().max() < ROUNDING
+    assert not run(rule, torch.zeros_like(problem.G), h)[0].any()
+
+
+def residual_orthogonal(rule: Rule, problem: Problem) -> None:
+    """The MUON half has no part in the one-sided basis, and the SOAP half has no part outside it."""
+    h = problem.hyper(rule)
+    D, state = run(rule, problem.G, h | {"gamma": 1e12})  # the MUON half drowns the other, unless it is guarded away
+    U = state["U"]
+    outside = D[-1] - D[-1] @ U @ U.mT
+    held = torch.linalg.matrix_norm(outside) > 0.5 * torch.linalg.matrix_norm(D[-1])
+    guarded = torch.linalg.matrix_norm(outside) < EXACT * torch.linalg.matrix_norm(D[-1])
+    assert (held | guarded).all()
+    assert (torch.linalg.matrix_norm(D[-1] @ U)[held] < EXACT * torch.linalg.matrix_norm(D[-1])[held]).all()
+    D, state = run(rule, problem.G, h | {"gamma": 0.0})
+    U = state["U"]
+    assert distance(D[-1] @ U @ U.mT, D[-1]) < EXACT
+
+
+def batched_equals_single(rule: Rule, problem: Problem) -> None:
+    """A stack of matrices moves as each would alone."""
+    h, G = problem.hyper(rule), problem.G
+    D, _ = run(rule, G, h)
+    for i in range(G.shape[1]):
+        assert distance(run(rule, G[:, i : i + 1], h)[0], D[:, i : i + 1]) < EXACT
+
+
+def deterministic(rule: Rule, problem: Problem) -> None:
+    """The same call gives the same bits, which also shows that it wrote into nothing it was given."""
+    h, G = problem.hyper(rule), problem.G
+    state = run(rule, G[:-1], h)[1] if len(G) > 1 else fresh(rule, G[0], h)
+    (first, one), (second, two) = (advance(rule, G[-1], state, len(G), h) for _ in range(2))
+    assert torch.equal(first, second)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def grad_untouched(rule: Rule, problem: Problem) -> None:
+    """The gradient is read, never written."""
+    G = problem.G.clone()
+    run(rule, G, problem.hyper(rule))
+    assert torch.equal(G, problem.G)
+
+
+@cache
+def long_run(name: str) -> list[dict[str, Tensor]]:
+    """States of 1,000 fp32 steps on gradients of condition number 1e6 whose frames turn, sampled every 50 steps."""
+    rule, (m, n) = RULES[name], (48, 32)
+    h = settled(rule, rank=8)
+    strength = torch.logspace(0, -6, n)
+    frames = [torch.linalg.qr(random(i, m if i % 2 else n, n))[0].float() for i in range(40)]
+    state, samples = {}, []
+    for step in range(1, LONG_STEPS + 1):
+        G = (frames[2 * (step * 7 % 20) + 1] * strength @ frames[2 * (step * 3 % 20)].mT).unsqueeze(0)
+        state = state or fresh(rule, G, h)
+        _, state = advance(rule, G, state, step, h)
+        if step % 50 == 0 or step < 5:
+            samples.append({k: v for k, v in state.items() if k in "UOPSR"})
+    return samples
+
+
+def orthonormal_basis(rule: Rule) -> None:
+    """U'U = I (and O, P likewise) all along."""
+    bases = [s[k] for s in long_run(rule.name) for k in "UOP" if k in s]
+    assert bases
+    for U in bases:
+        assert (U.mT @ U - torch.eye(U.shape[-1])).abs().max() < ORTHONORMAL
+
+
+def psd_second_moment(rule: Rule) -> None:
+    """S (and R) is symmetric and has no eigenvalue below zero, to 1e-6 of its trace."""
+    moments = [s[k].double() for s in long_run(rule.name) for k in "SR" if k in s]
+    assert moments
+    for S in moments:
+        trace = S.diagonal(dim1=-2, dim2=-1).sum()
+        assert trace > 0
+        assert (S - S.mT).abs().max() <= SECOND_MOMENT * trace
+        assert torch.linalg.eigvalsh((S + S.mT) / 2).min() >= -SECOND_MOMENT * trace
+
+
+SHORT_LAWS: dict[str, Callable[[Rule, Problem], None]] = {
+    law.__name__: law
+    for law in (
+        row_permutation,
+        odd,
+        column_rotation,
+        scale_invariance,
+        unit_rms,
+        residual_orthogonal,
+        batched_equals_single,
+        deterministic,
+        grad_untouched,
+    )
+}
+LONG_LAWS: dict[str, Callable[[Rule], None]] = {law.__name__: law for law in (orthonormal_basis, psd_second_moment)}
+
+
+def declared(laws: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(rule, law) pairs to run."""
+    return [(name, law) for name, rule in RULES.items() for law in sorted(rule.laws) if law in laws]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_declared_laws_are_known(name: str) -> None:
+    """A misspelt law would silently not run."""
+    laws = RULES[name].laws
+    assert laws <= SHORT_LAWS.keys() | LONG_LAWS.keys()
+    assert {"deterministic", "grad_untouched", "batched_equals_single"} <= laws, "every rule obeys these"
+
+
+def test_every_law_is_declared_by_some_rule() -> None:
+    """A law nobody declares would silently not run."""
+    assert frozenset().union(*(rule.laws for rule in RULES.values())) == SHORT_LAWS.keys() | LONG_LAWS.keys()
+
+
+@pytest.mark.parametrize(("name", "law"), declared(SHORT_LAWS))
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
+@given(problem=problems())
+def test_law(name: str, law: str, problem: Problem) -> None:
+    """Each declared law, on whatever hypothesis draws."""
+    SHORT_LAWS[law](RULES[name], problem)
+
+
+@pytest.mark.parametrize(("name", "law"), declared(LONG_LAWS))
+def test_long_law(name: str, law: str) -> None:
+    """Each declared law that needs many steps."""
+    LONG_LAWS[law](RULES[name])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_leaves_gradients_and_repeats_itself(name: str) -> None:
+    """On the classes: `p.grad` keeps its object and bits; two runs end in the same bits."""
+    ends = []
+    for _ in range(2):
+        p = torch.nn.Parameter(random(0, 10, 6).float())
+        opt = OPTIMIZERS[name]([("w", p)], lr=1e-2, weight_decay=0.1)
+        for step in range(3):
+            gradient = random(step + 1, 10, 6).float()
+            p.grad = kept = gradient.clone()
+            opt.step()
+            assert p.grad is kept
+            assert torch.equal(kept, gradient)
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "unit_rms" in RULES[name].laws])
+def test_update_rms_is_lr(name: str) -> None:
+    """On the classes: a step moves the weights by root mean square lr; a zero gradient moves nothing."""
+    p = torch.nn.Parameter(random(0, 10, 6))
+    opt = OPTIMIZERS[name]([("w", p)], lr=1e-2)
+    before = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    opt.step()
+    assert torch.equal(p, before)
+    for step in range(3):
+        before = p.detach().clone()
+        p.grad = random(step + 1, 10, 6)
+        opt.step()
+        assert abs(float((p - before).square().mean().sqrt()) / 1e-2 - 1) < EXACT

@@ -1,0 +1,122 @@
+"""Data that needs no download: the source text of this machine's Python standard library.
+
+Text and tokenizer are made on first use (about ten seconds) and kept in the cache folder. They depend only on the
+library's files and on the constants below, so the same Python gives the same tokens and the same fingerprint; another
+Python version gives other text, which the fingerprint shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cosmos_lab.data.files import cache_folder, disk_error, locked, read_json, write_json
+from cosmos_lab.data.shards import write_shard
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+VOCAB_SIZE = 4096
+END_OF_DOCUMENT = "<|endoftext|>"
+TEXT_BYTES = 8_000_000  # About 2.3 million tokens: enough for a tiny model, ready in ten seconds on two cores.
+VAL_PERCENT = 10
+
+_RECIPE = 1  # Raise it when the text or the tokenizer is made in another way: old caches are then left alone.
+# Third-party code; tests, which some distributions leave out; tables of character codes, which are hardly text.
+_NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "ensurepip", "encodings"}
+
+
+def embedded_shards(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder with `embedded_train.bin`, `embedded_val.bin` and `tokenizer.json`, made on first use."""
+    documents = library_documents(Path(sysconfig.get_paths()["stdlib"]))
+    digest = hashlib.sha256(f"{_RECIPE} {VOCAB_SIZE} {VAL_PERCENT}".encode())
+    for name, text in documents:
+        digest.update(f"\0{name}\0{text}".encode())
+    folder = cache_folder(cache_dir) / f"embedded-{digest.hexdigest()[:16]}"
+    try:
+        with locked(folder / ".lock"):
+            if read_json(folder / "embedded.json") is None:  # Written last, so its presence says that all is there.
+                _make(folder, documents)
+    except OSError as error:
+        raise disk_error(error, folder, "free some, or set COSMOS_LAB_CACHE to a folder on another disk") from error
+    return folder
+
+
+def library_documents(root: Path, limit: int = TEXT_BYTES) -> list[tuple[str, str]]:
+    """Names and texts of the library's modules in the order of their paths, up to `limit` bytes in all."""
+    documents, total = [], 0
+    for path in _modules(root):
+        content = path.read_bytes()
+        total += len(content)
+        if total > limit:
+            break
+        text = content.decode("utf-8", errors="replace").replace("\r\n", "\n")
+        if text.strip():
+            documents.append((path.relative_to(root).as_posix(), text))
+    if len(documents) < 20:
+        raise ValueError(
+            f"the embedded data is made from the Python library's sources, but {root} has {len(documents)} of them; "
+            "name token shards instead (see `cosmos-lab data prepare`)"
+        )
+    return documents
+
+
+def in_validation(name: str) -> bool:
+    """Whether a document is for validation: by the hash of its name, so that it stays put when others change."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < VAL_PERCENT
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` ids with id 0 for the end of a document."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ValueError(
+            "the embedded data needs the package `tokenizers`: pip install 'cosmos-optim[lab]', or name token shards"
+        ) from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _modules(root: Path) -> list[Path]:
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_TEXT and not name.startswith("config-")]
+        # _sysconfigdata describes the build, sitecustomize the installation: not part of the library's text.
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize"))
+        ]
+    return sorted((path for path in found if not path.is_symlink()), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _make(folder: Path, documents: list[tuple[str, str]]) -> None:
+    tokenizer = train_tokenizer([text for name, text in documents if not in_validation(name)])
+    tokenizer.encode_special_tokens = True  # Text that spells the end-of-document token out is still text.
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    counts = {}
+    for split in ("train", "val"):
+        texts = [text for name, text in documents if in_validation(name) == (split == "val")]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        tokens = np.concatenate([np.array([*encoding.ids, end], dtype=np.uint16) for encoding in encodings])
+        write_shard(folder / f"embedded_{split}.bin", tokens)
+        counts[split] = {"documents": len(texts), "tokens": int(tokens.size)}
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer": "embedded", "vocab_size": tokenizer.get_vocab_size(), "end_of_document": end}
+    write_json(folder / "embedded.json", {**facts, "splits": counts})

@@ -1,0 +1,73 @@
+"""Files that are either whole or absent: the cache folder, atomic writes, locks between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, so two processes may do the same work twice; renames stay atomic.
+    fcntl = None  # type: ignore[assignment]
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder for unpacked shards and indices: `cache_dir`, else $COSMOS_LAB_CACHE, else ~/.cache/cosmos-lab."""
+    chosen = cache_dir or os.environ.get("COSMOS_LAB_CACHE") or Path.home() / ".cache" / "cosmos-lab"
+    return Path(chosen).expanduser()
+
+
+def disk_error(error: OSError, path: Path, advice: str) -> OSError:
+    """The same kind of `OSError` with a message that names the file, says what happened and what to do."""
+    what = "no space left on the disk" if error.errno in _NO_SPACE else (error.strerror or str(error))
+    return OSError(error.errno or errno.EIO, f"cannot write {path}: {what}; {advice}")
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`; on success it takes the place of `path`, on any failure it vanishes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON, atomically."""
+    with atomic_write(path) as out:
+        out.write(json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`, or None when there is no such file or it does not parse."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path` (made if missing); the system frees it if the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as handle:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # Some network file systems have no locks.
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

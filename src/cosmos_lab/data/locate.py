@@ -1,0 +1,98 @@
+"""From what a user writes (a folder, a prefix, a glob, one file) to the shard files of one split."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from cosmos_lab.data.shards import SUFFIXES
+
+Split = Literal["train", "val"]
+
+# The word stands alone between separators, so that "training_set" or "interval" is no label.
+_LABEL = re.compile(r"(?:^|[._-])(train|val|valid|validation)(?=[._-]|\d|$)")
+
+
+def label(path: Path) -> tuple[str, Split | None]:
+    """A shard's prefix and split: `wiki_t5_train_000.bin` gives ("wiki_t5", "train"), `notes.bin` ("notes", None)."""
+    stem = path.name.removesuffix(".xz").removesuffix(".bin")
+    found = _LABEL.search(stem)
+    if found is None:
+        return stem, None
+    return stem[: found.start()], "train" if found[1] == "train" else "val"
+
+
+def find_shards(spec: str, split: Split) -> list[Path]:
+    """The shard files of `split` that `spec` names, sorted by name.
+
+    Args:
+        spec: a folder, the start of file names (`data/wiki_t5`), a glob, or one file. A spec that names only the other
+            split's files stands for the files beside them with the same prefix: `data/wiki_t5_train_000.bin` and
+            split "val" gives `data/wiki_t5_val*.bin`.
+        split: "train" or "val".
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f'split is {split!r}; give "train" or "val"')
+    candidates = _candidates(spec)
+    chosen = [path for path in candidates if label(path)[1] == split]
+    if not chosen:
+        homes = {(path.parent, label(path)[0]) for path in candidates if label(path)[1] is not None}
+        chosen = [p for folder, prefix in homes for p in _shards_in(folder) if label(p) == (prefix, split)]
+    if not chosen and split == "train":
+        chosen = [path for path in candidates if label(path)[1] is None]
+    if not chosen:
+        raise ValueError(
+            f"data {spec!r} has no {split} shard: no file with '{split}' in its name among "
+            f"{_names(candidates)} or beside them; name one such, or make shards with `cosmos-lab data prepare`"
+        )
+    return _without_twins(chosen)
+
+
+def _candidates(spec: str) -> list[Path]:
+    path = Path(spec).expanduser()
+    if path.is_file():
+        if not path.name.endswith(SUFFIXES):
+            raise ValueError(f"data {spec!r} is no token shard (.bin, .bin.xz); `cosmos-lab data prepare` makes them")
+        return [path]
+    if path.is_dir():
+        found = _shards_in(path)
+        return _one_prefix(spec, path, found)
+    if any(sign in spec for sign in "*?["):
+        found = sorted(Path(name) for name in glob.glob(str(path)) if name.endswith(SUFFIXES))
+    else:
+        found = [p for p in _shards_in(path.parent) if p.name.startswith(path.name)] if path.parent.is_dir() else []
+        if found:
+            return _one_prefix(spec, path.parent, found)
+    if not found:
+        beside = _shards_in(path.parent) if path.parent.is_dir() else []
+        hint = f"{path.parent} holds {_names(beside)}" if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(f'missing shard: no .bin or .bin.xz file matches {spec!r} ({hint}); "embedded" needs none')
+    return found
+
+
+def _one_prefix(spec: str, folder: Path, found: list[Path]) -> list[Path]:
+    if not found:
+        raise ValueError(f'data {spec!r} holds no token shard (.bin, .bin.xz); "embedded" is data that needs none')
+    prefixes = sorted({label(path)[0] for path in found})
+    if len(prefixes) > 1:
+        names = ", ".join(str(folder / prefix) for prefix in prefixes[:6])
+        raise ValueError(f"data {spec!r} holds shards of several texts or tokenizers; name one set: {names}")
+    return found
+
+
+def _shards_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and not path.name.startswith("."))
+
+
+def _without_twins(paths: Iterable[Path]) -> list[Path]:
+    """Drop `x.bin.xz` where `x.bin` is there too."""
+    kept = set(paths)
+    return sorted(p for p in kept if p.suffix != ".xz" or p.with_suffix("") not in kept)
+
+
+def _names(paths: list[Path]) -> str:
+    shown = ", ".join(path.name for path in paths[:6]) or "no shard"
+    return shown + (f", ... ({len(paths)} files)" if len(paths) > 6 else "")

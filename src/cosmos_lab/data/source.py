@@ -1,0 +1,178 @@
+"""Tokens to train on: one or more shards seen as one long row, with its documents, vocabulary and fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cosmos_lab.data.files import read_json
+from cosmos_lab.data.locate import Split, find_shards, label
+from cosmos_lab.data.shards import Shard, Tokens, document_ends, open_shard
+
+Positions = npt.NDArray[np.int64]
+
+_PIECE = 2048  # Tokens per piece where nothing marks the end of a document: pieces are shuffled in their place.
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What training needs to know of a tokenizer: its name, its number of ids, and the id that ends a document."""
+
+    name: str
+    size: int
+    end_of_document: int | None
+
+
+T5 = Vocabulary("t5", 32100, 1)  # </s>
+GPT2 = Vocabulary("gpt2", 50257, 50256)  # <|endoftext|>
+
+_KNOWN = ((re.compile(r"(?<![a-z0-9])t5(?![a-z0-9])"), T5), (re.compile(r"(?<![a-z0-9])gpt-?2(?![a-z0-9])"), GPT2))
+
+
+class TokenSource:
+    """Shards as one row of tokens; the basis of `Batches`. Made by `open_data`.
+
+    Attributes:
+        name: what the user asked for, for logs.
+        shards: the open shards, in order.
+        vocabulary: the tokenizer's name, number of ids and end-of-document id, as far as known.
+        vocab_size: number of token ids: as the tokenizer has, or the largest id found plus one.
+        documents: int64 bounds; document i is tokens `documents[i]` to `documents[i + 1]`. Shards do not share one.
+        fingerprint: 16 hex digits of a SHA-256 over all tokens and the end-of-document id; the same packed or not.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        vocabulary: Vocabulary,
+        name: str = "tokens",
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.name = name
+        self.shards = tuple(shards)
+        self.vocabulary = vocabulary
+        self.vocab_size = vocabulary.size
+        self._offsets: Positions = np.cumsum([0] + [shard.tokens.size for shard in shards], dtype=np.int64)
+        ends = [
+            _ends(shard, vocabulary.end_of_document, cache_dir) + o
+            for shard, o in zip(shards, self._offsets[:-1], strict=True)
+        ]
+        self.documents: Positions = np.concatenate([np.zeros(1, np.int64), *ends])
+        parts = [f"end-of-document {vocabulary.end_of_document}", *(shard.sha256 for shard in shards)]
+        self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.name}: {len(self):,} tokens, {len(self.documents) - 1:,} documents, "
+            f"{self.vocab_size:,} ids ({self.vocabulary.name}), hash {self.fingerprint}"
+        )
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens `start` to `stop` of the row, as uint16."""
+        if not 0 <= start <= stop <= len(self):
+            raise ValueError(f"{self.name}: tokens {start} to {stop} asked for, there are {len(self)}")
+        pieces = [
+            shard.tokens[max(start - offset, 0) : max(stop - offset, 0)]
+            for shard, offset in zip(self.shards, self._offsets[:-1].tolist(), strict=True)
+        ]
+        return np.concatenate(pieces)
+
+    def gather(self, starts: Positions, lengths: Positions) -> Positions:
+        """The pieces `starts[i]` to `starts[i] + lengths[i]`, one after the other; no piece may cross two shards.
+
+        Vectorised: the pieces are sorted by shard, and each shard is then read by one indexing operation.
+        """
+        home = np.searchsorted(self._offsets, starts, side="right") - 1
+        by_shard = np.argsort(home, kind="stable")
+        home, starts, sizes = home[by_shard], starts[by_shard], lengths[by_shard]
+        put = (np.cumsum(lengths) - lengths)[by_shard]
+        packed = np.cumsum(sizes) - sizes
+        row = np.arange(int(lengths.sum()))
+        source = row + np.repeat(starts - self._offsets[home] - packed, sizes)
+        target = row + np.repeat(put - packed, sizes)
+        out = np.empty(row.size, dtype=np.int64)
+        used, first = np.unique(home, return_index=True)
+        edges = np.append(packed[first], row.size)
+        for index, a, b in zip(used.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            out[target[a:b]] = self.shards[index].tokens[source[a:b]]
+        return out
+
+
+def open_data(
+    spec: str,
+    split: Split,
+    *,
+    vocab_size: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    end_of_document: int | None = None,
+) -> TokenSource:
+    """Open the tokens that `spec` names, checked.
+
+    Args:
+        spec: "embedded" (text of this machine's Python, no download), or a folder, prefix, glob or file of shards;
+            see `find_shards`.
+        split: "train" or "val".
+        vocab_size: the model's; a token beyond it is an error that names the file, the position and the id.
+        cache_dir: where unpacked shards and indices go; default $COSMOS_LAB_CACHE, else ~/.cache/cosmos-lab.
+        end_of_document: the id that ends a document, where neither `PREFIX.json` nor the file names tell (they do for
+            prepared data, T5 and GPT-2). Without one, pieces of 2048 tokens are shuffled instead of documents.
+    """
+    if spec == "embedded":
+        from cosmos_lab.data.embedded import embedded_shards
+
+        paths = find_shards(str(embedded_shards(cache_dir)), split)
+    else:
+        paths = find_shards(spec, split)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(paths))) as pool:
+        shards = list(pool.map(lambda path: open_shard(path, cache_dir), paths))
+    vocabulary = _vocabulary(spec, shards)
+    if end_of_document is not None:
+        vocabulary = Vocabulary(vocabulary.name, vocabulary.size, end_of_document)
+    for shard in shards:
+        shard.check_vocabulary(vocabulary.size if vocab_size is None else vocab_size)
+    return TokenSource(shards, vocabulary, f"{spec} ({split})", cache_dir)
+
+
+def _ends(shard: Shard, end_of_document: int | None, cache_dir: str | os.PathLike[str] | None) -> Positions:
+    if end_of_document is not None:
+        return document_ends(shard, end_of_document, cache_dir)
+    size = shard.tokens.size
+    return np.append(np.arange(_PIECE, size, _PIECE, dtype=np.int64), size)
+
+
+def _vocabulary(spec: str, shards: Sequence[Shard]) -> Vocabulary:
+    """The one tokenizer behind all shards, as far as it can be told."""
+    found = {_recognize(shard) for shard in shards}
+    if len(found - {None}) > 1 or (None in found and len(found) > 1):
+        names = ", ".join(sorted("unknown" if t is None else t.name for t in found))
+        raise ValueError(f"data {spec!r} mixes shards of several tokenizers ({names}); name those of one")
+    return found.pop() or Vocabulary("unknown tokenizer", max(shard.max_id for shard in shards) + 1, None)
+
+
+def _recognize(shard: Shard) -> Vocabulary | None:
+    """By `PREFIX.json` beside the shard, else by its name, else by GPT-2's last id; None if none of them tells."""
+    prefix, _ = label(shard.path)
+    facts = read_json(shard.path.with_name(f"{prefix}.json"))
+    if isinstance(facts, dict) and {"tokenizer", "vocab_size", "end_of_document"} <= set(facts):
+        vocabulary = Vocabulary(facts["tokenizer"], facts["vocab_size"], facts["end_of_document"])
+        shard.check_vocabulary(vocabulary.size)
+        return vocabulary
+    for pattern, known in _KNOWN:
+        if pattern.search(_plain(shard.path)) and shard.max_id < known.size:
+            return known
+    return GPT2 if shard.max_id == GPT2.end_of_document else None
+
+
+def _plain(path: Path) -> str:
+    return path.name.lower().removesuffix(".xz").removesuffix(".bin")

@@ -17,8 +17,8 @@ test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q -c constraints.txt torch
-	$(PY) -m pip install -q -c constraints.txt -e '.[lab,data,test]'
+	$(PY) -m pip install -q --no-compile -c constraints.txt torch
+	$(PY) -m pip install -q --no-compile -c constraints.txt -e '.[lab,data,test]'
 	touch $@
 
 lint: $(STAMP)

@@ -1,0 +1,14 @@
+"""COSMOS and its peers: optimizers for training large language models.
+
+    from cosmos_optim import Cosmos, param_groups, plan
+
+    opt = Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
+    print(plan(model))
+"""
+
+from cosmos_optim.groups import param_groups
+from cosmos_optim.optim import OPTIMIZERS
+from cosmos_optim.optim.cosmos import Cosmos
+from cosmos_optim.plan import Plan, plan
+
+__all__ = ["OPTIMIZERS", "Cosmos", "Plan", "param_groups", "plan"]

@@ -1,0 +1,162 @@
+"""How a parameter is seen as matrices, and where its state lies.
+
+A parameter is one matrix, a stack of them (3-D experts), a flattened convolution, a transposed weight ((in, out)
+storage), or row blocks of a fused weight. A `Layout` cuts any tensor shaped like the parameter into 2-D views, and
+allocates and cuts the state that a rule's slots ask for. This class is the whole-tensor form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.algebra import Algebra
+from cosmos_optim.rules.base import Hyper, Rule, Slot
+
+LAYOUTS = ("matrix", "conv", "in_out")
+
+
+class Layout:
+    """Views of one whole parameter.
+
+    layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
+    (out, in * kernel)), "in_out" (the stored matrix is the transpose). side: "input", or "smaller" to put the basis on
+    the shorter side. split_sizes: rows of each block of a fused weight.
+    """
+
+    def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
+        self.name, self.rule, self.shape = name, rule, tuple(p.shape)
+        self.kind: str = group.get("layout", "matrix")
+        self.permutation = _memory_order(p) if self.kind == "conv" else None
+        if rule.elementwise:
+            return
+        if p.dim() < 2:
+            raise ValueError(
+                f"parameter {name!r} of shape {self.shape} is not a matrix, so rule {rule.name!r} cannot update it: "
+                "use param_groups(model), which gives vectors to Adam, or put it in a group with rule='adam'"
+            )
+        rows, n = self._matrix_shape()
+        self.batch = 1 if self.kind != "matrix" else math.prod(self.shape[:-2])
+        self.splits = self._check_splits(group.get("split_sizes"), rows)
+        sizes = self.splits or (rows,)
+        self.flipped = group.get("side", "input") == "smaller" and self.splits is None and rows < n
+        self.blocks_mn = [((n, m) if self.flipped else (m, n)) for m in sizes] * self.batch
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        if self.kind == "conv":
+            return self.shape[0], math.prod(self.shape[1:])
+        return (self.shape[-1], self.shape[-2]) if self.kind == "in_out" else (self.shape[-2], self.shape[-1])
+
+    def _check_splits(self, sizes: Sequence[int] | None, rows: int) -> tuple[int, ...] | None:
+        if not sizes:
+            return None
+        if self.batch != 1 or sum(sizes) != rows or min(sizes) < 1:
+            raise ValueError(
+                f"split_sizes={list(sizes)} do not cut parameter {self.name!r} of shape {self.shape}: "
+                f"they must be positive and add up to its {rows} output rows"
+            )
+        return tuple(sizes)
+
+    # -- tensors shaped like the parameter ----------------------------------------------------------------------------
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that is stored here."""
+        return tensor
+
+    def blocks(self, tensor: Tensor) -> list[Tensor]:
+        """2-D views (m, n) of a local tensor shaped like the parameter, one a matrix."""
+        if self.kind == "conv":
+            x = tensor.permute(self.permutation) if self.permutation else tensor
+            cut = [x.reshape(x.shape[0], -1)]
+        elif self.kind == "in_out":
+            cut = [tensor.mT]
+        else:
+            cut = list(tensor.reshape(-1, *tensor.shape[-2:]).unbind(0)) if tensor.dim() > 2 else [tensor]
+        if self.splits:
+            return self.split_rows(cut[0])
+        return [x.mT for x in cut] if self.flipped else cut
+
+    def split_rows(self, x: Tensor) -> list[Tensor]:
+        """Row blocks of a fused weight, as far as they are stored here."""
+        assert self.splits is not None
+        return list(x.split(self.splits, dim=0))
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def slots(self, h: Hyper) -> dict[str, Slot]:
+        """The parameter's state, a slot a tensor: the rule's slots of one block, widened to all blocks."""
+        if self.rule.elementwise:
+            return {k: Slot("*", self.shape, s.dtype) for k, s in self.rule.slots(math.prod(self.shape), 1, h).items()}
+        each = [self.rule.slots(m, n, h) for m, n in self.blocks_mn[: len(self.splits or (1,))]]
+        return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
+
+    def _widen(self, name: str, slots: list[Slot]) -> Slot:
+        first = slots[0]
+        if first.axes == "mn":
+            return Slot("*", self.shape, first.dtype)
+        if self.splits is None:
+            lead = self.shape[:-2] if self.kind == "matrix" else ()
+            return Slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
+        rows = first.axes.startswith("m")
+        if any(s.shape[1:] != first.shape[1:] or (not rows and s.shape != first.shape) for s in slots):
+            raise ValueError(
+                f"parameter {self.name!r}: split_sizes={list(self.splits)} give its blocks state {name!r} of different "
+                "widths; lower rank to at most the smallest block"
+            )
+        if rows:
+            return Slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
+        return Slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
+
+    def allocate(self, p: Tensor, h: Hyper) -> dict[str, Tensor]:
+        """Zero state for the parameter, on its device."""
+        wide = torch.promote_types(p.dtype, torch.float32)
+        return {name: self.zeros(p, slot, slot.dtype or wide) for name, slot in self.slots(h).items()}
+
+    def zeros(self, p: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
+        """One zero state tensor; what is shaped as the parameter also has its memory order."""
+        if slot.axes == "*":
+            return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+        return torch.zeros(slot.shape, dtype=dtype, device=p.device)
+
+    def adopt(self, value: Tensor, p: Tensor) -> Tensor:
+        """A copy of a loaded state tensor where the parameter is."""
+        return value.to(p.device, copy=True)
+
+    def state_blocks(self, state: dict[str, Tensor], h: Hyper) -> list[dict[str, Tensor]]:
+        """The state of each block: views, in the order of `blocks`."""
+        cut: dict[str, list[Tensor]] = {}
+        for name, slot in self.slots(h).items():
+            tensor = self.local(state[name])
+            if slot.axes == "*":
+                cut[name] = self.blocks(tensor)
+            elif self.splits is None:
+                lead = tensor.dim() - len(slot.axes.lstrip("b"))
+                cut[name] = list(tensor.flatten(0, lead - 1).unbind(0)) if lead else [tensor]
+            else:
+                cut[name] = self.split_rows(tensor) if slot.axes.startswith("m") else list(tensor.unbind(0))
+        return [{name: views[i] for name, views in cut.items()} for i in range(len(self.blocks_mn))]
+
+    # -- where the sums run -------------------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> object:
+        """Blocks whose layouts have equal keys may share a stack."""
+        return None
+
+    def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
+        """The algebra for blocks of this global shape; `local` is what to use on one device."""
+        return local(m, n, skip=skip)
+
+
+def _memory_order(p: Tensor) -> tuple[int, ...] | None:
+    """The permutation under which a convolution's weight is flattened without a copy (channels-last kernels)."""
+    if p.is_contiguous():
+        return None
+    order = (0, *sorted(range(1, p.dim()), key=lambda d: -p.stride(d)))
+    if not p.permute(order).is_contiguous():
+        raise ValueError(f"a convolution weight of shape {tuple(p.shape)} has strides {p.stride()}: make it contiguous")
+    return order

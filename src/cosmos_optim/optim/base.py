@@ -1,0 +1,230 @@
+"""The one optimizer class and the only step().
+
+A step: collect gradients, look for a non-finite one, take first bases where they are missing, run each group's rule
+over stacks of same-shape matrices, decay and write back. Rules, layouts and kernels are told nothing of each other;
+they meet here. Hyper-parameters live in `param_groups`, state in `state`, and nothing a checkpoint needs on `self`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from cosmos_optim import distributed
+from cosmos_optim.groups import as_groups
+from cosmos_optim.layout import LAYOUTS, Layout
+from cosmos_optim.optim import checkpoint, execute, gradients
+from cosmos_optim.optim.execute import Entry
+from cosmos_optim.rules import RULES, Rule
+from cosmos_optim.rules.base import require
+from cosmos_optim.suggest import close_to
+
+# What every group has, whatever its rule.
+COMMON: dict[str, Any] = {
+    "weight_decay": 0.0,
+    "maximize": False,
+    "nonfinite": "skip",
+    "stochastic_rounding": False,
+    "side": "input",
+    "split_sizes": None,
+    "layout": "matrix",
+}
+NONFINITE = ("skip", "raise")
+# Keys that other code of torch's keeps in a group: schedulers, and the optimizer itself.
+FOREIGN = ("params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """One rule for the hidden matrices, Adam for the rest.
+
+    params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
+    rule: the rule of groups that name none.
+    lr, adam_lr: the rate of that rule's groups, and of Adam's; a group's own "lr" wins.
+    hyper: hyper-parameters for every group whose rule has them.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        *,
+        rule: str,
+        lr: float | Tensor,
+        adam_lr: float | Tensor,
+        hyper: Mapping[str, Any],
+    ) -> None:
+        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "two_sided"}
+        for key in hyper:
+            if key not in known:
+                raise ValueError(f"{type(self).__name__} has no argument {key!r}{close_to(key, known)}")
+        self._setup: dict[str, Any] = {"rule": rule, "adam_lr": adam_lr, "hyper": dict(hyper)}
+        self._layouts: dict[Tensor, Layout] = {}
+        self._started: set[Tensor] = set()
+        self._recorder: dict[str, dict[str, float]] | None = None
+        super().__init__(as_groups(params, rule), {"lr": lr})
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: fill in its rule's hyper-parameters, check them, and allocate the state."""
+        group = dict(param_group)
+        rule = self._rule_of(group)
+        group["rule"] = rule.name
+        self._fill(group, rule)
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        try:
+            self._lay_out(group, rule)
+        except ValueError:
+            self.param_groups.pop()
+            for p in group["params"]:
+                self._layouts.pop(p, None)
+                self.state.pop(p, None)
+            raise
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        name = group.get("rule", self._setup["rule"])
+        if name not in RULES:
+            raise ValueError(f"there is no rule {name!r}{close_to(name, RULES)}; the rules are {sorted(RULES)}")
+        return RULES[name]
+
+    def _fill(self, group: dict[str, Any], rule: Rule) -> None:
+        """Defaults, then the optimizer's arguments, then the group's own; then the checks."""
+        known = {**COMMON, **rule.hyper}
+        for key in group:
+            if key not in known and key not in FOREIGN:
+                raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{close_to(key, known)}")
+        given = self._setup["hyper"]
+        for key, default in known.items():
+            group.setdefault(key, given.get(key, default))
+        adam_lr = self._setup["adam_lr"]
+        group.setdefault("lr", adam_lr if rule.name == "adam" else self.defaults["lr"])
+        require(float(group["lr"]) >= 0, "lr", group["lr"], "it must be 0 or positive")
+        require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "it must be 0 or positive")
+        require(group["nonfinite"] in NONFINITE, "nonfinite", group["nonfinite"], f"one of {NONFINITE}")
+        require(group["side"] in ("input", "smaller"), "side", group["side"], "'input' or 'smaller'")
+        require(group["layout"] in LAYOUTS, "layout", group["layout"], f"one of {LAYOUTS}")
+        rule.check(group)
+        if "gamma" in rule.hyper and group["gamma"] is None:
+            require(float(adam_lr) > 0, "adam_lr", adam_lr, "gamma is lr / adam_lr unless given: give gamma, or a positive adam_lr")
+            group["gamma"] = float(group["lr"]) / float(adam_lr)
+
+    def _lay_out(self, group: dict[str, Any], rule: Rule) -> None:
+        names = group.get("param_names") or [f"group {len(self.param_groups) - 1}, parameter {i}" for i in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            if p.is_complex():
+                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is complex: split it into real and imaginary parts")
+            self._layouts[p] = distributed.layout_of(name, p, rule, group)
+            if not p.is_meta:
+                self._allocate(p, group)
+
+    def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
+        layout = self._layouts[p]
+        self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **layout.allocate(p, group)}
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step. Gradients are read, never written."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @torch.compiler.disable
+    def _update(self) -> None:
+        entries = self._collect()
+        if not entries:
+            return
+        with exact_products(entries[0].p.device):
+            found = gradients.inspect(entries, self._started, getattr(self, "found_inf", None))
+            if found.skip_all:
+                return
+            for entry, started in zip(entries, found.started, strict=True):
+                if started:
+                    self._started.add(entry.p)
+            execute.run(entries, found, self._recorder)
+
+    def _collect(self) -> list[Entry]:
+        """Every parameter with a gradient, its layout and state."""
+        entries = []
+        for group in self.param_groups:
+            rule = RULES[group["rule"]]
+            for p in group["params"]:
+                if p.grad is None or p.numel() == 0:
+                    continue
+                layout = self._layouts[p]
+                if p.grad.is_sparse:
+                    raise ValueError(f"parameter {layout.name!r} has a sparse gradient: build its embedding with sparse=False")
+                if p not in self.state:
+                    self._allocate(p, group)
+                elif self.state[p]["step"].device != p.device:
+                    self.state[p] = {k: v.to(p.device) for k, v in self.state[p].items()}
+                entries.append(Entry(p, p.grad, self.state[p], layout, group, rule))
+        return entries
+
+    # -- what a user asks it ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def diagnostics(self) -> Iterator[dict[str, dict[str, float]]]:
+        """Record the steps taken inside: for each matrix with a tracked subspace, by name,
+
+        energy: the share of the gradient's energy in the subspace; drift: 1 - |U_new' U|^2 / r, how far the subspace
+        turned; update_rms: the RMS of the applied direction; ratio: |A| / |gamma B sqrt(m)|, SOAP half over MUON half.
+        """
+        self._recorder = record = {}
+        try:
+            yield record
+        finally:
+            self._recorder = None
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state stored here, shared storage counted once."""
+        storages = {}
+        for p, state in self.state.items():
+            for value in state.values():
+                storage = self._layouts[p].local(value).untyped_storage()
+                storages[storage.data_ptr(), storage.device] = storage.nbytes()
+        return sum(storages.values())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint, keeping its dtypes; a state of another shape is an error that says which hyper-parameter."""
+        checkpoint.load(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {k: v for k, v in self.__dict__.items() if k in ("defaults", "state", "param_groups", "_setup")}
+        return kept | {"state": dict(self.state)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.state = checkpoint.as_default_dict(self.state)
+        self._recorder, self._layouts = None, {}
+        for group in self.param_groups:
+            rule = RULES[group["rule"]]
+            names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
+            for name, p in zip(names, group["params"], strict=True):
+                self._layouts[p] = distributed.layout_of(name, p, rule, group)
+        self._started = checkpoint.started(self)
+
+
+@contextlib.contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Full float32 products inside, whatever the caller allows: TF32 or autocast would lose the small eigenvalues."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)

@@ -1,0 +1,207 @@
+"""Running the rules: stacks of same-shape matrices in chunks of bounded size, and lists of tensors for Adam."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.algebra import Algebra, sum_of_squares
+from cosmos_optim.layout import Layout
+from cosmos_optim.rounding import write_
+from cosmos_optim.rules import Rule
+
+# Bytes of gradients stacked at a time: enough to fill the machine, little beside the model.
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A parameter with a gradient in this step."""
+
+    p: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    layout: Layout
+    group: dict[str, Any]
+    rule: Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One block of an entry: 2-D views of parameter, gradient and state."""
+
+    name: str
+    entry: Entry
+    p: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    fresh: bool
+
+
+def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]] | None) -> None:
+    """One step of every entry. Those still waiting for a first gradient are only decayed."""
+    advance = 1.0 if found.skip is None else 1.0 - found.skip.float()
+    live = [e for e, s in zip(entries, found.started, strict=True) if s]
+    fresh = {e.p for e, f in zip(entries, found.fresh, strict=True) if f}
+    if live:
+        torch._foreach_add_([e.state["step"] for e in live], advance)
+    for e, started in zip(entries, found.started, strict=True):
+        if not started and e.group["weight_decay"]:
+            e.layout.local(e.p).mul_(decay_of(e.group))
+    for group_entries in by_group(live):
+        if group_entries[0].rule.elementwise:
+            run_elementwise(group_entries, found.skip)
+        else:
+            for (m, n), matrices in buckets(group_entries, fresh):
+                for chunk in chunks(matrices):
+                    run_chunk(chunk, m, n, found.skip, record)
+
+
+def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Entries of one param group together, in order."""
+    groups: dict[int, list[Entry]] = defaultdict(list)
+    for e in entries:
+        groups[id(e.group)].append(e)
+    yield from groups.values()
+
+
+def decay_of(group: dict[str, Any]) -> float | Tensor:
+    """1 - lr * weight_decay, a number or a tensor as lr is."""
+    if not group["weight_decay"]:
+        return 1.0
+    decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+    return decay
+
+
+def signed_lr(group: dict[str, Any]) -> float | Tensor:
+    """lr, negative for maximize: every rule is odd in the gradient."""
+    lr: float | Tensor = -group["lr"] if group["maximize"] else group["lr"]
+    return lr
+
+
+# -- matrices -----------------------------------------------------------------------------------------------------------
+
+
+def buckets(entries: Sequence[Entry], fresh: set[Tensor]) -> Iterator[tuple[tuple[int, int], list[Matrix]]]:
+    """All matrices of a group, those of equal shape, dtype and layout together."""
+    found: dict[Any, list[Matrix]] = defaultdict(list)
+    for e in entries:
+        local = e.layout.local
+        views = zip(e.layout.blocks(local(e.p)), e.layout.blocks(local(e.grad)),
+                    e.layout.state_blocks(e.state, e.group), e.layout.blocks_mn, strict=True)  # fmt: skip
+        several = len(e.layout.blocks_mn) > 1
+        for i, (p, g, state, mn) in enumerate(views):
+            name = f"{e.layout.name}[{i}]" if several else e.layout.name
+            key = (mn, p.shape, p.dtype, g.dtype, p.device, e.layout.key, e.p in fresh)
+            found[key].append(Matrix(name, e, p, g, state, e.p in fresh))
+    for key, matrices in found.items():
+        yield key[0], matrices
+
+
+def chunks(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
+    """Parts of a bucket whose stacked gradients stay within the bound, as even as possible."""
+    p = matrices[0].p
+    size = max(1, CHUNK_BYTES.get(p.device.type, 64 << 20) // max(1, p.numel() * 4))
+    count = -(-len(matrices) // size)
+    for i in range(count):
+        yield matrices[i * len(matrices) // count : (i + 1) * len(matrices) // count]
+
+
+def run_chunk(
+    chunk: list[Matrix], m: int, n: int, skip: Tensor | None, record: dict[str, dict[str, float]] | None
+) -> None:
+    """The rule on one stack: load, start if new, direction, store, apply."""
+    first, entry = chunk[0], chunk[0].entry
+    rule, group = entry.rule, entry.group
+    dtype = torch.promote_types(first.p.dtype, torch.float32)
+    alg = entry.layout.algebra(m, n, skip=skip, local=Algebra)
+    lists = {name: [x.state[name] for x in chunk] for name in first.state}
+    G = alg.load([x.grad for x in chunk], dtype)
+    state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}
+    if first.fresh and rule.start is not None:
+        state |= rule.start(G, state, h=group, alg=alg)
+    steps = [x.entry.state["step"] for x in chunk]
+    t = torch.stack([entry.layout.local(s) for s in steps]).to(dtype).view(-1, 1, 1)
+    probe = None if record is None else Probe(record, [x.name for x in chunk])
+    D, new = rule.direction(G, state, t, h=group, alg=alg, probe=probe)
+    if probe is not None:
+        probe.update(alg.energy(D) / (m * n))
+    for name, tensors in lists.items():
+        alg.store_(tensors, new[name])
+    alg.apply_([x.p for x in chunk], D, signed_lr(group), decay_of(group),
+               noise=steps if group["stochastic_rounding"] else None)  # fmt: skip
+
+
+class Probe:
+    """Turns what a rule shows of its insides into numbers by matrix name."""
+
+    def __init__(self, record: dict[str, dict[str, float]], names: list[str]) -> None:
+        self.record, self.names = record, names
+
+    def __call__(self, *, G: Any, GU: Tensor, C: Tensor, soap: Tensor, muon: Tensor, alg: Algebra) -> None:
+        """energy |GU|^2/|G|^2, drift 1 - |U_new'U|^2/r, ratio |A| / |gamma B sqrt(m)|."""
+        total = alg.energy(G)
+        values = {
+            "energy": torch.where(total > 0, alg.energy_m(GU) / total, 0 * total),
+            "drift": (1 - sum_of_squares(C) / C.shape[-1]).clamp_min(0),
+            "ratio": (soap / muon).sqrt(),
+        }
+        for key, tensor in values.items():
+            self._note(key, tensor)
+
+    def update(self, mean_square: Tensor) -> None:
+        """The RMS of the direction."""
+        self._note("update_rms", mean_square.sqrt())
+
+    def _note(self, key: str, tensor: Tensor) -> None:
+        for name, value in zip(self.names, tensor.flatten().tolist(), strict=True):
+            self.record.setdefault(name, {})[key] = value
+
+
+# -- anything else --------------------------------------------------------------------------------------------------------
+
+
+def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
+    """An elementwise rule over whole (or local) tensors: its fused kernel where dtypes allow, else one by one."""
+    rule, group = entries[0].rule, entries[0].group
+    plain = [e for e in entries if _fusable(e, rule, group)]
+    for device in {e.p.device for e in plain}:
+        here = [e for e in plain if e.p.device == device]
+        local = here[0].layout.local
+        names = rule.slots(1, 1, group)
+        assert rule.fused is not None
+        rule.fused(
+            [local(e.p) for e in here], [local(e.grad) for e in here],
+            {k: [e.layout.local(e.state[k]) for e in here] for k in names}, [e.layout.local(e.state["step"]) for e in here],
+            h=group, lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"], skip=skip,
+        )  # fmt: skip
+    for e in entries:
+        if e not in plain:
+            run_one(e, skip)
+
+
+def _fusable(e: Entry, rule: Rule, group: dict[str, Any]) -> bool:
+    """Torch's kernel wants one dtype throughout, and divides 0 by 0 when eps is 0."""
+    wide = e.p.dtype in (torch.float32, torch.float64)
+    return rule.fused is not None and wide and e.grad.dtype == e.p.dtype and group["eps"] > 0 and e.layout.local(e.p).numel() > 0
+
+
+def run_one(e: Entry, skip: Tensor | None) -> None:
+    """One tensor by the rule's own formula, in at least float32."""
+    local = e.layout.local
+    p, dtype = local(e.p), torch.promote_types(e.p.dtype, torch.float32)
+    names = e.rule.slots(1, 1, e.group)
+    state = {k: local(e.state[k]) for k in names}
+    t = local(e.state["step"])
+    D, new = e.rule.direction(local(e.grad).to(dtype), state, t, h=e.group, alg=Algebra(1, 1))
+    value = p.to(dtype) * decay_of(e.group) - signed_lr(e.group) * D
+    for k in names:
+        state[k].copy_(new[k] if skip is None else torch.where(skip, state[k], new[k]))
+    if skip is not None:
+        value = torch.where(skip, p.to(dtype), value)
+    write_(p, value, t if e.group["stochastic_rounding"] else None)

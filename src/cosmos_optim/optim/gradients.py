@@ -1,0 +1,82 @@
+"""Looking at the gradients before anything is written: is one non-finite, is one the first that is not zero?
+
+One pass over all gradients gives their largest magnitudes; everything else is about those few numbers. On a GPU they
+stay there once every parameter has started, so that a step costs no host synchronization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cosmos_optim import distributed
+from cosmos_optim.optim.execute import Entry
+
+
+@dataclass(frozen=True)
+class Found:
+    """skip_all: nothing may change. skip: the same as a boolean scalar on the device, unless known on the host.
+    started: for each entry, whether it has had a non-zero gradient by now. fresh: whether this one is the first."""
+
+    skip_all: bool
+    skip: Tensor | None
+    started: list[bool]
+    fresh: list[bool]
+
+
+def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | None) -> Found:
+    """Magnitudes of all gradients, and what follows from them."""
+    old = [e.p in started for e in entries]
+    peaks = magnitudes(entries)
+    device = peaks.device
+    raising = any(e.group["nonfinite"] == "raise" for e in entries)
+    on_host = device.type != "cuda" or not all(old) or raising
+    if on_host and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
+            "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
+        )
+    # While parameters are still waiting for their first gradient the ranks must agree on each one, later on the worst.
+    peaks = distributed.agree(peaks if not all(old) or raising else peaks.amax().view(1), entries_meshes(entries))
+    bad = ~peaks.isfinite()
+    if found_inf is not None:
+        bad = bad | (found_inf.to(device) != 0)
+    if not on_host:
+        return Found(False, bad.any(), old, [False] * len(entries))
+    flags = bad.tolist()
+    if any(flags):
+        _raise_if_asked(entries, flags)
+        return Found(True, None, old, [False] * len(entries))
+    positive = (peaks > 0).tolist() if not all(old) else [True] * len(entries)
+    now = [a or b for a, b in zip(old, positive, strict=True)]
+    return Found(False, None, now, [n and not o for n, o in zip(now, old, strict=True)])
+
+
+def entries_meshes(entries: Sequence[Entry]) -> list[object]:
+    """The distinct keys of the layouts, for `distributed.agree`."""
+    return [e.layout for e in entries]
+
+
+def magnitudes(entries: Sequence[Entry]) -> Tensor:
+    """max |g| of each gradient as one float32 vector; inf where it is not finite (NaN included)."""
+    device = entries[0].p.device
+    grads = [e.layout.local(e.grad) for e in entries]
+    held = [g for g in grads if g.numel()]
+    norms = iter(torch._foreach_norm(held, float("inf")) if held else [])
+    zero = torch.zeros((), device=device)
+    peaks = torch.stack([next(norms).float().to(device) if g.numel() else zero for g in grads])
+    return torch.nan_to_num(peaks, nan=float("inf"), posinf=float("inf"))
+
+
+def _raise_if_asked(entries: Sequence[Entry], flags: Sequence[bool]) -> None:
+    if len(flags) != len(entries):
+        return
+    for entry, flag in zip(entries, flags, strict=True):
+        if flag and entry.group["nonfinite"] == "raise":
+            raise FloatingPointError(
+                f"the gradient of parameter {entry.layout.name!r} (shape {tuple(entry.p.shape)}) is not finite; nothing was "
+                "changed by this step. Use nonfinite='skip' to skip such steps instead"
+            )

@@ -1,0 +1,47 @@
+"""Writing a float32 result into a narrower parameter, rounded to nearest or stochastically.
+
+Stochastic rounding of x to bfloat16 adds a uniform integer from [0, 2^16) to the bits of the float32 and cuts the low
+16: the expectation is x, so that updates far below one unit in the last place are not lost. The integers are a hash of
+(element index, step count), not a generator's: replicas of a parameter draw the same ones without communication.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW16 = 0xFFFF
+# Odd 32-bit multipliers of the murmur3 finalizer, as signed integers.
+_MIX1 = 0x85EBCA6B - (1 << 32)
+_MIX2 = 0xC2B2AE35 - (1 << 32)
+
+
+def noise16(count: int, seed: Tensor) -> Tensor:
+    """`count` int32 in [0, 2^16), a hash of (index, seed); seed is a 0-dim tensor on the wanted device."""
+    x = torch.arange(count, dtype=torch.int32, device=seed.device)
+    x = x * 0x9E3779B + seed.to(torch.int32) * _MIX1
+    for mix in (_MIX1, _MIX2):
+        x = x ^ ((x >> 15) & 0x1FFFF)
+        x = x * mix
+    x = x ^ ((x >> 16) & _LOW16)
+    return x & _LOW16
+
+
+def stochastic_bfloat16(x: Tensor, seed: Tensor) -> Tensor:
+    """x (float32) rounded up or down to bfloat16 with the probabilities that keep its mean.
+
+    >>> x = torch.full((10000,), 1.0 + 2.0**-10)          # an eighth of the way from 1 to the next bfloat16
+    >>> y = stochastic_bfloat16(x, torch.tensor(3)).float()
+    >>> sorted(y.unique().tolist()), round(float(((y - 1) / 2**-7).mean()), 1)
+    ([1.0, 1.0078125], 0.1)
+    """
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + noise16(x.numel(), seed).view(x.shape)) & ~_LOW16
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
+
+
+def write_(p: Tensor, value: Tensor, seed: Tensor | None = None) -> None:
+    """p <- value, to nearest, or stochastically when a seed is given and p is bfloat16."""
+    if seed is not None and p.dtype is torch.bfloat16:
+        value = stochastic_bfloat16(value.float(), seed)
+    p.copy_(value)

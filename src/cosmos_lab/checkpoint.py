@@ -1,0 +1,182 @@
+"""Checkpoints that are whole or absent.
+
+A checkpoint is written into a hidden folder beside its final place, flushed to the disk and renamed: a kill at any moment, or
+a full disk, leaves the previous one as it was. Layout of ``checkpoints/step_000123``:
+
+    meta.json      step, clock, what was trained (model, optimizer, data), number of processes
+    state.pt       model and optimizer (one process, or DDP), or
+    shards/        the same from torch.distributed.checkpoint (FSDP2)
+    process_0.pt   data position and random states of each process
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cosmos_lab import launch
+from cosmos_lab.data.files import disk_error, read_json, write_json
+
+_NAME = re.compile(r"step_(\d{6,})")
+_ADVICE = "the checkpoints already there are untouched; free some space and start the same command again to continue"
+
+
+@dataclass
+class Training:
+    """What a checkpoint holds: the live objects, plus where training stands."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    seconds: float = 0.0
+    position: dict[str, Any] | None = None
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in ``folder``, if there is one."""
+    found = [(int(m[1]), p) for p in folder.glob("step_*") if (m := _NAME.fullmatch(p.name)) and (p / "meta.json").exists()]
+    return max(found)[1] if found else None
+
+
+def save(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World, keep: int) -> Path:
+    """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        training: what to write.
+        identity: what is being trained; a resume compares it.
+        world: this process among the others; every process must call.
+    """
+    final = folder / f"step_{training.step:06d}"
+    temporary = folder / f".writing_{final.name}"
+    error: Exception | None = None
+    try:
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        world.barrier()
+        _write(temporary, training, identity, world)
+    except (OSError, RuntimeError) as problem:  # torch reports a short write as a RuntimeError
+        error = _explain(problem, final)
+    try:
+        world.agree(error)
+    except Exception:
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if world.main:
+        _publish(temporary, final)
+        for old in sorted(p for p in folder.glob("step_*") if _NAME.fullmatch(p.name))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    world.barrier()
+    return final
+
+
+def load(path: Path, training: Training, identity: Mapping[str, Any], world: launch.World) -> None:
+    """Fill ``training`` from a checkpoint; one of another model, optimizer or data is a ValueError that names both."""
+    meta = read_json(path / "meta.json")
+    if meta is None:
+        raise ValueError(f"{path}/meta.json is missing or not JSON; remove that folder to resume from an older checkpoint")
+    check_identity(path, meta["identity"], identity)
+    if meta["sharded"] != (world.parallel == "fsdp"):
+        raise ValueError(f"{path} was written {'with' if meta['sharded'] else 'without'} --parallel fsdp: resume it the same way")
+    if meta["sharded"]:
+        launch.load_sharded(training.model, training.optimizer, path / "shards")
+    else:
+        state = torch.load(path / "state.pt", map_location=world.device, weights_only=True)
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+    process = world.rank if world.rank < meta["processes"] else 0  # the data position is the same on every process
+    own = torch.load(path / f"process_{process}.pt", map_location="cpu", weights_only=True)
+    training.step, training.seconds, training.position = meta["step"], meta["seconds"], own["position"]
+    set_random_state(own["random"], world)
+
+
+def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """ValueError naming the first thing in which a saved run differs from the one asked for."""
+    for what, value in asked.items():
+        if saved.get(what) != value:
+            raise ValueError(
+                f"{where} was trained with {what} {saved.get(what)!r}, this run asks for {what} {value!r}: "
+                "resume with the same, or give this run another --name"
+            )
+
+
+def random_state(world: launch.World) -> dict[str, Any]:
+    """The state of every random generator training uses, as plain values."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
+    if world.cuda:
+        state["cuda"] = torch.cuda.get_rng_state(world.device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
+    """Put every generator back to a saved state."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if world.cuda and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], world.device)
+
+
+def _write(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World) -> None:
+    """This process's part of a checkpoint."""
+    if world.parallel == "fsdp":
+        launch.save_sharded(training.model, training.optimizer, folder / "shards")
+    elif world.main:
+        _save(folder / "state.pt", {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
+    _save(folder / f"process_{world.rank}.pt", {"position": training.position, "random": random_state(world)})
+    if world.main:
+        write_json(
+            folder / "meta.json",
+            {
+                "step": training.step,
+                "seconds": training.seconds,
+                "identity": dict(identity),
+                "processes": world.size,
+                "sharded": world.parallel == "fsdp",
+            },
+        )
+
+
+def _save(path: Path, value: Any) -> None:
+    with open(path, "xb") as out:
+        torch.save(value, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Rename, with the folders flushed before and after, so that the name never shows an unfinished checkpoint."""
+    _flush_folder(temporary)
+    shutil.rmtree(final, ignore_errors=True)  # only a rewrite of the same step finds one
+    os.replace(temporary, final)
+    _flush_folder(final.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _explain(problem: Exception, final: Path) -> Exception:
+    """The error with the checkpoint's name and what to do."""
+    if isinstance(problem, OSError):
+        return disk_error(problem, final, _ADVICE)
+    cause = problem.__context__
+    if isinstance(cause, OSError):
+        return disk_error(cause, final, _ADVICE)
+    return RuntimeError(f"cannot write {final}: {problem}; {_ADVICE}")

@@ -1,0 +1,275 @@
+"""What one training run is: frozen dataclasses, one per topic, with flat flag names.
+
+Every field is a flag of ``cosmos-lab train`` (``--seq-len``, ``--lr``, ...), so a field name occurs once over all topics;
+:meth:`RunConfig.replace` takes those flat names too. A config travels as JSON in every run folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+Scalar = float | int | bool | str | None
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which network. Sizes left at None are the preset's."""
+
+    model: str = "llama-130m"
+    """Preset name."""
+    width: int | None = None
+    """Model width, a multiple of the head dimension."""
+    depth: int | None = None
+    """Number of blocks."""
+    mlp: int | None = None
+    """Hidden width of the MLP."""
+    vocab_size: int | None = None
+    """Rows of the embedding (None: the preset's, or the data's own when it is the embedded text)."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more compute."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which tokens."""
+
+    data: str = "embedded"
+    """"embedded", or the folder or glob of .bin / .bin.xz shards."""
+    seq_len: int = 1024
+    """Tokens in a sequence."""
+    cache_dir: str | None = None
+    """Where prepared data is cached (None: the user's cache folder)."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Which optimizer, at which rates."""
+
+    optimizer: str = "cosmos"
+    """Name in cosmos_optim.OPTIMIZERS."""
+    lr: float = 5e-4
+    """Peak learning rate (of the hidden matrices, where the optimizer treats them apart)."""
+    adam_lr: float | None = None
+    """Peak rate of embeddings, head and norms (None: the optimizer's default)."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.98
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Floor of the denominators."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    rank: int | None = None
+    """Subspace rank of COSMOS and GaLore (None: the optimizer's default)."""
+    gamma: float | None = None
+    """Weight of COSMOS's MUON half (None: lr / adam_lr)."""
+    embedding_lr: float | None = None
+    """Own rate for the embedding."""
+    head_lr: float | None = None
+    """Own rate for the output head."""
+    adam_beta1: float | None = None
+    """Own first-moment decay for embedding and head."""
+    options: tuple[str, ...] = ()
+    """Further keyword arguments of the optimizer, as name=value."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long, how wide, on what."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    batch: int = 64
+    """Sequences in one optimizer step, over all devices and accumulation."""
+    micro_batch: int | None = None
+    """Sequences in one forward pass on one device (None: chosen to hold about 32k tokens)."""
+    clip: float | None = None
+    """Clip the gradient's global norm at this value."""
+    seed: int = 0
+    """Seed of the weights and of the data order."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Autocast type; parameters stay fp32 (auto: bf16 on a GPU, fp32 on CPU)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile the model (auto: on a GPU)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How several processes under torchrun share the work (auto: ddp)."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time (slower on a GPU)."""
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """How the learning rate moves."""
+
+    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
+    """Shape after the warm-up; wsd holds the peak and decays linearly at the end."""
+    warmup: float = 0.1
+    """Share of the steps spent on linear warm-up."""
+    decay: float = 0.2
+    """Share of the steps spent on wsd's decay."""
+    final_lr: float = 0.0
+    """Share of the peak rate left at the end."""
+
+
+@dataclass(frozen=True)
+class LoggingOptions:
+    """What is written, where and how often (steps; 0 is never)."""
+
+    out: str = "runs"
+    """Folder that holds the run folders."""
+    name: str | None = None
+    """Name of the run folder (None: recipe, optimizer, rate and seed)."""
+    recipe: str = "custom"
+    """The recipe this run came from."""
+    log_every: int = 10
+    """Steps between lines of the training log."""
+    val_every: int = 100
+    """Steps between validations; there is one at the end always."""
+    val_tokens: int = 1_048_576
+    """Validation tokens, the same ones every time."""
+    diagnostics_every: int = 100
+    """Steps between COSMOS diagnostics."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; there is one at the end always, unless this is 0."""
+    keep: int = 2
+    """Checkpoints kept."""
+    tensorboard: bool = False
+    """Also write TensorBoard logs."""
+    wandb: str | None = None
+    """Also log to this Weights & Biases project."""
+    resume: Literal["auto", "never"] = "auto"
+    """Continue from the newest checkpoint in the run folder, or refuse a folder that is in use."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    logging: LoggingOptions = field(default_factory=LoggingOptions)
+
+    def replace(self, **flat: Any) -> RunConfig:
+        """A copy with the named fields changed, whichever topic they belong to.
+
+        >>> RunConfig().replace(lr=1e-3, steps=10).optimizer.lr
+        0.001
+        """
+        topics: dict[str, dict[str, Any]] = {}
+        for name, value in flat.items():
+            topics.setdefault(_topic(name), {})[name] = value
+        return dataclasses.replace(
+            self, **{topic: dataclasses.replace(getattr(self, topic), **new) for topic, new in topics.items()}
+        )
+
+    def get(self, name: str) -> Any:
+        """The value of a field by its flat name."""
+        return getattr(getattr(self, _topic(name)), name)
+
+    def flat(self) -> dict[str, Any]:
+        """Every field by its flat name; ``RunConfig.from_flat`` is the inverse."""
+        return {f.name: getattr(getattr(self, t.name), f.name) for t in fields(self) for f in fields(getattr(self, t.name))}
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> RunConfig:
+        """The config that ``flat`` (or its JSON) describes."""
+        return cls().replace(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run folder."""
+        if self.logging.name:
+            return self.logging.name
+        o = self.optimizer
+        return f"{self.logging.recipe}-{o.optimizer}-lr{o.lr:g}-s{self.training.seed}"
+
+    def check(self) -> RunConfig:
+        """Raise a ValueError naming the field if a value makes no sense; return self."""
+        for problem in _problems(self):
+            raise ValueError(problem)
+        return self
+
+
+def _topic(name: str) -> str:
+    """The topic a flat field name belongs to."""
+    if name not in _TOPICS:
+        import difflib
+
+        close = difflib.get_close_matches(name, _TOPICS, n=3)
+        raise ValueError(f"a run has no field {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+    return _TOPICS[name]
+
+
+def parse_options(options: tuple[str, ...]) -> dict[str, Scalar]:
+    """``("ns_steps=4", "side=smaller")`` as keyword arguments.
+
+    >>> parse_options(("ns_steps=4", "side=smaller", "nesterov=True"))
+    {'ns_steps': 4, 'side': 'smaller', 'nesterov': True}
+    """
+    parsed: dict[str, Scalar] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--options takes name=value, for example ns_steps=4; got {option!r}")
+        try:
+            parsed[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            parsed[name] = text
+    return parsed
+
+
+def _problems(c: RunConfig) -> list[str]:
+    """What is wrong with the config, one sentence each."""
+    out: list[str] = []
+    positive = ("seq_len", "lr", "steps", "batch", "keep")
+    positive_or_none = ("width", "depth", "mlp", "vocab_size", "adam_lr", "rank", "micro_batch", "clip", "embedding_lr", "head_lr")
+    not_negative = ("eps", "weight_decay", "log_every", "val_every", "val_tokens", "diagnostics_every", "checkpoint_every")
+    for name in positive + positive_or_none:
+        value = c.get(name)
+        if (value is None and name in positive) or (value is not None and not (value > 0 and math.isfinite(value))):
+            out.append(f"--{_flag(name)} must be positive; got {value}")
+    for name in not_negative:
+        if not c.get(name) >= 0:
+            out.append(f"--{_flag(name)} must be 0 or more; got {c.get(name)}")
+    for name in ("beta1", "beta2", "adam_beta1"):
+        value = c.get(name)
+        if value is not None and not 0 <= value < 1:
+            out.append(f"--{_flag(name)} must lie in [0, 1); got {value}")
+    for name in ("warmup", "decay", "final_lr"):
+        if not 0 <= c.get(name) <= 1:
+            out.append(f"--{_flag(name)} is a share and must lie in [0, 1]; got {c.get(name)}")
+    if c.schedule.schedule == "wsd" and c.schedule.warmup + c.schedule.decay > 1:
+        out.append(f"--warmup {c.schedule.warmup} and --decay {c.schedule.decay} take more than all the steps")
+    for topic in fields(c):
+        for f in fields(getattr(c, topic.name)):
+            choices, value = _choices(f.type), c.get(f.name)
+            if choices and value not in choices:
+                out.append(f"--{_flag(f.name)} must be one of {', '.join(choices)}; got {value!r}")
+    micro = c.training.micro_batch
+    if micro and c.training.batch % micro:
+        out.append(f"--batch {c.training.batch} is not a multiple of --micro-batch {micro}")
+    parse_options(c.optimizer.options)
+    return out
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The strings a ``Literal[...]`` annotation (kept as text) allows."""
+    text = str(annotation)
+    return tuple(ast.literal_eval(text[len("Literal") :])) if text.startswith("Literal[") else ()
+
+
+_TOPICS: dict[str, str] = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type,misc]

@@ -1,0 +1,165 @@
+"""Devices and processes: the only file of the lab that touches torch.distributed.
+
+A run under ``torchrun`` finds RANK, LOCAL_RANK and WORLD_SIZE in its environment; without them it is one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others.
+
+    rank, local_rank, size: as torchrun counts; device: where its tensors live; parallel: "none", "ddp" or "fsdp".
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    parallel: str
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes the logs."""
+        return self.rank == 0
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Wait for every process."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.local_rank] if self.cuda else None)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The average of a tensor over the processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+            value /= self.size
+        return value
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every process if any of them failed, so that none waits for the others for ever."""
+        if self.size > 1:
+            failed = torch.tensor([0.0 if error is None else 1.0], device=self.device)
+            dist.all_reduce(failed)
+            if error is None and failed.item():
+                error = RuntimeError("another process of this run failed; its own message says why")
+        if error is not None:
+            raise error
+
+
+def pick_device(asked: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda"; a missing GPU is a ValueError."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextlib.contextmanager
+def session(asked_device: str, parallel: str) -> Iterator[World]:
+    """Join the process group, if there is one, for the time of a run."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = pick_device(asked_device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1 and parallel != "fsdp":
+        yield World(0, 0, 1, device, "none")
+        return
+    if "RANK" not in os.environ:
+        raise ValueError("--parallel fsdp needs torchrun: torchrun --nproc-per-node N -m cosmos_lab train ...")
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        rank, local = dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+        yield World(rank, local, dist.get_world_size(), device, "ddp" if parallel == "auto" else parallel)
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def shard(model: nn.Module, world: World, bf16: bool) -> nn.Module:
+    """FSDP2: shard each block of ``model.blocks``, then what is left; other modes leave the model alone.
+
+    Comes before the optimizer is built, since it replaces the parameters by DTensors.
+    """
+    if world.parallel != "fsdp":
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def replicate(model: nn.Module, world: World) -> nn.Module:
+    """DDP around the model; other modes leave it alone."""
+    if world.parallel != "ddp":
+        return model
+    ids = [world.local_rank] if world.cuda else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def accumulating(runner: nn.Module, model: nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Around one micro-batch: gradients are exchanged at the last one of a step only."""
+    if world.parallel == "ddp" and not last:
+        no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = runner.no_sync  # type: ignore[assignment]
+        return no_sync()
+    if world.parallel == "fsdp":
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+    return contextlib.nullcontext()
+
+
+def full(value: Tensor) -> Tensor:
+    """A DTensor's whole value; a plain tensor as it is."""
+    whole = getattr(value, "full_tensor", None)
+    return whole() if whole is not None else value
+
+
+def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Every process writes its shards of model and optimizer into the folder ``path``."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+
+def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """The inverse of ``save_sharded``, on any number of processes."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

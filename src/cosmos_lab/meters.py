@@ -1,0 +1,89 @@
+"""Clocks and gauges that do not stall the device: optimizer time by CUDA events, memory, model FLOP utilization."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
+GB = 2**30
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's bf16 peak, or None where it is not known (a CPU, an unlisted GPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device, devices: int = 1) -> float | None:
+    """Share of the peak: useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices."""
+    peak = peak_flops(device)
+    return None if peak is None else tokens_per_s * flops_per_token / (peak * devices)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
+
+
+class Stopwatch:
+    """Mean duration of a repeated region, read only when asked: on a GPU by events, so that no step waits for the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._host: list[float] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time the region inside."""
+        if self._cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._host.append(1e3 * (time.perf_counter() - start))
+
+    def take(self) -> list[float]:
+        """The durations in ms since the last call. On a GPU call it after a synchronization."""
+        taken = [begin.elapsed_time(end) for begin, end in self._events] if self._cuda else self._host
+        self._events, self._host = [], []
+        return taken
+
+
+class Clock:
+    """Seconds of training: runs on across resumes, stands still during validation, checkpoints and the first step's compilation."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Let it run."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> float:
+        """Stop it and return the seconds so far."""
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+        return self.seconds
+
+    def read(self) -> float:
+        """The seconds so far."""
+        return self.seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)

@@ -1,0 +1,60 @@
+"""From a run's optimizer options to an optimizer, through cosmos_optim's public names."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+import cosmos_optim
+from cosmos_lab.config import OptimizerOptions, parse_options
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of that name; an unknown name is a ValueError with the close ones."""
+    known: dict[str, type[torch.optim.Optimizer]] = cosmos_optim.OPTIMIZERS
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=2)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"unknown optimizer {name!r}; {hint}known: {', '.join(known)}")
+    return known[name]
+
+
+def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
+    """The optimizer the options describe, over all parameters of ``model``."""
+    cls = optimizer_class(options.optimizer)
+    accepted = set(inspect.signature(cls).parameters)
+    own: dict[str, Any] = {
+        name: value for name in ("adam_lr", "rank", "gamma") if (value := getattr(options, name)) is not None
+    }
+    own |= parse_options(options.options)
+    for name in own:
+        if name not in accepted:
+            raise ValueError(
+                f"optimizer {options.optimizer!r} has no hyper-parameter {name!r}; it takes {', '.join(sorted(accepted - {'params'}))}"
+            )
+    groups = cosmos_optim.param_groups(model, rule=options.optimizer, overrides=_overrides(model, options))
+    return cls(
+        groups,
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        **own,
+    )
+
+
+def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:
+    """Own rates for embedding and head, as ``param_groups`` takes them."""
+    overrides: dict[str, dict[str, Any]] = {}
+    names = {name for name, _ in model.named_parameters()}  # a tied head has no matrix of its own
+    for name, lr in (("embed.weight", options.embedding_lr), ("head.weight", options.head_lr)):
+        group: dict[str, Any] = {} if lr is None else {"lr": lr}
+        if options.adam_beta1 is not None and name in names:
+            group["betas"] = (options.adam_beta1, options.beta2)
+        if group:
+            overrides[name] = {"rule": "adam", **group}
+    return overrides or None

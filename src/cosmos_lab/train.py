@@ -1,0 +1,292 @@
+"""One training run, from a config to a run folder.
+
+    summary = train(RunConfig().replace(model="tiny", steps=100))
+
+The host never waits for the device between log lines: losses add up on the device, the optimizer is timed by events, batches
+arrive through a background thread. Needs neither tyro nor rich.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cosmos_lab import assemble, checkpoint, launch, meters, runlog
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import Batches, validation_batches
+from cosmos_lab.feed import Feed
+from cosmos_lab.optimizers import build_optimizer, optimizer_class
+from cosmos_lab.schedule import factor
+
+Progress = Callable[[Mapping[str, Any]], None]
+
+_BAD_LOSSES = 2  # log lines in a row without a finite loss that end a run: weights do not come back from there
+_FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: single batches are noisy
+# Fields that may differ between a finished run and the one asked for: they change no number.
+_HARMLESS = {"out", "name", "device", "compile", "log_every", "tensorboard", "wandb", "resume", "keep", "cache_dir"}
+
+
+def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Train as ``config`` says and return the summary, which is also in the run folder.
+
+    A finished run folder is not trained again: its summary comes back. A half-finished one continues from its newest checkpoint.
+
+    Args:
+        config: the run.
+        progress: called with every record of the log.
+    """
+    config.check()
+    optimizer_class(config.optimizer.optimizer)
+    folder = runlog.run_folder(config)
+    if config.logging.resume == "never" and (folder / runlog.CONFIG).exists():
+        raise ValueError(f"{folder} holds a run already; choose another --name, or --resume auto to continue it")
+    summary = runlog.read_summary(folder)
+    if summary is not None:
+        _check_same(folder, config)
+        return summary
+    with launch.session(config.training.device, config.training.parallel) as world:
+        assemble.seed_everything(config.training.seed, config.training.deterministic)
+        try:
+            with closing(Trainer(config, world, progress)) as trainer:
+                return trainer.run()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def _check_same(folder: Path, config: RunConfig) -> None:
+    """A finished folder must hold the run that is asked for."""
+    saved = (runlog.read_json(folder / runlog.CONFIG) or {}).get("config", {})
+    asked = {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in _HARMLESS}
+    checkpoint.check_identity(folder, {k: saved.get(k, v) for k, v in asked.items()}, asked)
+
+
+class Trainer:
+    """The live objects of one run and the loop over its steps."""
+
+    def __init__(self, config: RunConfig, world: launch.World, progress: Progress | None = None) -> None:
+        self.config, self.world, self.progress = config, world, progress
+        self.folder = runlog.run_folder(config)
+        precision = config.training.precision
+        self.bf16 = precision == "bf16" or (precision == "auto" and world.cuda)
+        self.micro = assemble.micro_batch(config, world.size)
+        source, self.val_source = assemble.load_source(config, "train"), assemble.load_source(config, "val")
+        self.model = assemble.build_model(config, source, world.device)
+        self.runner = assemble.wrap(self.model, config, world, self.bf16)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.identity = assemble.identity(config, self.model, source)
+        self.at = checkpoint.Training(self.model, self.optimizer)
+        batches = Batches(
+            source, config.training.batch // world.size, config.data.seq_len, config.training.seed, world.rank, world.size
+        )
+        self._resume(batches)
+        self.clock, self.stopwatch = meters.Clock(self.at.seconds), meters.Stopwatch(world.device)
+        self.loss_sum = torch.zeros((), device=world.device)
+        self.logged = self.first = self.at.step
+        self.logged_seconds = self.at.seconds
+        self.bad_losses = 0
+        self.log = None
+        if world.main:
+            self.log = runlog.RunLog(config, assemble.header(config, self.model, self.optimizer), resumed_at=self.at.step)
+        self.feed = Feed(batches, pin=world.cuda)
+
+    def _resume(self, batches: Batches) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        checkpoints = self.folder / "checkpoints"
+        if self.world.main:
+            for unfinished in checkpoints.glob(".writing_*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        newest = checkpoint.latest(checkpoints)
+        if newest is not None:
+            checkpoint.load(newest, self.at, self.identity, self.world)
+            assert self.at.position is not None
+            batches.load_state_dict(self.at.position)
+
+    def close(self) -> None:
+        """Stop the data thread and close the logs."""
+        self.feed.close()
+        if self.log is not None:
+            self.log.close()
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step and return the summary."""
+        steps, every = self.config.training.steps, self.config.logging
+        while self.at.step < steps and self.bad_losses < _BAD_LOSSES:
+            self._step()
+            step = self.at.step
+            if step == self.first + 1:
+                self._log(rates=False)  # the first step compiles: its time would say nothing
+                self.clock.start()
+            elif _due(step, every.log_every) or step == steps:
+                self._log()
+            if _due(step, every.val_every) and step < steps:
+                self._aside(self.validate)
+            if _due(step, every.checkpoint_every) and step < steps:
+                self._aside(self.save)
+        return self._finish()
+
+    def _step(self) -> None:
+        """One optimizer step over all its micro-batches."""
+        self.at.step += 1
+        share = factor(self.at.step, self.config.training.steps, self.config.schedule)
+        for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = lr * share
+        tokens, targets = (part.to(self.world.device, non_blocking=True) for part in self.feed.next())
+        pieces = list(zip(tokens.split(self.micro), targets.split(self.micro), strict=True))
+        for index, (x, y) in enumerate(pieces):
+            with launch.accumulating(self.runner, self.model, self.world, last=index == len(pieces) - 1):
+                with self._autocast():
+                    loss = self.runner(x, y) / len(pieces)
+                loss.backward()
+            self.loss_sum += loss.detach()
+        if self.config.training.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.clip)
+        with self.stopwatch.measure():
+            self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.at.position = self.feed.position
+
+    def _update(self) -> None:
+        """The optimizer's step, with its diagnostics where they are due."""
+        wanted = _due(self.at.step, self.config.logging.diagnostics_every) and hasattr(self.optimizer, "diagnostics")
+        if not wanted:
+            self.optimizer.step()
+            return
+        with self.optimizer.diagnostics() as found:
+            self.optimizer.step()
+        if found:
+            self._write({"step": self.at.step, "tokens": self.tokens, "diagnostics": dict(found)})
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def _aside(self, action: Callable[[], Any]) -> None:
+        """Do something that is not training with the clock stopped."""
+        self.world.synchronize()
+        self.clock.stop()
+        action()
+        self.clock.start()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen so far, on all processes."""
+        return self.at.step * self.config.training.batch * self.config.data.seq_len
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self.at.seconds = self.clock.read()
+        checkpoint.save(self.folder / "checkpoints", self.at, self.identity, self.world, self.config.logging.keep)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any]:
+        """Loss on the same validation tokens every time, logged."""
+        length, world = self.config.data.seq_len, self.world
+        whole = self.micro * length * world.size  # whole batches only: a smaller last one would compile anew
+        tokens = max(1, self.config.logging.val_tokens // whole) * whole
+        total, count = torch.zeros((), device=world.device), 0
+        for x, y in validation_batches(self.val_source, self.micro, length, tokens, world.rank, world.size):
+            with self._autocast():
+                total += self.runner(x.to(world.device), y.to(world.device)) * len(x)
+            count += len(x)
+        loss = self.world.mean(total / count).item()
+        record = {"step": self.at.step, "tokens": self.tokens, "time": self.clock.read(), "val_loss": loss, "val_ppl": _exp(loss)}
+        self._write(record)
+        return record
+
+    # -- what is written ----------------------------------------------------------------------------------------------
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self.log is not None:
+            self.log.write(record)
+        if self.progress is not None and self.world.main:
+            self.progress(record)
+
+    def _log(self, rates: bool = True) -> None:
+        """One line of the training log; the only place in the loop where the host waits for the device."""
+        c, steps = self.config, self.at.step - self.logged
+        loss = self.world.mean(self.loss_sum / steps).item()
+        self.world.synchronize()
+        self.loss_sum.zero_()
+        before, self.logged_seconds = self.logged_seconds, self.clock.read()
+        optimizer_ms = self.stopwatch.take()
+        speed = steps * c.training.batch * c.data.seq_len / max(self.logged_seconds - before, 1e-9)
+        share = meters.mfu(speed, self.model.flops_per_token(c.data.seq_len), self.world.device, self.world.size)
+        self.logged = self.at.step
+        self.bad_losses = 0 if math.isfinite(loss) else self.bad_losses + 1
+        self._write(
+            {
+                "step": self.at.step,
+                "tokens": self.tokens,
+                "time": self.logged_seconds,
+                "loss": loss,
+                "lr": c.optimizer.lr * factor(self.at.step, c.training.steps, c.schedule),
+                "tokens_per_s": speed if rates else None,
+                "mfu": share if rates else None,
+                "memory_gb": meters.peak_memory_gb(self.world.device),
+                "optimizer_ms": sum(optimizer_ms) / len(optimizer_ms) if rates else None,
+            }
+        )
+
+    def _finish(self) -> dict[str, Any]:
+        """Last checkpoint, last validation, summary."""
+        self.world.synchronize()
+        self.clock.stop()
+        diverged = self.bad_losses >= _BAD_LOSSES
+        if self.config.logging.checkpoint_every and not diverged and self.at.step > self.first:
+            self.save()
+        if not any(r["step"] == self.at.step for r in runlog.read_metrics(self.folder) if "val_loss" in r):
+            self.validate()  # a kill just before the summary leaves this one already done
+        self.world.barrier()
+        summary = summarize(self.folder, "diverged" if diverged else "done", self.config)
+        summary |= {"peak_memory_gb": meters.peak_memory_gb(self.world.device), "state_bytes": assemble.state_bytes(self.optimizer)}
+        if self.log is not None:
+            self.log.finish(summary)
+        return summary
+
+
+def summarize(folder: Path, status: str, config: RunConfig) -> dict[str, Any]:
+    """A run's result, from its log: the rates are medians over log lines, the final training loss a mean over the last 5 %."""
+    records = list(runlog.read_metrics(folder))
+    losses = [r for r in records if "loss" in r]
+    values = [r for r in records if "val_loss" in r]
+    last = losses[-1]
+    late = [r["loss"] for r in losses if r["step"] > last["step"] - max(1, _FINAL_SHARE * config.training.steps)]
+    finite = [r["val_loss"] for r in values if r["val_loss"] is not None]
+    speed = _median([r["tokens_per_s"] for r in losses])
+    return {
+        "status": status,
+        "final_val_loss": values[-1]["val_loss"],
+        "final_val_ppl": values[-1]["val_ppl"],
+        "best_val_loss": min(finite, default=None),
+        "final_train_loss": None if None in late else sum(late) / len(late),
+        "tokens": last["tokens"],
+        "steps": last["step"],
+        "time": last["time"],
+        "tokens_per_s": speed,
+        "step_ms": 1e3 * config.training.batch * config.data.seq_len / speed if speed else None,
+        "optimizer_ms": _median([r["optimizer_ms"] for r in losses]),
+        "mfu": _median([r["mfu"] for r in losses]),
+    }
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

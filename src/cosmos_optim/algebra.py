@@ -29,7 +29,7 @@ class Algebra:
         self.m, self.n, self.skip = m, n, skip
 
     @property
-    def T(self) -> Algebra:  # noqa: N802 (a matrix transpose is written T)
+    def T(self) -> Algebra:
         """The algebra of the transposed matrices."""
         return Algebra(self.n, self.m, skip=self.skip)
 
@@ -135,4 +135,5 @@ class Algebra:
 def sum_of_squares(X: Tensor) -> Tensor:
     """Sum of squares over the last two dimensions, kept, accumulated in double precision where the device has it."""
     dtype = X.dtype if X.device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype).square()
+    norm: Tensor = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
+    return norm.square()

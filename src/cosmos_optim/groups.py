@@ -99,7 +99,8 @@ def routes(
             found.append((place, _route(place, rule, id(place.p) in tied, place.path in heads)))
     unused = [pattern for pattern in asked if pattern not in used]
     if unused:
-        raise ValueError(f"overrides that match no parameter: {unused}; names look like {[p.name for p in _places(model)][:3]}")
+        names = [place.name for place in _places(model)][:3]
+        raise ValueError(f"overrides that match no parameter: {unused}; names look like {names}")
     return found
 
 
@@ -130,7 +131,9 @@ def _heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
         return {path for path in modules if _is_head_name(path)}
     named = {path for path, module in modules.items() if module is head or path == head}
     if not named:
-        raise ValueError(f"head={head!r} is not a module of this model: give one of its modules or a name such as 'lm_head'")
+        raise ValueError(
+            f"head={head!r} is no module of this model: give one of its modules, or a name such as 'lm_head'"
+        )
     return named
 
 
@@ -149,8 +152,8 @@ def _refuse_flat(place: Place) -> None:
     matrix = isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)) and place.attribute == "weight"
     if flat or (matrix and p.dim() < 2):
         raise ValueError(
-            f"parameter {place.name!r} of shape {tuple(p.shape)} is a flat piece of what {type(module).__name__} declares as a "
-            "matrix (FSDP1, DeepSpeed ZeRO). COSMOS needs whole matrices or row shards: use FSDP2 "
+            f"parameter {place.name!r} of shape {tuple(p.shape)} is a flat piece of what {type(module).__name__} "
+            "declares as a matrix (FSDP1, DeepSpeed ZeRO). COSMOS needs whole matrices or row shards: use FSDP2 "
             "(torch.distributed.fsdp.fully_shard), FSDP1 with use_orig_params and no sharding, or ZeRO stage 0"
         )
 
@@ -219,9 +222,8 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
                 name, p = item if isinstance(item, tuple) else (f"number {i}", item)
                 if isinstance(p, Tensor) and p.dim() < 2:
                     raise ValueError(
-                        f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which gives "
-                        "embeddings, heads, norms and biases to Adam, or put it in a group with rule='adam'"
+                        f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which "
+                        "gives embeddings, heads, norms and biases to Adam, or put it in a group with rule='adam'"
                     )
         listed.append(group)
     return listed if given else given
-

@@ -156,7 +156,7 @@ def _memory_order(p: Tensor) -> tuple[int, ...] | None:
     """The permutation under which a convolution's weight is flattened without a copy (channels-last kernels)."""
     if p.is_contiguous():
         return None
-    order = (0, *sorted(range(1, p.dim()), key=lambda d: -p.stride(d)))
+    order = (0, *sorted(range(1, p.dim()), key=lambda d: -p.stride()[d]))
     if not p.permute(order).is_contiguous():
         raise ValueError(f"a convolution weight of shape {tuple(p.shape)} has strides {p.stride()}: make it contiguous")
     return order

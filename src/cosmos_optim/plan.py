@@ -63,11 +63,14 @@ class Plan:
         table = [("parameter", "shape", "rule", "because", "rank", "state")]
         for row in self.rows:
             shape = " x ".join(map(str, row.shape)) or "scalar"
-            table.append((row.name, shape, row.rule, row.why, "" if row.rank is None else str(row.rank), human(row.state_bytes)))
+            rank = "" if row.rank is None else str(row.rank)
+            table.append((row.name, shape, row.rule, row.why, rank, human(row.state_bytes)))
         widths = [max(len(line[i]) for line in table) for i in range(6)]
         right = (False, True, False, False, True, True)
-        lines = ["  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)).rstrip()
-                 for line in table]  # fmt: skip
+        lines = []
+        for line in table:
+            cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)]
+            lines.append("  ".join(cells).rstrip())
         rule = "-" * max(map(len, lines))
         sums = [f"{name}: {count} tensors, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip

@@ -35,7 +35,18 @@ COMMON: dict[str, Any] = {
 }
 NONFINITE = ("skip", "raise")
 # Keys that other code of torch's keeps in a group: schedulers, and the optimizer itself.
-FOREIGN = ("params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+FOREIGN = (
+    "params",
+    "param_names",
+    "lr",
+    "rule",
+    "initial_lr",
+    "swa_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -109,14 +120,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
         require(group["layout"] in LAYOUTS, "layout", group["layout"], f"one of {LAYOUTS}")
         rule.check(group)
         if "gamma" in rule.hyper and group["gamma"] is None:
-            require(float(adam_lr) > 0, "adam_lr", adam_lr, "gamma is lr / adam_lr unless given: give gamma, or a positive adam_lr")
+            require(
+                float(adam_lr) > 0,
+                "adam_lr",
+                adam_lr,
+                "gamma=None means lr / adam_lr: give gamma, or a positive adam_lr",
+            )
             group["gamma"] = float(group["lr"]) / float(adam_lr)
 
     def _lay_out(self, group: dict[str, Any], rule: Rule) -> None:
-        names = group.get("param_names") or [f"group {len(self.param_groups) - 1}, parameter {i}" for i in range(len(group["params"]))]
+        count = len(self.param_groups) - 1
+        names = group.get("param_names") or [f"group {count}, parameter {i}" for i in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
             if p.is_complex():
-                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is complex: split it into real and imaginary parts")
+                raise ValueError(
+                    f"parameter {name!r} of shape {tuple(p.shape)} is complex: split it into two real ones"
+                )
             self._layouts[p] = distributed.layout_of(name, p, rule, group)
             if not p.is_meta:
                 self._allocate(p, group)
@@ -142,7 +161,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._update()
         return loss
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self) -> None:
         entries = self._collect()
         if not entries:
@@ -166,7 +185,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     continue
                 layout = self._layouts[p]
                 if p.grad.is_sparse:
-                    raise ValueError(f"parameter {layout.name!r} has a sparse gradient: build its embedding with sparse=False")
+                    raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
                 if p not in self.state:
                     self._allocate(p, group)
                 elif self.state[p]["step"].device != p.device:
@@ -183,7 +202,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         energy: the share of the gradient's energy in the subspace; drift: 1 - |U_new' U|^2 / r, how far the subspace
         turned; update_rms: the RMS of the applied direction; ratio: |A| / |gamma B sqrt(m)|, SOAP half over MUON half.
         """
-        self._recorder = record = {}
+        record: dict[str, dict[str, float]] = {}
+        self._recorder = record
         try:
             yield record
         finally:
@@ -199,7 +219,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return sum(storages.values())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, keeping its dtypes; a state of another shape is an error that says which hyper-parameter."""
+        """Load a checkpoint, keeping its dtypes; a checkpoint of another rank, rule or shape is an error."""
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -72,14 +72,17 @@ def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: 
     layout = optimizer._layouts[p]
     shapes = {"step": (), **{name: slot.shape for name, slot in layout.slots(group).items()}}
     if set(saved) != set(shapes):
-        raise ValueError(f"parameter {layout.name!r}: the checkpoint holds {sorted(saved)}, this optimizer {sorted(shapes)}")
+        raise ValueError(
+            f"parameter {layout.name!r}: the checkpoint has {sorted(saved)}, this optimizer {sorted(shapes)}"
+        )
     placed = {}
     for name, shape in shapes.items():
         value = saved[name]
         value = value if isinstance(value, Tensor) else torch.tensor(float(value))
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
-                f"parameter {layout.name!r}: state {name!r} has shape {tuple(value.shape)} in the checkpoint, {tuple(shape)} here"
+                f"parameter {layout.name!r}: state {name!r} has shape {tuple(value.shape)} in the checkpoint, "
+                f"{tuple(shape)} here"
             )
         placed[name] = layout.adopt(value.detach(), p)
     return placed

@@ -84,7 +84,7 @@ def signed_lr(group: dict[str, Any]) -> float | Tensor:
     return lr
 
 
-# -- matrices -----------------------------------------------------------------------------------------------------------
+# -- matrices ------------------------------------------------------------------------------------------------------
 
 
 def buckets(entries: Sequence[Entry], fresh: set[Tensor]) -> Iterator[tuple[tuple[int, int], list[Matrix]]]:
@@ -163,7 +163,7 @@ class Probe:
             self.record.setdefault(name, {})[key] = value
 
 
-# -- anything else --------------------------------------------------------------------------------------------------------
+# -- anything else -------------------------------------------------------------------------------------------------
 
 
 def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
@@ -177,7 +177,7 @@ def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
         assert rule.fused is not None
         rule.fused(
             [local(e.p) for e in here], [local(e.grad) for e in here],
-            {k: [e.layout.local(e.state[k]) for e in here] for k in names}, [e.layout.local(e.state["step"]) for e in here],
+            {k: [e.layout.local(e.state[k]) for e in here] for k in names}, [e.state["step"] for e in here],
             h=group, lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"], skip=skip,
         )  # fmt: skip
     for e in entries:
@@ -188,7 +188,8 @@ def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
 def _fusable(e: Entry, rule: Rule, group: dict[str, Any]) -> bool:
     """Torch's kernel wants one dtype throughout, and divides 0 by 0 when eps is 0."""
     wide = e.p.dtype in (torch.float32, torch.float64)
-    return rule.fused is not None and wide and e.grad.dtype == e.p.dtype and group["eps"] > 0 and e.layout.local(e.p).numel() > 0
+    same = e.grad.dtype == e.p.dtype and group["eps"] > 0 and e.layout.local(e.p).numel() > 0
+    return rule.fused is not None and wide and same
 
 
 def run_one(e: Entry, skip: Tensor | None) -> None:

@@ -35,7 +35,7 @@ class Slot:
 
 
 class Direction(Protocol):
-    """`direction(G, state, t, h=..., alg=...) -> (D, new state)`; t counts real gradients, from 1, shape (..., 1, 1)."""
+    """`direction(G, state, t, h=..., alg=...) -> (D, new state)`; t (..., 1, 1) counts real gradients from 1."""
 
     def __call__(
         self, G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None

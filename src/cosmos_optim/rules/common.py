@@ -33,6 +33,7 @@ def newton_schulz_of(h: Hyper) -> NewtonSchulz:
 def check_newton_schulz(h: Hyper) -> None:
     """The settings every rule with a Newton-Schulz iteration shares."""
     require(isinstance(h["ns_steps"], int) and h["ns_steps"] >= 1, "ns_steps", h["ns_steps"], "a positive integer")
-    require(h["ns_coefficients"] in COEFFICIENTS, "ns_coefficients", h["ns_coefficients"], f"one of {sorted(COEFFICIENTS)}")
+    known = sorted(COEFFICIENTS)
+    require(h["ns_coefficients"] in known, "ns_coefficients", h["ns_coefficients"], f"one of {known}")
     ok = h["ns_dtype"] is None or (isinstance(h["ns_dtype"], torch.dtype) and h["ns_dtype"].is_floating_point)
     require(ok, "ns_dtype", h["ns_dtype"], "a floating-point torch.dtype, or None to choose by device")

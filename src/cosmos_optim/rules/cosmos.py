@@ -38,6 +38,7 @@ HYPER: dict[str, Any] = {
 }
 
 
+# fmt: off
 def direction(
     G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
 ) -> tuple[Any, State]:
@@ -83,6 +84,8 @@ def direction_two_sided(
     if probe is not None:
         probe(G=G, GU=GU, C=C, soap=sum_of_squares(P), muon=b.square() * alg.energy(B), alg=alg)
     return alg.unit_rms(D), {"M": M, "U": U, "O": O, "S": S, "R": R, "V": V}  # L13  (paper: without sqrt(m))
+
+# fmt: on
 
 
 def momentum(M: Any, G: Any, t: Tensor, h: Hyper, alg: Algebra) -> tuple[Any, Tensor]:
@@ -150,18 +153,39 @@ def check(h: Hyper) -> None:
     check_betas(h)
     check_eps(h)
     require(isinstance(h["rank"], int) and h["rank"] >= 1, "rank", h["rank"], "it must be a positive integer")
-    require(h["gamma"] is None or h["gamma"] >= 0, "gamma", h["gamma"], "it must be 0 or positive, or None for lr/adam_lr")
+    require(h["gamma"] is None or h["gamma"] >= 0, "gamma", h["gamma"], "0 or positive, or None for lr / adam_lr")
     require(h["eps_placement"] in ("outside", "inside"), "eps_placement", h["eps_placement"], "'outside' or 'inside'")
-    require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "a share of energy in [0, 1); 0 is off")
-    require(h["momentum_dtype"] in (None, torch.float32, torch.bfloat16), "momentum_dtype", h["momentum_dtype"],
-            "torch.float32 or torch.bfloat16")
+    require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
+    require(
+        h["momentum_dtype"] in (None, torch.float32, torch.bfloat16),
+        "momentum_dtype",
+        h["momentum_dtype"],
+        "torch.float32 or torch.bfloat16",
+    )
     check_newton_schulz(h)
 
 
-LAWS = frozenset({
-    "row_permutation", "scale_invariance", "unit_rms", "orthonormal_basis", "psd_second_moment",
-    "residual_orthogonal", "batched_equals_single", "deterministic", "grad_untouched", "odd",
-})
+LAWS = frozenset(
+    {
+        "row_permutation",
+        "scale_invariance",
+        "unit_rms",
+        "orthonormal_basis",
+        "psd_second_moment",
+        "residual_orthogonal",
+        "batched_equals_single",
+        "deterministic",
+        "grad_untouched",
+        "odd",
+    }
+)
 RULE = Rule("cosmos", HYPER, slots, direction, start, check, LAWS, lazy=True)
-TWO_SIDED = Rule("cosmos-two-sided", HYPER, slots_two_sided, direction_two_sided, start_two_sided, check,
-                 LAWS - {"residual_orthogonal"})
+TWO_SIDED = Rule(
+    "cosmos-two-sided",
+    HYPER,
+    slots_two_sided,
+    direction_two_sided,
+    start_two_sided,
+    check,
+    LAWS - {"residual_orthogonal"},
+)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 
 # From the bottom up. A module belongs to the longest name here that begins its own; "" is the package itself.
 ORDER = (
+    "suggest",
     "kernels",
     "rounding",
     "linalg.newton_schulz",
@@ -45,10 +47,16 @@ def within(module: str, names: tuple[str, ...]) -> bool:
     return any(module == name or module.startswith(name + ".") for name in names)
 
 
-def imports(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+@cache
+def tree_of(module: str) -> ast.Module:
+    """The parsed source of a module of ours."""
+    return ast.parse(FILES[module].read_text(), str(FILES[module]))
+
+
+def imports(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[str]:
     """Dotted names of all that a source imports, at any depth; `from a import b` yields `a.b`."""
     package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -57,9 +65,9 @@ def imports(source: str, module: str, is_package: bool = False) -> Iterator[str]
             yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
-def attributes(source: str) -> Iterator[str]:
+def attributes(tree: ast.Module) -> Iterator[str]:
     """Dotted names that a source spells out, such as `torch.distributed.all_reduce`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -70,8 +78,12 @@ def attributes(source: str) -> Iterator[str]:
 
 def imports_of(module: str) -> set[str]:
     """What a module of ours imports."""
-    file = FILES[module]
-    return set(imports(file.read_text(), module, file.name == "__init__.py"))
+    return set(imports(tree_of(module), module, FILES[module].name == "__init__.py"))
+
+
+def names_of(module: str) -> set[str]:
+    """What a module of ours imports or spells out."""
+    return imports_of(module) | set(attributes(tree_of(module)))
 
 
 def owner(name: str) -> str:
@@ -92,8 +104,8 @@ def layer(module: str) -> int:
 
 
 def modules(package: str) -> list[str]:
-    """Our modules below a package; those without a line of code need no place."""
-    return [m for m, file in FILES.items() if within(m, (package,)) and ast.parse(file.read_text()).body]
+    """Our modules below a package; empty ones need no place."""
+    return [m for m, file in FILES.items() if within(m, (package,)) and file.read_text().strip()]
 
 
 def test_the_packages_are_found() -> None:
@@ -105,7 +117,7 @@ def test_the_packages_are_found() -> None:
 def test_a_file_imports_only_what_stands_above_it(module: str) -> None:
     """Kernels, algebra, linear algebra, rules, layouts, optimizers: never upwards."""
     ours = {owner(name) for name in imports_of(module) if within(name, ("cosmos_optim",))} - {module}
-    ours = {name for name in ours if ast.parse(FILES[name].read_text()).body}
+    ours = {name for name in ours if FILES[name].read_text().strip()}
     wrong = sorted(name for name in ours if layer(name) > layer(module))
     assert not wrong, f"{module} imports {wrong}, which stand below it in {ORDER}"
 
@@ -131,9 +143,8 @@ def test_one_place_for(name: str, allowed: tuple[str, ...]) -> None:
     """`torch.distributed` and `triton` are known in their own folders only."""
     wrong = [
         module
-        for module, file in FILES.items()
-        if not within(module, allowed)
-        if any(within(n, (name,)) for n in imports_of(module) | set(attributes(file.read_text())))
+        for module in FILES
+        if not within(module, allowed) and any(within(used, (name,)) for used in names_of(module))
     ]
     assert not wrong, f"{name} is used in {wrong}; only {allowed} may"
 
@@ -143,8 +154,7 @@ def test_the_lab_uses_public_names(module: str) -> None:
     """`from cosmos_optim import X` with X in `cosmos_optim.__all__`, and nothing from its modules."""
     import cosmos_optim
 
-    source = FILES[module].read_text()
-    used = {n for n in imports_of(module) | set(attributes(source)) if within(n, ("cosmos_optim",))}
+    used = {name for name in names_of(module) if within(name, ("cosmos_optim",))}
     public = {f"cosmos_optim.{name}" for name in cosmos_optim.__all__}
     wrong = sorted(n for n in used - {"cosmos_optim"} if not within(n, tuple(public)))
     assert not wrong, f"{module} uses {wrong}, which cosmos_optim does not offer"
@@ -160,9 +170,9 @@ def test_models_know_no_optimizer(module: str) -> None:
 def test_every_form_of_import_is_seen() -> None:
     """The reader itself: plain, from, relative, inside a function, and a spelled-out attribute."""
     source = "import a.b\nfrom c import d\nfrom . import e\nfrom ..f import g\ndef h():\n    import triton\n"
-    assert set(imports(source, "p.q.r")) == {"a.b", "c.d", "p.q.e", "p.f.g", "triton"}
-    assert set(imports("from . import e", "p.q", is_package=True)) == {"p.q.e"}
-    assert "torch.distributed.all_reduce" in set(attributes("x = torch.distributed.all_reduce(y)"))
+    assert set(imports(ast.parse(source), "p.q.r")) == {"a.b", "c.d", "p.q.e", "p.f.g", "triton"}
+    assert set(imports(ast.parse("from . import e"), "p.q", is_package=True)) == {"p.q.e"}
+    assert "torch.distributed.all_reduce" in set(attributes(ast.parse("x = torch.distributed.all_reduce(y)")))
 
 
 def test_the_order_is_strict() -> None:

@@ -67,7 +67,7 @@ class Cosmos:
         N = self._momentum(G)
         self._turn("U", "S", G.T @ G)
         self._turn("O", "R", G @ G.T)
-        U, O = self.state["U"], self.state["O"]  # noqa: E741 (the paper's letter)
+        U, O = self.state["U"], self.state["O"]
         self.state["V"] = b2 * self.state["V"] + (1 - b2) * (O.T @ G @ U) ** 2
         A = O @ self._adapted(O.T @ N @ U) @ U.T
         return self._combined(A, N - O @ O.T @ N @ U @ U.T, O.T @ N @ U)

@@ -45,7 +45,7 @@ class Soap:
         if self.t > 1 and (self.t - 1) % self.frequency == 0:
             s["U"] = qr(s["L"] @ s["U"])
             s["O"] = qr(s["K"] @ s["O"]) if self.two_sided else s["O"]
-        U, O = s["U"], s["O"]  # noqa: E741 (the paper's letter)
+        U, O = s["U"], s["O"]
         P = O.T @ s["M"] @ U
         s["V"] = b2 * s["V"] + (1 - b2) * (P if self.squares == "momentum" else O.T @ G @ U) ** 2
         return O @ ratio(P / (1 - b1**self.t), np.sqrt(s["V"] / (1 - b2**self.t)) + self.eps) @ U.T

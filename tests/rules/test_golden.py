@@ -19,7 +19,6 @@ OFFICIAL_STATE_TOLERANCE = 1e-9
 OWN_TOLERANCE = 1e-9
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFICIAL = ROOT.parent / "shared" / "golden" / "official_nesterov.npz"
 OWN = ROOT / "tests" / "golden" / "cosmos_oracle.npz"
 MAKER = ROOT / "tests" / "golden" / "make.py"
 
@@ -41,11 +40,10 @@ def error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.skipif(not OFFICIAL.exists(), reason=f"the recorded trajectories are not here: {OFFICIAL}")
 @pytest.mark.parametrize("case", ["tall", "wide", "square"])
-def test_released_code(case: str) -> None:
+def test_released_code(case: str, shared: Path) -> None:
     """Displacement at every step; at the end U (up to signs), S and V."""
-    data = np.load(OFFICIAL)
+    data = np.load(shared / "golden" / "official_nesterov.npz")
     h = dict(zip(data["hyper_names"].tolist(), data[f"{case}.hyper"].tolist(), strict=True))
     W0 = data[f"{case}.W0"]
     path, state = run(

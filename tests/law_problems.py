@@ -1,0 +1,83 @@
+"""Problems for the laws: what hypothesis draws, and how a rule is run on it without an optimizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cosmos_optim.algebra import Algebra
+from cosmos_optim.rules.base import Hyper, Rule, State
+
+# Options worth drawing besides the defaults. `gamma` has no default of its own: the optimizer resolves it.
+OPTIONS: Mapping[str, list[dict[str, Any]]] = {
+    "cosmos": [{}, {"nesterov": True}, {"eps_placement": "inside"}],
+    # O'GU is diagonal at the first step, its other entries rounding noise: epsilon must stand above that noise.
+    "cosmos-two-sided": [{"eps": 0.01}, {"eps": 0.01, "nesterov": True}, {"eps": 0.01, "eps_placement": "inside"}],
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Gradients `(steps, batch, m, n)`, a seed for what a law draws itself, and the options of the rule."""
+
+    G: Tensor
+    rank: int
+    seed: int
+    option: int
+
+    def hyper(self, rule: Rule, **more: Any) -> dict[str, Any]:
+        """The rule's hyper-parameters for this problem."""
+        options = OPTIONS.get(rule.name, [{}])
+        return settled(rule, self.rank) | options[self.option % len(options)] | more
+
+
+def settled(rule: Rule, rank: int) -> dict[str, Any]:
+    """The defaults, with a small rank and a number for gamma where the rule has them."""
+    h = dict(rule.hyper)
+    return h | {k: v for k, v in {"rank": rank, "gamma": 0.3}.items() if k in h}
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    """Gaussian numbers in fp64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Small gradients of every shape; the rank never exceeds a side, where the basis would be arbitrary."""
+    m, n = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    batch, steps = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    seed = draw(st.integers(0, 10_000))
+    G = random(seed, steps, batch, m, n) * 10.0 ** draw(st.integers(-3, 3))
+    return Problem(G, draw(st.integers(1, min(m, n))), seed, draw(st.integers(0, 9)))
+
+
+def fresh(rule: Rule, G: Tensor, h: Hyper) -> State:
+    """The state before the first step, for a stack of matrices `G`."""
+    m, n = (G[0].numel(), 1) if rule.elementwise else G.shape[-2:]
+    state = {}
+    for name, slot in rule.slots(m, n, h).items():
+        shape = G.shape if slot.axes == "*" else (*G.shape[:-2], *slot.shape)
+        state[name] = torch.zeros(shape, dtype=slot.dtype or G.dtype)
+    return state
+
+
+def advance(rule: Rule, G: Tensor, state: State, step: int, h: Hyper) -> tuple[Tensor, State]:
+    """One step of the rule, with its first basis at step 1."""
+    alg = Algebra(*G.shape[-2:])
+    if step == 1 and rule.start is not None:
+        state = state | rule.start(G, state, h=h, alg=alg)
+    t = torch.full((*G.shape[:-2], 1, 1), float(step), dtype=G.dtype)
+    return rule.direction(G, state, t, h=h, alg=alg)
+
+
+def run(rule: Rule, G: Tensor, h: Hyper) -> tuple[Tensor, State]:
+    """The directions of all steps, stacked, and the final state."""
+    state, directions = fresh(rule, G[0], h), []
+    for step, gradient in enumerate(G, start=1):
+        D, state = advance(rule, gradient, state, step, h)
+        directions.append(D)
+    return torch.stack(directions), state

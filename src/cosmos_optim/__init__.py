@@ -1,14 +1,26 @@
 """COSMOS and its peers: optimizers for training large language models.
 
-    from cosmos_optim import Cosmos, param_groups, plan
+from cosmos_optim import Cosmos, param_groups, plan
 
-    opt = Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
-    print(plan(model))
+opt = Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
+print(plan(model))
 """
 
 from cosmos_optim.groups import param_groups
-from cosmos_optim.optim import OPTIMIZERS
-from cosmos_optim.optim.cosmos import Cosmos
+from cosmos_optim.optim import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, GaLore, Muon, MuonNorm, NorMuon
 from cosmos_optim.plan import Plan, plan
 
-__all__ = ["OPTIMIZERS", "Cosmos", "Plan", "param_groups", "plan"]
+__all__ = [
+    "OPTIMIZERS",
+    "SOAP",
+    "Adam",
+    "AdamMini",
+    "Cosmos",
+    "GaLore",
+    "Muon",
+    "MuonNorm",
+    "NorMuon",
+    "Plan",
+    "param_groups",
+    "plan",
+]

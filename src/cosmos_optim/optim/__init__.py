@@ -2,7 +2,28 @@
 
 from cosmos_optim.optim.base import MatrixOptimizer
 from cosmos_optim.optim.cosmos import Cosmos
+from cosmos_optim.optim.peers import SOAP, Adam, AdamMini, GaLore, Muon, MuonNorm, NorMuon
 
-OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"cosmos": Cosmos}
+OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
+    "cosmos": Cosmos,
+    "muon": Muon,
+    "muon-norm": MuonNorm,
+    "normuon": NorMuon,
+    "soap": SOAP,
+    "galore": GaLore,
+    "adam-mini": AdamMini,
+    "adam": Adam,
+}
 
-__all__ = ["OPTIMIZERS", "Cosmos", "MatrixOptimizer"]
+__all__ = [
+    "OPTIMIZERS",
+    "SOAP",
+    "Adam",
+    "AdamMini",
+    "Cosmos",
+    "GaLore",
+    "MatrixOptimizer",
+    "Muon",
+    "MuonNorm",
+    "NorMuon",
+]

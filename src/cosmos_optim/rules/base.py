@@ -65,6 +65,7 @@ class Rule:
     laws: names of the laws in tests/test_laws.py which the rule obeys.
     lazy: touches m x n operands only through the Algebra, so that fused kernels may stand in for plain tensors.
     elementwise: takes parameters of any shape and no Algebra.
+    shardable: which sides of a matrix may be cut over processes: "both", "rows" (columns whole) or "none".
     fused: an in-place kernel over lists of whole tensors that does the same as `direction` and the step.
     """
 
@@ -78,6 +79,7 @@ class Rule:
     lazy: bool = False
     elementwise: bool = False
     fused: Callable[..., None] | None = None
+    shardable: str = "both"
 
 
 def require(condition: bool, name: str, value: object, wanted: str) -> None:

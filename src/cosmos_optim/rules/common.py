@@ -20,6 +20,11 @@ def correction(beta: float, t: Tensor) -> Tensor:
     return (1 - torch.pow(beta, t.to(wide))).to(t.dtype)
 
 
+def due(t: Tensor, every: int) -> Tensor:
+    """Whether step t is one of 1, 1 + every, 1 + 2 every, ..."""
+    return (t - 1).remainder(every) == 0
+
+
 def quotient(a: Tensor, b: Tensor) -> Tensor:
     """a / b with 0/0 = 0, so that eps = 0 is legal."""
     return torch.where(b > 0, a / b, torch.zeros_like(a))

@@ -1,0 +1,144 @@
+"""The optimizers the paper compares COSMOS with, each a shell that binds its rule to the same engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from cosmos_optim.groups import routes
+from cosmos_optim.optim.base import MatrixOptimizer
+
+Params = nn.Module | Iterable[Any]
+Rate = float | Tensor
+
+
+class Muon(MatrixOptimizer):
+    """MUON (the paper's Algorithm 3): W <- W - lr sqrt(max(m, n)) NS5(N / |N|), N the Nesterov momentum.
+
+    Args:
+        lr: with scaling="paper" the RMS of an update is about lr; "original" and "match_rms_adamw" are torch's.
+        momentum: decay of the momentum; the paper's LLaMA runs use 0.9.
+        adam_lr, betas, eps: for embeddings, head, norms and biases.
+        options: nesterov, ns_steps, ns_coefficients, ns_dtype, momentum_dtype and what every optimizer here takes.
+    """
+
+    def __init__(
+        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95, scaling: str = "paper",
+        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
+        hyper = dict(momentum=momentum, scaling=scaling, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(params, rule="muon", lr=lr, adam_lr=adam_lr, hyper=hyper)
+
+
+class MuonNorm(MatrixOptimizer):
+    """MUON + NORM: MUON with every update scaled to RMS lr, the paper's normalization ablation."""
+
+    def __init__(
+        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
+        hyper = dict(momentum=momentum, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(params, rule="muon-norm", lr=lr, adam_lr=adam_lr, hyper=hyper)
+
+
+class NorMuon(MatrixOptimizer):
+    """NorMuon: MUON with a second moment for each row after Newton-Schulz, scaled to RMS lr.
+
+    Args:
+        beta2: decay of the rows' second moments.
+    """
+
+    def __init__(
+        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95, beta2: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
+        hyper = dict(momentum=momentum, beta2=beta2, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(params, rule="normuon", lr=lr, adam_lr=adam_lr, hyper=hyper)
+
+
+class SOAP(MatrixOptimizer):
+    """SOAP: Adam in the eigenbasis of the averaged G'G (the paper's Algorithm 2), or of both sides.
+
+    Args:
+        frequency: steps between two turns of the basis.
+        two_sided: a basis on each side, as published SOAP has.
+        squares: "gradient" (published) or "momentum" (the paper's box) is what the second moment averages.
+    """
+
+    def __init__(
+        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, frequency: int = 1,
+        two_sided: bool = False, squares: str = "gradient", betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
+        rule = "soap-two-sided" if two_sided else "soap"
+        hyper = dict(frequency=frequency, squares=squares, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(params, rule=rule, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+
+
+class GaLore(MatrixOptimizer):
+    """GaLore: Adam on gradients projected to their leading singular vectors.
+
+    Args:
+        rank: of the projection. update_gap: steps between projectors. scale: factor of the update.
+    """
+
+    def __init__(
+        self, params: Params, lr: Rate = 1e-2, *, adam_lr: Rate | None = None, rank: int = 128, update_gap: int = 200,
+        scale: float = 0.25, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        hyper = dict(
+            rank=rank, update_gap=update_gap, scale=scale, betas=betas, eps=eps, weight_decay=weight_decay, **options
+        )
+        super().__init__(
+            params, rule="galore", lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper | options
+        )
+
+
+# Queries and keys, as the common decoders name them; their blocks are heads.
+QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
+
+
+class AdamMini(MatrixOptimizer):
+    """Adam-mini: one second moment for each head of queries and keys, each row of other matrices, each token.
+
+    Args:
+        head_dim: rows of a head. Which parameters are queries and keys is told by name; other naming needs groups with
+            rule="adam-mini" and block_rows.
+    """
+
+    def __init__(
+        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, head_dim: int = 64,
+        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
+        if isinstance(params, nn.Module):
+            params = self._groups(params, head_dim)
+        hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(params, rule="adam-mini", lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+
+    @staticmethod
+    def _groups(model: nn.Module, head_dim: int) -> list[dict[str, Any]]:
+        """Heads, rows (embedding and output head too), and vectors, which Adam takes."""
+        groups: list[dict[str, Any]] = [
+            {"params": [], "rule": "adam-mini", "block_rows": head_dim},
+            {"params": [], "rule": "adam-mini"},
+            {"params": [], "rule": "adam"},
+        ]
+        for place, _ in routes(model, "adam-mini"):
+            kind = 2 if place.p.dim() < 2 else 0 if QUERY_KEY.search(place.name) else 1
+            groups[kind]["params"].append((place.name, place.p))
+        return [group for group in groups if group["params"]]
+
+
+class Adam(MatrixOptimizer):
+    """Adam with decoupled weight decay, for every parameter: torch.optim.AdamW on this library's engine."""
+
+    def __init__(
+        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
+        hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(params, rule="adam", lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)

@@ -11,11 +11,16 @@ from torch import Tensor
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.rules.base import Hyper, Rule, State
 
-# Options worth drawing besides the defaults. `gamma` has no default of its own: the optimizer resolves it.
+# Options worth drawing; {} are the defaults. `gamma` has no default of its own: the optimizer resolves it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
     "cosmos": [{}, {"nesterov": True}, {"eps_placement": "inside"}],
+    "muon": [{}, {"nesterov": False}, {"scaling": "original"}],
+    "normuon": [{}, {"nesterov": False}],
+    "soap": [{}, {"frequency": 2}, {"squares": "momentum"}],
+    "galore": [{}, {"update_gap": 2}],
     # O'GU is diagonal at the first step, its other entries rounding noise: epsilon must stand above that noise.
     "cosmos-two-sided": [{"eps": 0.01}, {"eps": 0.01, "nesterov": True}, {"eps": 0.01, "eps_placement": "inside"}],
+    "soap-two-sided": [{"eps": 0.01}, {"eps": 0.01, "frequency": 2}],
 }
 
 
@@ -23,10 +28,17 @@ OPTIONS: Mapping[str, list[dict[str, Any]]] = {
 class Problem:
     """Gradients `(steps, batch, m, n)`, a seed for what a law draws itself, and the options of the rule."""
 
-    G: Tensor
+    drawn: Tensor
     rank: int
     seed: int
     option: int
+
+    def gradients(self, rule: Rule) -> Tensor:
+        """The gradients, cut to a shape for which the rule's full bases are defined: G'G of full rank, GG' too."""
+        m, n = self.drawn.shape[-2:]
+        if rule.name == "soap-two-sided":
+            return self.drawn[..., : min(m, n), : min(m, n)]
+        return self.drawn[..., : min(m, n)] if rule.name == "soap" else self.drawn
 
     def hyper(self, rule: Rule, **more: Any) -> dict[str, Any]:
         """The rule's hyper-parameters for this problem."""

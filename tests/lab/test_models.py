@@ -1,22 +1,21 @@
 """The decoder against an independent fp64 form, its loss against torch's, and what the optimizer and FSDP2 rely on."""
 
-import doctest
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cosmos_lab.models import PRESETS, Decoder, ModelConfig, build, config, decoder, loss
-from cosmos_lab.models.linear import row_padding
+from cosmos_lab.models import Decoder, ModelConfig, build, loss
 
 FP32_TOL = 1e-5  # fp32 against fp64 or against another order of summation, on values of order one
 BF16_TOL = 3e-2  # relative, whole gradient: each product rounds its operands to 8 bits
@@ -136,77 +135,29 @@ def test_bf16_autocast_stays_close_and_keeps_odd_shapes(family: str, residual_fp
     assert relative_error(gradients(model), wanted) < BF16_TOL
 
 
-@pytest.mark.parametrize(("size", "expected"), [(5461, 43), (32_100, 28), (5504, 0), (2736, 0), (32_000, 0)])
-def test_sixteen_bit_rows_are_aligned(size: int, expected: int) -> None:
-    assert row_padding(size, torch.bfloat16) == expected
-    assert row_padding(size, torch.float32) == 0
-
-
-class _Shapes(TorchDispatchMode):
-    """Remembers the number of elements of every tensor that an operation returns, and the last sizes of products."""
+class _Products(TorchDispatchMode):
+    """Remembers the three sizes of every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
-        self.products: list[tuple[int, ...]] = []
+        self.sizes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.largest = max(self.largest, out.numel())
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.products.append(tuple(out.shape) + (args[-1].shape[0],))
+            self.sizes.append((*out.shape, args[-1].shape[0]))
         return out
 
 
 def test_every_bf16_product_has_aligned_operands() -> None:
     model = small("tiny")
-    with torch.autocast("cpu", torch.bfloat16), _Shapes() as seen:
+    with torch.autocast("cpu", torch.bfloat16), _Products() as seen:
         value = model(*batch())
     with seen:
         value.backward()
-    assert len(seen.products) == 3 * (4 * 2) + 3 * 3  # forward and backward of 4 products a layer, and of 3 chunks
-    features = {size for product in seen.products for size in product if size not in (20, 22, 64)}  # those are tokens
+    assert len(seen.sizes) == 3 * (4 * 2) + 3 * 3  # forward and backward of 4 products a layer, and of 3 chunks
+    features = {size for product in seen.sizes for size in product if size not in (20, 22, 64)}  # those are tokens
     assert all(size % 8 == 0 for size in features), features
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_loss_never_holds_all_logits(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, width, vocab = 4096, 16, 4096
-    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", tokens * vocab // 16)
-    hidden = torch.randn(tokens, width, requires_grad=grad)
-    weight = torch.randn(vocab, width, requires_grad=grad)
-    with _Shapes() as seen:
-        value = loss.linear_cross_entropy(hidden, weight, torch.randint(0, vocab, (tokens,)), torch.float32)
-        if grad:
-            value.backward()
-    assert seen.largest == tokens * vocab // 16
-
-
-@pytest.mark.parametrize("tokens", [1, 22, 23, 64])
-def test_loss_equals_torch_cross_entropy(tokens: int) -> None:
-    hidden = torch.randn(tokens, 32, requires_grad=True)
-    weight = torch.randn(251, 32, requires_grad=True)
-    targets = torch.randint(0, 251, (tokens,))
-    ours = loss.linear_cross_entropy(hidden, weight, targets, torch.float32)
-    grads = torch.autograd.grad(3 * ours, (hidden, weight))
-    theirs = F.cross_entropy(hidden @ weight.mT, targets)
-    expected = torch.autograd.grad(3 * theirs, (hidden, weight))
-    torch.testing.assert_close((ours, *grads), (theirs, *expected), rtol=FP32_TOL, atol=FP32_TOL)
-    with torch.no_grad():
-        torch.testing.assert_close(loss.linear_cross_entropy(hidden, weight, targets, torch.float32), ours)
-
-
-def test_loss_survives_large_logits_and_bf16_weights() -> None:
-    weight = torch.randn(251, 32, dtype=torch.bfloat16, requires_grad=True)
-    hidden = (1e3 * torch.randn(30, 32)).bfloat16().requires_grad_()
-    targets = torch.randint(0, 251, (30,))
-    value = loss.linear_cross_entropy(hidden, weight, targets, torch.bfloat16)
-    value.backward()
-    expected = F.cross_entropy((hidden @ weight.mT).float(), targets)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value, expected, rtol=FP32_TOL, atol=0)
-    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16 and weight.grad.isfinite().all()
 
 
 @families
@@ -268,36 +219,26 @@ def test_fsdp2_shards_blocks_then_model(family: str, one_rank: None) -> None:
     torch.testing.assert_close(value, expected)
     assert model.num_parameters() == count
     for name, grad in gradients(model).items():
-        assert isinstance(grad, torch.distributed.tensor.DTensor), name
+        assert isinstance(grad, DTensor), name
         torch.testing.assert_close(grad.full_tensor(), wanted[name])
 
 
-@pytest.mark.parametrize(
-    ("preset", "total", "without_embedding"),
-    [
-        ("tiny", 526_976, 461_440),
-        ("llama-10m", 10_522_880, 8_425_728),
-        ("llama-60m", 58_073_600, 41_689_600),
-        ("llama-130m", 162_417_408, 137_841_408),
-        ("llama-350m", 367_969_280, 335_201_280),
-        ("llama-350m-16l", 267_158_528, 234_390_528),
-        ("llama-1b", 1_339_082_752, 1_273_546_752),
-        ("gpt2-small", 123_689_472, 123_689_472),
-        ("gpt2-medium", 353_822_720, 353_822_720),
-        ("nanogpt-124m", 123_568_128, 123_568_128),
-        ("nanogpt-350m", 405_012_480, 353_501_184),
-    ],
-)
-def test_presets_have_the_published_sizes(preset: str, total: int, without_embedding: int) -> None:
-    with torch.device("meta"):
-        model = Decoder(PRESETS[preset])
-    assert (model.num_parameters(), model.num_parameters(non_embedding=True)) == (total, without_embedding)
-    assert model.config.head_dim == 64
-
-
-def test_every_preset_is_counted_above() -> None:
-    mark = test_presets_have_the_published_sizes.pytestmark[0]  # type: ignore[attr-defined]
-    assert [row[0] for row in mark.args[1]] == list(PRESETS)
+@pytest.mark.parametrize("family", ["tiny", "gpt2-small"])
+def test_fsdp2_in_bf16_rounds_what_autocast_rounds(family: str, one_rank: None) -> None:
+    """FSDP2's own bf16 parameters, and the inputs that it casts, give autocast's loss to its last digits."""
+    model = small(family)
+    tokens, targets = batch()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = float(model(tokens, targets))
+    mesh, policy = init_device_mesh("cpu", (1,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    value = model(tokens, targets)
+    value.backward()
+    assert abs(float(value.detach()) - expected) < BF16_TOL
+    assert all(cast(DTensor, grad).dtype == torch.float32 for grad in gradients(model).values())
+    assert model.blocks[0].attn.cos.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["tiny", "gpt2-small"])
@@ -316,72 +257,17 @@ def test_flops_are_what_torch_counts(family: str) -> None:
     assert model.flops_per_token(tokens.shape[1]) == expected
 
 
-def test_parameter_names_that_the_optimizer_routes_by() -> None:
-    names = {name: tuple(parameter.shape) for name, parameter in build("tiny", depth=1).named_parameters()}
-    assert names == {
-        "embed.weight": (512, 128),
-        "blocks.0.norm1.weight": (128,),
-        **{f"blocks.0.attn.{part}.weight": (128, 128) for part in "qkvo"},
-        "blocks.0.norm2.weight": (128,),
-        "blocks.0.mlp.gate.weight": (344, 128),
-        "blocks.0.mlp.up.weight": (344, 128),
-        "blocks.0.mlp.down.weight": (128, 344),
-        "norm.weight": (128,),
-        "head.weight": (512, 128),
-    }
-    assert set(build("tiny").state_dict()) == {name for name, _ in build("tiny").named_parameters()}
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("normal", 1.0), ("depth", 0.5), ("zero", 0.0)])
-def test_initial_weights_follow_the_config(rule: str, factor: float) -> None:
-    model = build("tiny", init_out=rule, embed_std=1.0)
-    block = model.blocks[0]
-    stds = [float(w.std()) for w in (block.attn.q.weight, block.attn.o.weight, block.mlp.down.weight)]
-    assert stds == pytest.approx([0.02, 0.02 * factor, 0.02 * factor], rel=0.03)  # 16,384 draws: 0.6 % standard error
-    assert float(model.embed.weight.std()) == pytest.approx(1.0, rel=0.03)
-    assert torch.equal(block.norm1.weight, torch.ones(128))
-
-
-def test_weights_depend_on_the_seed_alone() -> None:
-    first, second = (build("tiny", generator=torch.Generator().manual_seed(7)) for _ in range(2))
-    other = build("tiny", generator=torch.Generator().manual_seed(8))
-    assert torch.equal(first.blocks[1].mlp.up.weight, second.blocks[1].mlp.up.weight)
-    assert not torch.equal(first.blocks[1].mlp.up.weight, other.blocks[1].mlp.up.weight)
-
-
 def test_a_batch_can_be_learnt() -> None:
     model = build("tiny", depth=1)
     tokens, targets = batch()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    start = float(model(tokens, targets))
+    start = float(model(tokens, targets).detach())
     for _ in range(30):
         optimizer.zero_grad()
         model(tokens, targets).backward()
         optimizer.step()
     assert start == pytest.approx(math.log(512), abs=0.1)
-    assert float(model(tokens, targets)) < 0.2 * start
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name_or_config": "llama-7b"}, "no preset 'llama-7b'; choose one of tiny, llama-10m"),
-        ({"name_or_config": "tiny", "widht": 64}, "no field widht; the fields are activation"),
-        ({"name_or_config": "tiny", "width": 100}, "width 100 is not a multiple of head_dim 64"),
-        ({"name_or_config": "tiny", "depth": 0}, "depth is 0; give a positive integer"),
-        ({"name_or_config": "tiny", "norm": "batch"}, "norm is 'batch'; choose one of rms"),
-        ({"name_or_config": "tiny", "head_dim": 1}, "head_dim 1 is odd"),
-    ],
-)
-def test_wrong_configs_are_explained(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(**arguments)
-
-
-def test_too_long_a_sequence_is_explained() -> None:
-    model = build("tiny", max_seq_len=8)
-    with pytest.raises(ValueError, match="9 tokens in a sequence, but max_seq_len is 8"):
-        model(torch.zeros(1, 9, dtype=torch.int64))
+    assert float(model(tokens, targets).detach()) < 0.2 * start
 
 
 @pytest.mark.gpu
@@ -398,11 +284,5 @@ def test_gpu_bf16_matches_cpu_fp32() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         value = function(tokens.cuda(), targets.cuda())
     value.backward()
-    assert abs(float(value) - float(exact)) < BF16_TOL
+    assert abs(float(value.detach()) - float(exact.detach())) < BF16_TOL
     assert relative_error({name: value.cpu() for name, value in gradients(model).items()}, wanted) < BF16_TOL
-
-
-@pytest.mark.parametrize("module", [config, decoder])
-def test_docstring_examples(module: Any) -> None:
-    results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    assert results.attempted > 0 and results.failed == 0

@@ -49,7 +49,7 @@ class ModelConfig:
     embed_std: float = 0.02
     init_out: Literal["normal", "depth", "zero"] = "normal"
     residual_fp32: bool = False
-    max_seq_len: int = 4096
+    max_seq_len: int = 2048
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "depth", "mlp", "head_dim", "max_seq_len"):

@@ -57,22 +57,41 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return rms_norm(x, self.weight, self.eps)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.layer_norm(wide, x.shape[-1:], self.weight, self.bias, self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = None if self.weight is None else self.weight.to(wide)
+        return F.layer_norm(x.to(wide), x.shape[-1:], weight, self.bias.to(wide), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # Stored, not computed in forward: a compiler would otherwise take the cosine again for every activation. And
+        # stored here, not handed from layer to layer: FSDP2 casts what a block is called with, but no buffers.
+        for name in ("cos", "sin"):
+            table = torch.empty(config.max_seq_len, 1, config.head_dim // 2)
+            self.register_buffer(name, table, persistent=False)
         self.q, self.k, self.v, self.o = (nn.Linear(config.width, config.width, bias=config.bias) for _ in range(4))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def fill_tables(self) -> None:
+        """cos and sin of t theta^(-2i/D) for t < max_seq_len, i < D/2."""
+        frequencies = self.config.rope_theta ** (
+            -torch.arange(0, self.config.head_dim, 2).float() / self.config.head_dim
+        )
+        angles = torch.outer(torch.arange(self.config.max_seq_len).float(), frequencies)[:, None]
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x.device, self.q.weight)
         shape = (*x.shape[:2], self.config.heads, self.config.head_dim)
         q, k, v = (part.view(shape) for part in joined_linear(x, (self.q, self.k, self.v), dtype))
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.config.qk_norm:
             q, k = rms_norm(q, None, self.config.norm_eps), rms_norm(k, None, self.config.norm_eps)
@@ -80,10 +99,16 @@ class Attention(nn.Module):
         return output_linear(y.transpose(1, 2).reshape(x.shape), self.o, dtype)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def on_hopper() -> bool:
+    """Whether the current GPU is a Hopper or later (a constant for the compiler, which cannot ask)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(causal(q k' / sqrt(D))) v for (B, h, T, D) operands."""
     # The choice stands here, not around the training loop, so that a checkpointed block makes it again in backward.
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9:
+    if on_hopper() and q.is_cuda:
         with sdpa_kernel(HOPPER_ATTENTION, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -118,8 +143,8 @@ class Block(nn.Module):
         self.norm1, self.attn = Norm(config), Attention(config)
         self.norm2, self.mlp = Norm(config), MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
         x = x + self.mlp(self.norm2(x))
         return x
 
@@ -133,9 +158,6 @@ class Decoder(nn.Module):
     (torch.Size([2, 8, 512]), torch.Size([]))
     """
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -144,10 +166,6 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = Norm(config)
         self.head = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
-        table = torch.empty(config.max_seq_len, 1, config.head_dim // 2)
-        # Stored, not computed in forward: a compiler would otherwise take the cosine again for every activation.
-        self.register_buffer("cos", table, persistent=False)
-        self.register_buffer("sin", table.clone(), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -162,10 +180,9 @@ class Decoder(nn.Module):
             if name.endswith((".o.weight", ".down.weight")):
                 std = out_std[config.init_out]
             parameter.normal_(0.0, std, generator=generator)
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-        angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)[:, None]
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.fill_tables()
 
     @property
     def head_weight(self) -> Tensor:
@@ -183,12 +200,11 @@ class Decoder(nn.Module):
         x = x if self.config.residual_fp32 else x.to(dtype)
         if self.config.embed_norm:
             x = rms_norm(x, None, self.config.norm_eps)
-        cos, sin = self.cos[:length], self.sin[:length]
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=False)
             else:
-                x = block(x, cos, sin)
+                x = block(x)
         x = self.norm(x)
         if targets is None:
             return F.linear(x.to(dtype), self.head_weight.to(dtype))

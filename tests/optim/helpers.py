@@ -1,0 +1,65 @@
+"""Small models and gradients that the optimizer tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Decoder(nn.Module):
+    """The shapes of a decoder in small: embedding, tall and wide matrices, norm, biases, head."""
+
+    def __init__(self, vocab: int = 32, width: int = 12, mlp: int = 20) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.up = nn.Linear(width, mlp)
+        self.down = nn.Linear(mlp, width)
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.lm_head(self.norm(h + self.down(self.up(h).relu())))
+
+
+def decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder().to(dtype)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """A loss on a batch of its own for each seed."""
+    x = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(seed))
+    return nn.functional.cross_entropy(model(x).float().flatten(0, 1), ((3 * x + 1) % 32).flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Steps numbered by their batch, so that a run can be cut and continued."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of every parameter and state tensor."""
+    held = [p.detach().clone() for p in model.parameters()]
+    for state in optimizer.state.values():
+        held += [value.clone() for value in state.values()]
+    return held
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def matrix(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+def gradient(shape: tuple[int, ...], step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 + step)).to(dtype)

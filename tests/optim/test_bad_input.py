@@ -1,0 +1,316 @@
+"""What goes wrong in real runs: each case either works or says what to do, and never poisons the state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from cosmos_optim import OPTIMIZERS, Cosmos, param_groups
+from tests.optim.helpers import decoder, gradient, loss_of, matrix, same, snapshot, train
+
+# One float32 rounding per step and element, a handful of steps.
+FLOAT32 = 1e-5
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model.zero_grad()
+    loss_of(model, step).backward()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_zero_gradient_step_before_training_changes_nothing(name: str) -> None:
+    """Checkpoint tools take a step with zero gradients and lr=0 to create the state."""
+    kwargs = {"rank": 4} if name in ("cosmos", "galore") else {}
+    model, other = decoder(), decoder()
+    a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)
+    rates = [group["lr"] for group in a.param_groups]
+    for group in a.param_groups:
+        group["lr"] = 0.0
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    a.step()
+    for group, lr in zip(a.param_groups, rates, strict=True):
+        group["lr"] = lr
+    train(model, a, range(4))
+    train(other, b, range(4))
+    assert same(snapshot(model, a), snapshot(other, b))
+
+
+def test_zero_gradients_later_decay_the_momentum_and_stay_finite() -> None:
+    p = matrix((12, 8))
+    opt = Cosmos([p], rank=3)
+    p.grad = gradient((12, 8), 0)
+    opt.step()
+    before = opt.state[p]["M"].clone()
+    p.grad = torch.zeros_like(p)
+    for _ in range(50):
+        opt.step()
+    assert torch.isfinite(p).all()
+    torch.testing.assert_close(opt.state[p]["M"], before * 0.9**50, rtol=1e-4, atol=0)
+    basis = opt.state[p]["U"]
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(3), atol=FLOAT32, rtol=0)
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    p, q = matrix((6, 4)), matrix((6, 4), 1)
+    opt = Cosmos([p, q], rank=2, weight_decay=0.1)
+    p.grad = gradient((6, 4), 0)
+    held = q.detach().clone()
+    opt.step()
+    assert torch.equal(q, held)
+    assert opt.state[q]["step"] == 0
+    assert opt.state[p]["step"] == 1
+    q.grad = gradient((6, 4), 1)
+    opt.step()
+    assert opt.state[q]["step"] == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["embed.weight", "up.weight"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_non_finite_gradient_skips_the_whole_step(bad: float, where: str, step: int) -> None:
+    model, other = decoder(), decoder()
+    opt = Cosmos(model, rank=4, weight_decay=0.1)
+    clean = Cosmos(other, rank=4, weight_decay=0.1)
+    train(model, opt, range(step))
+    train(other, clean, range(step))
+    backward(model, step)
+    dict(model.named_parameters())[where].grad.view(-1)[3] = bad
+    before = snapshot(model, opt)
+    opt.step()
+    assert same(before, snapshot(model, opt))
+    train(model, opt, range(step, 4))
+    train(other, clean, range(step, 4))
+    assert same(snapshot(model, opt), snapshot(other, clean))
+
+
+def test_raise_names_the_parameter_and_changes_nothing() -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4, nonfinite="raise")
+    train(model, opt, range(2))
+    backward(model, 2)
+    model.down.weight.grad[1, 2] = float("nan")
+    before = snapshot(model, opt)
+    with pytest.raises(FloatingPointError, match=r"down\.weight"):
+        opt.step()
+    assert same(before, snapshot(model, opt))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1), (3, 20), (20, 3)])
+def test_rank_beyond_the_matrix_and_thin_matrices(shape: tuple[int, int]) -> None:
+    for two_sided in (False, True):
+        p = matrix(shape)
+        opt = Cosmos([p], lr=0.1, rank=64, two_sided=two_sided)
+        assert opt.state[p]["U"].shape == (shape[1], shape[1])
+        for step in range(5):
+            before = p.detach().clone()
+            p.grad = gradient(shape, step)
+            opt.step()
+            rms = (p.detach() - before).square().mean().sqrt()
+            torch.testing.assert_close(rms, torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+def test_an_empty_parameter_is_skipped() -> None:
+    empty = nn.Parameter(torch.zeros(0, 4))
+    p = matrix((6, 4))
+    opt = Cosmos([empty, p], rank=2)
+    empty.grad, p.grad = torch.zeros(0, 4), gradient((6, 4), 0)
+    opt.step()
+    assert opt.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e18])
+@pytest.mark.parametrize("name", ["cosmos", "muon", "soap", "adam"])
+def test_gradients_of_extreme_size(scale: float, name: str) -> None:
+    """The direction must not depend on the scale (eps would floor it, so eps=0), up to what float32 squares hold."""
+    p, q = matrix((24, 16)), matrix((24, 16))
+    kwargs = {"rank": 4} if name == "cosmos" else {}
+    a = OPTIMIZERS[name]([p], lr=1e-2, eps=0.0, **kwargs)
+    b = OPTIMIZERS[name]([q], lr=1e-2, eps=0.0, **kwargs)
+    for step in range(4):
+        p.grad = gradient((24, 16), step) * scale
+        q.grad = gradient((24, 16), step)
+        a.step()
+        b.step()
+    assert torch.isfinite(p).all()
+    for value in a.state[p].values():
+        assert torch.isfinite(value).all()
+    if name == "muon" or scale == 1e18:
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_narrow_parameters_train(dtype: torch.dtype, name: str) -> None:
+    kwargs = {"rank": 4} if name in ("cosmos", "galore") else {}
+    model = decoder(dtype=dtype)
+    opt = OPTIMIZERS[name](model, **kwargs)
+    losses = train(model, opt, range(20))
+    assert sum(losses[-3:]) < sum(losses[:3])
+    for p in model.parameters():
+        assert p.dtype is dtype
+        assert all(value.dtype is torch.float32 for value in opt.state[p].values())
+
+
+def test_sparse_and_complex_are_refused_by_name() -> None:
+    table = nn.Embedding(8, 4, sparse=True)
+    opt = Cosmos([{"params": [("table", table.weight)], "rule": "adam"}])
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="'table' has a sparse gradient"):
+        opt.step()
+    with pytest.raises(ValueError, match="'z'.*complex"):
+        Cosmos([("z", nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64)))])
+
+
+def test_a_parameter_added_later_starts_at_step_one() -> None:
+    p, q = matrix((6, 4)), matrix((8, 4), 1)
+    opt = Cosmos([p], rank=2)
+    p.grad = gradient((6, 4), 0)
+    opt.step()
+    opt.add_param_group({"params": [q], "rank": 3, "lr": 1e-3})
+    p.grad, q.grad = gradient((6, 4), 1), gradient((8, 4), 1)
+    opt.step()
+    assert (opt.state[p]["step"], opt.state[q]["step"]) == (2, 1)
+    assert opt.state[q]["U"].shape == (4, 3)
+    assert opt.param_groups[1]["gamma"] == 0.5
+
+
+def test_lr_as_a_tensor_and_schedulers_leave_gamma_alone() -> None:
+    model, other = decoder(), decoder()
+    a = Cosmos(model, lr=torch.tensor(5e-4), adam_lr=torch.tensor(2e-3), rank=4, weight_decay=0.1)
+    b = Cosmos(other, lr=5e-4, adam_lr=2e-3, rank=4, weight_decay=0.1)
+    for opt in (a, b):
+        opt.schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    for step in range(5):
+        for m, opt in ((model, a), (other, b)):
+            train(m, opt, range(step, step + 1))
+            opt.schedule.step()
+    for x, y in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
+    assert b.param_groups[1]["gamma"] == a.param_groups[1]["gamma"] == 0.25
+    assert isinstance(a.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_closure_is_called_with_gradients_on() -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+
+    def closure() -> float:
+        opt.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss.item()
+
+    assert opt.step(closure) > opt.step(closure)
+
+
+def test_grad_scaler_skips_on_overflow() -> None:
+    model, other = decoder(), decoder()
+    opt, clean = Cosmos(model, rank=4), Cosmos(other, rank=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        opt.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 1:
+            model.up.weight.grad[0, 0] = float("inf")
+        scaler.step(opt)
+        scaler.update()
+    train(other, clean, range(1))
+    train(other, clean, range(2, 3))
+    for x, y in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-6)
+
+
+def test_found_inf_is_honoured() -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(1))
+    backward(model, 1)
+    before = snapshot(model, opt)
+    opt.found_inf = torch.tensor(1.0)
+    opt.step()
+    assert same(before, snapshot(model, opt))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_autocast_and_reduced_matmul_precision_do_not_reach_the_step(name: str) -> None:
+    kwargs = {"rank": 4} if name in ("cosmos", "galore") else {}
+    model, other = decoder(), decoder()
+    a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)
+    for step in range(3):
+        backward(model, step)
+        backward(other, step)
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            a.step()
+        assert torch.get_float32_matmul_precision() == "medium"
+        torch.set_float32_matmul_precision("highest")
+        b.step()
+    assert same(snapshot(model, a), snapshot(other, b))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"adam_lr": 0.0}, "adam_lr"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0"),
+        ({"betas": 0.9}, "two numbers"),
+        ({"eps": -1e-8}, "eps"),
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 2.5}, "rank=2.5"),
+        ({"gamma": -0.1}, "gamma"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"eps_placement": "within"}, "eps_placement"),
+        ({"side": "left"}, "side"),
+        ({"ns_steps": 0}, "ns_steps"),
+        ({"ns_coefficients": "ns6"}, "ns_coefficients"),
+        ({"ns_dtype": torch.int32}, "ns_dtype"),
+        ({"momentum_dtype": torch.float16}, "momentum_dtype"),
+        ({"residual_guard": 1.5}, "residual_guard"),
+        ({"nonfinite": "ignore"}, "nonfinite"),
+        ({"split_sizes": (3, 4)}, "split_sizes"),
+        ({"gama": 0.1}, "did you mean 'gamma'"),
+    ],
+)
+def test_wrong_hyper_parameters(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cosmos([matrix((6, 4))], **kwargs)
+
+
+def test_wrong_groups() -> None:
+    p = matrix((6, 4))
+    with pytest.raises(ValueError, match="did you mean 'cosmos'"):
+        Cosmos([{"params": [p], "rule": "cosmo"}])
+    with pytest.raises(ValueError, match="no hyper-parameter 'rank'"):
+        Cosmos([{"params": [p], "rule": "adam", "rank": 3}])
+    with pytest.raises(ValueError, match=r"param_groups\(model\)"):
+        Cosmos(decoder().parameters())
+    with pytest.raises(ValueError, match="bias.*is not a matrix"):
+        Cosmos([("w", p), ("bias", matrix((4,)))])
+    with pytest.raises(ValueError, match="duplicate|more than one"):
+        Cosmos([{"params": [p]}, {"params": [p]}])
+    with pytest.raises(ValueError, match="empty"):
+        Cosmos([])
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    p, q = matrix((6, 4)), matrix((6, 4), 1)
+    opt = Cosmos([p], rank=2)
+    with pytest.raises(ValueError, match="split_sizes"):
+        opt.add_param_group({"params": [q], "split_sizes": (1, 2)})
+    assert len(opt.param_groups) == 1
+    assert set(opt.state) == {p}
+
+
+def test_gradients_are_never_written() -> None:
+    model = decoder()
+    opt = Cosmos(param_groups(model), rank=4, weight_decay=0.1, nesterov=True)
+    for step in range(3):
+        backward(model, step)
+        held = copy.deepcopy([p.grad for p in model.parameters()])
+        opt.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))

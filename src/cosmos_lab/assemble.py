@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
-from cosmos_lab import launch, runlog
+from cosmos_lab import checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data
+from cosmos_lab.data.files import read_json
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
 
 _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
@@ -45,7 +47,8 @@ def load_source(config: RunConfig, split: Literal["train", "val"]) -> TokenSourc
 def build_model(config: RunConfig, source: TokenSource, device: torch.device) -> Decoder:
     """The network, drawn on its device; embedded text brings its own vocabulary."""
     own = config.data.data == "embedded" and config.model.vocab_size is None
-    model = build(model_config(config), device=device, **({"vocab_size": source.vocab_size} if own else {}))
+    shape = model_config(config)
+    model = build(resolve(shape, vocab_size=source.vocab_size) if own else shape, device=device)
     model.set_checkpointing(config.model.checkpointing)
     return model
 
@@ -55,18 +58,19 @@ def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> 
     choice = config.training.compile
     compiled = choice == "on" or (choice == "auto" and world.cuda)
     if compiled:
-        torch.compiler.reset()  # a sweep builds many models in one process; stale ones count against the recompile limit
-    if compiled and world.parallel == "fsdp":
+        # A sweep builds many models in one process; stale ones count against the recompile limit.
+        torch.compiler.reset()
+    if compiled and world.sharding == "fsdp":
         for block in model.blocks:
             block.compile()
     runner = launch.replicate(launch.shard(model, world, bf16), world)
-    if compiled and world.parallel != "fsdp":
+    if compiled and world.sharding != "fsdp":
         runner = cast(nn.Module, torch.compile(runner, dynamic=False))
     return runner
 
 
 def micro_batch(config: RunConfig, processes: int) -> int:
-    """Sequences per forward pass: the config's, or the largest divisor of the process's share that holds about 32k tokens."""
+    """Sequences per forward pass: the config's, or the largest divisor of the process's share up to 32k tokens."""
     share, rest = divmod(config.training.batch, processes)
     if rest:
         raise ValueError(f"--batch {config.training.batch} does not divide over {processes} processes")
@@ -113,3 +117,17 @@ def header(config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer) 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state on this process."""
     return int(optimizer.state_bytes())  # type: ignore[attr-defined]
+
+
+def load_trained(run: Path) -> Decoder:
+    """The model of a run folder, with the weights of its newest checkpoint."""
+    newest = checkpoint.latest(run / "checkpoints")
+    if newest is None:
+        raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")
+    meta = read_json(newest / "meta.json")
+    if meta["sharded"]:
+        raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
+    fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
+    model = build(ModelConfig(**fields))
+    model.load_state_dict(torch.load(newest / "state.pt", map_location="cpu", weights_only=True)["model"])
+    return model

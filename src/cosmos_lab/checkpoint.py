@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent.
 
-A checkpoint is written into a hidden folder beside its final place, flushed to the disk and renamed: a kill at any moment, or
-a full disk, leaves the previous one as it was. Layout of ``checkpoints/step_000123``:
+A checkpoint is written into a hidden folder beside its final place, flushed to the disk and renamed: a kill at any
+moment, or a full disk, leaves the previous one as it was. Layout of ``checkpoints/step_000123``:
 
     meta.json      step, clock, what was trained (model, optimizer, data), number of processes
     state.pt       model and optimizer (one process, or DDP), or
@@ -43,8 +43,13 @@ class Training:
 
 def latest(folder: Path) -> Path | None:
     """The newest whole checkpoint in ``folder``, if there is one."""
-    found = [(int(m[1]), p) for p in folder.glob("step_*") if (m := _NAME.fullmatch(p.name)) and (p / "meta.json").exists()]
-    return max(found)[1] if found else None
+    whole = [path for path in _steps(folder) if (path / "meta.json").exists()]
+    return whole[-1] if whole else None
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, oldest first."""
+    return sorted((p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
 
 
 def save(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World, keep: int) -> Path:
@@ -75,7 +80,7 @@ def save(folder: Path, training: Training, identity: Mapping[str, Any], world: l
         raise
     if world.main:
         _publish(temporary, final)
-        for old in sorted(p for p in folder.glob("step_*") if _NAME.fullmatch(p.name))[:-keep]:
+        for old in _steps(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     world.barrier()
     return final
@@ -85,10 +90,11 @@ def load(path: Path, training: Training, identity: Mapping[str, Any], world: lau
     """Fill ``training`` from a checkpoint; one of another model, optimizer or data is a ValueError that names both."""
     meta = read_json(path / "meta.json")
     if meta is None:
-        raise ValueError(f"{path}/meta.json is missing or not JSON; remove that folder to resume from an older checkpoint")
+        raise ValueError(f"{path}/meta.json is no JSON; remove that folder to resume from an older checkpoint")
     check_identity(path, meta["identity"], identity)
-    if meta["sharded"] != (world.parallel == "fsdp"):
-        raise ValueError(f"{path} was written {'with' if meta['sharded'] else 'without'} --parallel fsdp: resume it the same way")
+    if meta["sharded"] != (world.sharding == "fsdp"):
+        how = "with" if meta["sharded"] else "without"
+        raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
     if meta["sharded"]:
         launch.load_sharded(training.model, training.optimizer, path / "shards")
     else:
@@ -131,7 +137,7 @@ def set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
 
 def _write(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World) -> None:
     """This process's part of a checkpoint."""
-    if world.parallel == "fsdp":
+    if world.sharding == "fsdp":
         launch.save_sharded(training.model, training.optimizer, folder / "shards")
     elif world.main:
         _save(folder / "state.pt", {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
@@ -144,7 +150,7 @@ def _write(folder: Path, training: Training, identity: Mapping[str, Any], world:
                 "seconds": training.seconds,
                 "identity": dict(identity),
                 "processes": world.size,
-                "sharded": world.parallel == "fsdp",
+                "sharded": world.sharding == "fsdp",
             },
         )
 

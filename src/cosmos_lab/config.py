@@ -1,7 +1,7 @@
 """What one training run is: frozen dataclasses, one per topic, with flat flag names.
 
-Every field is a flag of ``cosmos-lab train`` (``--seq-len``, ``--lr``, ...), so a field name occurs once over all topics;
-:meth:`RunConfig.replace` takes those flat names too. A config travels as JSON in every run folder.
+Every field is a flag of ``cosmos-lab train`` (``--seq-len``, ``--lr``, ...), so a field name occurs once over all
+topics; :meth:`RunConfig.replace` takes those flat names too. A config travels as JSON in every run folder.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
-
-Scalar = float | int | bool | str | None
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class TrainingOptions:
     """torch.compile the model (auto: on a GPU)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    sharding: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes under torchrun share the work (auto: ddp)."""
     deterministic: bool = False
     """Only kernels that give the same bits every time (slower on a GPU)."""
@@ -178,7 +176,7 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """Every field by its flat name; ``RunConfig.from_flat`` is the inverse."""
-        return {f.name: getattr(getattr(self, t.name), f.name) for t in fields(self) for f in fields(getattr(self, t.name))}
+        return {name: self.get(name) for name in _TOPICS}
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> RunConfig:
@@ -210,13 +208,13 @@ def _topic(name: str) -> str:
     return _TOPICS[name]
 
 
-def parse_options(options: tuple[str, ...]) -> dict[str, Scalar]:
+def parse_options(options: tuple[str, ...]) -> dict[str, Any]:
     """``("ns_steps=4", "side=smaller")`` as keyword arguments.
 
     >>> parse_options(("ns_steps=4", "side=smaller", "nesterov=True"))
     {'ns_steps': 4, 'side': 'smaller', 'nesterov': True}
     """
-    parsed: dict[str, Scalar] = {}
+    parsed: dict[str, Any] = {}
     for option in options:
         name, equals, text = option.partition("=")
         if not equals or not name.isidentifier():
@@ -232,8 +230,12 @@ def _problems(c: RunConfig) -> list[str]:
     """What is wrong with the config, one sentence each."""
     out: list[str] = []
     positive = ("seq_len", "lr", "steps", "batch", "keep")
-    positive_or_none = ("width", "depth", "mlp", "vocab_size", "adam_lr", "rank", "micro_batch", "clip", "embedding_lr", "head_lr")
-    not_negative = ("eps", "weight_decay", "log_every", "val_every", "val_tokens", "diagnostics_every", "checkpoint_every")
+    positive_or_none = (
+        "width", "depth", "mlp", "vocab_size", "adam_lr", "rank", "micro_batch", "clip", "embedding_lr", "head_lr",
+    )  # fmt: skip
+    not_negative = (
+        "eps", "weight_decay", "log_every", "val_every", "val_tokens", "diagnostics_every", "checkpoint_every",
+    )  # fmt: skip
     for name in positive + positive_or_none:
         value = c.get(name)
         if (value is None and name in positive) or (value is not None and not (value > 0 and math.isfinite(value))):
@@ -272,4 +274,4 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return tuple(ast.literal_eval(text[len("Literal") :])) if text.startswith("Literal[") else ()
 
 
-_TOPICS: dict[str, str] = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type,misc]
+_TOPICS: dict[str, str] = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Batches made ready ahead of time by a background thread, in pinned memory, with the data position that goes with each.
+"""Batches made ready ahead of time by a background thread, in pinned memory, each with its place in the data.
 
-The thread runs ahead of training, so the position to save is the one *after the last batch handed out*, not the reader's own.
+The thread runs ahead of training, so the position to save is the one after the last batch handed out, not the reader's.
 """
 
 from __future__ import annotations

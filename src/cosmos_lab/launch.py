@@ -21,14 +21,14 @@ from torch import Tensor, nn
 class World:
     """This process among the others.
 
-    rank, local_rank, size: as torchrun counts; device: where its tensors live; parallel: "none", "ddp" or "fsdp".
+    rank, local_rank, size: as torchrun counts; device: where its tensors live; sharding: "none", "ddp" or "fsdp".
     """
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
-    parallel: str
+    sharding: str
 
     @property
     def main(self) -> bool:
@@ -79,23 +79,23 @@ def pick_device(asked: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def session(asked_device: str, parallel: str) -> Iterator[World]:
+def session(asked_device: str, sharding: str) -> Iterator[World]:
     """Join the process group, if there is one, for the time of a run."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = pick_device(asked_device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size == 1 and parallel != "fsdp":
+    if size == 1 and sharding != "fsdp":
         yield World(0, 0, 1, device, "none")
         return
     if "RANK" not in os.environ:
-        raise ValueError("--parallel fsdp needs torchrun: torchrun --nproc-per-node N -m cosmos_lab train ...")
+        raise ValueError("--sharding fsdp needs torchrun: torchrun --nproc-per-node N -m cosmos_lab train ...")
     own = not dist.is_initialized()
     if own:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         rank, local = dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
-        yield World(rank, local, dist.get_world_size(), device, "ddp" if parallel == "auto" else parallel)
+        yield World(rank, local, dist.get_world_size(), device, "ddp" if sharding == "auto" else sharding)
     finally:
         if own:
             dist.destroy_process_group()
@@ -106,13 +106,13 @@ def shard(model: nn.Module, world: World, bf16: bool) -> nn.Module:
 
     Comes before the optimizer is built, since it replaces the parameters by DTensors.
     """
-    if world.parallel != "fsdp":
+    if world.sharding != "fsdp":
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:
@@ -123,18 +123,20 @@ def shard(model: nn.Module, world: World, bf16: bool) -> nn.Module:
 
 def replicate(model: nn.Module, world: World) -> nn.Module:
     """DDP around the model; other modes leave it alone."""
-    if world.parallel != "ddp":
+    if world.sharding != "ddp":
         return model
     ids = [world.local_rank] if world.cuda else None
     return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
-def accumulating(runner: nn.Module, model: nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
+def accumulating(
+    runner: nn.Module, model: nn.Module, world: World, last: bool
+) -> contextlib.AbstractContextManager[Any]:
     """Around one micro-batch: gradients are exchanged at the last one of a step only."""
-    if world.parallel == "ddp" and not last:
+    if world.sharding == "ddp" and not last:
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = runner.no_sync  # type: ignore[assignment]
         return no_sync()
-    if world.parallel == "fsdp":
+    if world.sharding == "fsdp":
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
     return contextlib.nullcontext()
 
@@ -160,6 +162,6 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 GB = 2**30
 
 
@@ -24,7 +24,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device, devices: int = 1) -> float | None:
-    """Share of the peak: useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices."""
+    """Useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices."""
     peak = peak_flops(device)
     return None if peak is None else tokens_per_s * flops_per_token / (peak * devices)
 
@@ -38,7 +38,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Mean duration of a repeated region, read only when asked: on a GPU by events, so that no step waits for the host."""
+    """Durations of a repeated region, read only when asked: on a GPU by events, so that no step waits for the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -67,7 +67,7 @@ class Stopwatch:
 
 
 class Clock:
-    """Seconds of training: runs on across resumes, stands still during validation, checkpoints and the first step's compilation."""
+    """Seconds of training: goes on across resumes, stands still in validation, checkpoints and the first step."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds

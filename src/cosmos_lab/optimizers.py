@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ import cosmos_optim
 from cosmos_lab.config import OptimizerOptions, parse_options
 
 
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class of that name; an unknown name is a ValueError with the close ones."""
-    known: dict[str, type[torch.optim.Optimizer]] = cosmos_optim.OPTIMIZERS
+    known: dict[str, Any] = dict(cosmos_optim.OPTIMIZERS)
     if name not in known:
         close = difflib.get_close_matches(name, known, n=2)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
@@ -25,25 +25,16 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
     """The optimizer the options describe, over all parameters of ``model``."""
-    cls = optimizer_class(options.optimizer)
-    accepted = set(inspect.signature(cls).parameters)
-    own: dict[str, Any] = {
-        name: value for name in ("adam_lr", "rank", "gamma") if (value := getattr(options, name)) is not None
-    }
-    own |= parse_options(options.options)
-    for name in own:
-        if name not in accepted:
-            raise ValueError(
-                f"optimizer {options.optimizer!r} has no hyper-parameter {name!r}; it takes {', '.join(sorted(accepted - {'params'}))}"
-            )
-    groups = cosmos_optim.param_groups(model, rule=options.optimizer, overrides=_overrides(model, options))
-    return cls(
-        groups,
+    given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
+    hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return optimizer_class(options.optimizer)(
+        cosmos_optim.param_groups(model, rule=options.optimizer, overrides=_overrides(model, options)),
         lr=options.lr,
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
-        **own,
+        **hyper,
+        **parse_options(options.options),
     )
 
 

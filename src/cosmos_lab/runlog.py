@@ -74,7 +74,8 @@ def commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True, timeout=20)
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
     return done.stdout.strip()
 
 
@@ -87,7 +88,7 @@ class RunLog:
         write_json(self.folder / CONFIG, finite(dict(header)))
         (self.folder / SUMMARY).unlink(missing_ok=True)
         self._truncate(resumed_at)
-        self._file = open(self.folder / METRICS, "a", encoding="utf-8")
+        self._file = (self.folder / METRICS).open("a", encoding="utf-8")
         self._board = self._open_board() if config.logging.tensorboard else None
         self._wandb = self._open_wandb(config) if config.logging.wandb else None
 
@@ -109,9 +110,8 @@ class RunLog:
             import wandb
         except ImportError as error:
             raise ValueError("--wandb needs the package wandb: pip install wandb") from error
-        return wandb.init(
-            project=config.logging.wandb, name=config.run_name, dir=str(self.folder), config=config.flat(), resume="allow"
-        )
+        project, name, folder = config.logging.wandb, config.run_name, str(self.folder)
+        return wandb.init(project=project, name=name, dir=folder, config=config.flat(), resume="allow")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""

@@ -13,7 +13,7 @@ from cosmos_lab.config import ScheduleOptions
 def factor(step: int, steps: int, options: ScheduleOptions) -> float:
     """Share of the peak rate used by optimizer step ``step`` (counted from 1) of ``steps``.
 
-    With w warm-up steps the warm-up is step / w; afterwards the share falls from 1 towards ``final_lr`` at the last step.
+    With w warm-up steps the warm-up is step / w; afterwards the share falls from 1 towards ``final_lr`` at the end.
 
     >>> paper = ScheduleOptions()
     >>> [round(factor(t, 100, paper), 2) for t in (1, 10, 55, 100)]

@@ -2,8 +2,8 @@
 
     summary = train(RunConfig().replace(model="tiny", steps=100))
 
-The host never waits for the device between log lines: losses add up on the device, the optimizer is timed by events, batches
-arrive through a background thread. Needs neither tyro nor rich.
+The host never waits for the device between log lines: losses add up on the device, the optimizer is timed by events,
+batches arrive through a background thread. Needs neither tyro nor rich.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 from cosmos_lab import assemble, checkpoint, launch, meters, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
+from cosmos_lab.data.files import read_json
 from cosmos_lab.feed import Feed
 from cosmos_lab.optimizers import build_optimizer, optimizer_class
 from cosmos_lab.schedule import factor
@@ -37,7 +38,8 @@ _HARMLESS = {"out", "name", "device", "compile", "log_every", "tensorboard", "wa
 def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, Any]:
     """Train as ``config`` says and return the summary, which is also in the run folder.
 
-    A finished run folder is not trained again: its summary comes back. A half-finished one continues from its newest checkpoint.
+    A finished run folder is not trained again: its summary comes back. A half-finished one continues from its newest
+    checkpoint.
 
     Args:
         config: the run.
@@ -52,7 +54,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     if summary is not None:
         _check_same(folder, config)
         return summary
-    with launch.session(config.training.device, config.training.parallel) as world:
+    with launch.session(config.training.device, config.training.sharding) as world:
         assemble.seed_everything(config.training.seed, config.training.deterministic)
         try:
             with closing(Trainer(config, world, progress)) as trainer:
@@ -63,7 +65,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
 
 def _check_same(folder: Path, config: RunConfig) -> None:
     """A finished folder must hold the run that is asked for."""
-    saved = (runlog.read_json(folder / runlog.CONFIG) or {}).get("config", {})
+    saved = (read_json(folder / runlog.CONFIG) or {}).get("config", {})
     asked = {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in _HARMLESS}
     checkpoint.check_identity(folder, {k: saved.get(k, v) for k, v in asked.items()}, asked)
 
@@ -84,9 +86,8 @@ class Trainer:
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.identity = assemble.identity(config, self.model, source)
         self.at = checkpoint.Training(self.model, self.optimizer)
-        batches = Batches(
-            source, config.training.batch // world.size, config.data.seq_len, config.training.seed, world.rank, world.size
-        )
+        batch, seed = config.training.batch // world.size, config.training.seed
+        batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
         self._resume(batches)
         self.clock, self.stopwatch = meters.Clock(self.at.seconds), meters.Stopwatch(world.device)
         self.loss_sum = torch.zeros((), device=world.device)
@@ -95,7 +96,8 @@ class Trainer:
         self.bad_losses = 0
         self.log = None
         if world.main:
-            self.log = runlog.RunLog(config, assemble.header(config, self.model, self.optimizer), resumed_at=self.at.step)
+            about = assemble.header(config, self.model, self.optimizer)
+            self.log = runlog.RunLog(config, about, resumed_at=self.at.step)
         self.feed = Feed(batches, pin=world.cuda)
 
     def _resume(self, batches: Batches) -> None:
@@ -162,7 +164,7 @@ class Trainer:
         if not wanted:
             self.optimizer.step()
             return
-        with self.optimizer.diagnostics() as found:
+        with self.optimizer.diagnostics() as found:  # type: ignore[attr-defined]
             self.optimizer.step()
         if found:
             self._write({"step": self.at.step, "tokens": self.tokens, "diagnostics": dict(found)})
@@ -199,7 +201,8 @@ class Trainer:
                 total += self.runner(x.to(world.device), y.to(world.device)) * len(x)
             count += len(x)
         loss = self.world.mean(total / count).item()
-        record = {"step": self.at.step, "tokens": self.tokens, "time": self.clock.read(), "val_loss": loss, "val_ppl": _exp(loss)}
+        record = {"step": self.at.step, "tokens": self.tokens, "time": self.clock.read()}
+        record |= {"val_loss": loss, "val_ppl": _exp(loss)}
         self._write(record)
         return record
 
@@ -248,14 +251,15 @@ class Trainer:
             self.validate()  # a kill just before the summary leaves this one already done
         self.world.barrier()
         summary = summarize(self.folder, "diverged" if diverged else "done", self.config)
-        summary |= {"peak_memory_gb": meters.peak_memory_gb(self.world.device), "state_bytes": assemble.state_bytes(self.optimizer)}
+        summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
+        summary["state_bytes"] = assemble.state_bytes(self.optimizer)
         if self.log is not None:
             self.log.finish(summary)
         return summary
 
 
 def summarize(folder: Path, status: str, config: RunConfig) -> dict[str, Any]:
-    """A run's result, from its log: the rates are medians over log lines, the final training loss a mean over the last 5 %."""
+    """A run's result, from its log: rates are medians over log lines, final_train_loss a mean over the last 5 %."""
     records = list(runlog.read_metrics(folder))
     losses = [r for r in records if "loss" in r]
     values = [r for r in records if "val_loss" in r]

@@ -1,0 +1,7 @@
+"""``python -m cosmos_lab`` is the command ``cosmos-lab``."""
+
+import sys
+
+from cosmos_lab.cli import main
+
+sys.exit(main())

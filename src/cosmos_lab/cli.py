@@ -1,0 +1,60 @@
+"""The command ``cosmos-lab``.
+
+Flags are the fields of the dataclasses, by tyro where it is installed. A mistake ends in one clear line and code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cosmos_lab.commands import COMMANDS
+
+USAGE = """usage: cosmos-lab COMMAND ...
+
+  train RECIPE          one training run                        cosmos-lab train tiny --lr 2e-3
+  compare RECIPE        a grid over optimizers, rates, seeds    cosmos-lab compare tiny --optimizers adam,cosmos
+  profile MODEL         memory, time, largest batch, MFU        cosmos-lab profile llama-1b
+  report RUNS -o DIR    an HTML page about finished runs        cosmos-lab report runs -o report
+  data prepare SOURCE   token shards from text                  cosmos-lab data prepare c4 --out data
+  export RUN -o DIR     a Hugging Face LLaMA checkpoint         cosmos-lab export runs/my-run -o my-llama
+  demo                  four optimizers in a few minutes, no GPU and no data needed
+  recipes               the list of recipes
+
+Each command explains its flags with --help. Every recipe takes --scale S to shrink model, batch and tokens together."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if given else 2
+    command, rest = given[0], given[1:]
+    if command not in COMMANDS:
+        return _fail(f"there is no command {command!r}{_close(command, COMMANDS)}\n\n{USAGE}")
+    try:
+        COMMANDS[command](rest)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
+    return 0
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"cosmos-lab: {message}", file=sys.stderr)
+    return code
+
+
+def _close(word: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""The commands behind ``cosmos-lab``: each takes its arguments and does its work, or raises a ValueError.
+
+A recipe's values are the defaults of its flags, so the recipe and ``--scale`` are read first, the flags after them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cosmos_lab import flags
+from cosmos_lab.config import RunConfig
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Which runs of the recipe's grid."""
+
+    optimizers: str | None = None
+    """Only these, separated by commas."""
+    lrs: str | None = None
+    """Rates in place of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name."""
+    seeds: str = "0"
+    """Seeds, separated by commas."""
+    parallel: int = 1
+    """Runs at a time; with GPUs each has one of its own."""
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """A grid of runs."""
+
+    compare: CompareOptions = field(default_factory=CompareOptions)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Where the report goes."""
+
+    out: str = "report"
+    """Folder of the page and its figures."""
+    title: str = "Pre-training report"
+    """Heading of the page."""
+
+
+@dataclass(frozen=True)
+class PrepareCommand:
+    """How text becomes shards."""
+
+    out: str = "data"
+    """Folder of the shards."""
+    tokenizer: str | None = None
+    """t5, gpt2, a tokenizer.json or a name on the hub (None: t5 for C4, else gpt2)."""
+    max_tokens: int | None = None
+    """Stop after so many training tokens."""
+    max_val_tokens: int = 10_000_000
+    """Most validation tokens."""
+    val_fraction: float = 0.01
+    """Share of documents kept for validation where the source has no validation split."""
+    shard_tokens: int = 100_000_000
+    """Most tokens in a shard."""
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Where the exported model goes."""
+
+    out: str = "exported"
+    """Folder for transformers' from_pretrained."""
+    tokenizer: str | None = None
+    """A tokenizer.json to put beside the weights."""
+
+
+def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
+    """The first argument, which must be a word, and the rest."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage)
+        raise SystemExit(0)
+    if not arguments or arguments[0].startswith("-"):
+        raise ValueError(f"{what} comes first: {usage}")
+    return arguments[0], arguments[1:]
+
+
+def _take_scale(arguments: list[str]) -> tuple[float, list[str]]:
+    """--scale S, which decides the other flags' defaults, and the rest."""
+    rest = list(arguments)
+    for index, word in enumerate(rest):
+        if word == "--scale" or word.startswith("--scale="):
+            text = word.partition("=")[2] or (rest[index + 1] if index + 1 < len(rest) else "")
+            del rest[index : index + (1 if "=" in word else 2)]
+            try:
+                return float(text), rest
+            except ValueError:
+                raise ValueError(f"--scale takes a number in (0, 1]; got {text!r}") from None
+    return 1.0, rest
+
+
+def _about(recipe: Any, scale: float) -> str:
+    shrunk = f" Shrunk by --scale {scale:g}." if scale != 1 else " --scale S shrinks model, batch and tokens together."
+    return f"{recipe.title} ({recipe.source}).{shrunk}"
+
+
+def train_command(arguments: list[str]) -> None:
+    """cosmos-lab train RECIPE [flags]"""
+    from cosmos_lab.display import TrainDisplay
+    from cosmos_lab.recipes import get_recipe
+    from cosmos_lab.runlog import run_folder
+    from cosmos_lab.train import train
+
+    usage = "cosmos-lab train RECIPE [--scale S] [flags]; `cosmos-lab recipes` lists the recipes"
+    name, rest = _take(arguments, "the recipe", usage)
+    scale, rest = _take_scale(rest)
+    recipe = get_recipe(name, scale)
+    config = flags.parse(recipe.config, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
+    config.check()
+    with TrainDisplay(config) as display:
+        summary = train(config, progress=display)
+    result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
+    print(f"{summary['status']}: {result or 'no finite validation loss'}; in {run_folder(config)}")
+
+
+def compare_command(arguments: list[str]) -> None:
+    """cosmos-lab compare RECIPE [flags]"""
+    from cosmos_lab.compare import compare
+    from cosmos_lab.recipes import get_recipe
+
+    usage = "cosmos-lab compare RECIPE [--scale S] [--optimizers a,b] [--lrs ...] [flags]"
+    name, rest = _take(arguments, "the recipe", usage)
+    scale, rest = _take_scale(rest)
+    recipe = get_recipe(name, scale)
+    default = CompareCommand(run=recipe.config)
+    asked = flags.parse(default, rest, prog=f"cosmos-lab compare {name}", description=_about(recipe, scale))
+    for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
+        if asked.run.get(one) != recipe.config.get(one):
+            raise ValueError(f"a comparison takes --{many}, not --{one}")
+    options = asked.compare
+    runs = recipe.runs(
+        asked.run,
+        optimizers=options.optimizers.split(",") if options.optimizers else None,
+        lrs=parse_lrs(options.lrs),
+        seeds=_numbers(options.seeds, int, "--seeds"),
+    )
+    compare(runs, metric=recipe.metric, parallel=options.parallel)
+
+
+def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:
+    """Rates as the flag gives them.
+
+    >>> parse_lrs("1e-3,2e-3"), parse_lrs("adam=2e-3;cosmos=5e-4,1e-3")
+    ([0.001, 0.002], {'adam': [0.002], 'cosmos': [0.0005, 0.001]})
+    """
+    if text is None:
+        return None
+    if "=" not in text:
+        return _numbers(text, float, "--lrs")
+    pairs = (part.partition("=") for part in text.split(";") if part)
+    return {name.strip(): _numbers(rates, float, "--lrs") for name, _, rates in pairs}
+
+
+def _numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers separated by commas; got {text!r}") from None
+
+
+def profile_command(arguments: list[str]) -> None:
+    """cosmos-lab profile MODEL [flags]"""
+    from cosmos_lab.profile import ProfileConfig, profile
+    from cosmos_lab.recipes import PROFILES
+
+    name, rest = _take(arguments, "the model", f"cosmos-lab profile MODEL [flags], or one of {', '.join(PROFILES)}")
+    default = PROFILES[name]() if name in PROFILES else dataclasses.replace(ProfileConfig(), model=name)
+    default.check()
+    about = "Memory, time, largest batch, MFU."
+    profile(flags.parse(default, rest, prog=f"cosmos-lab profile {name}", description=about))
+
+
+def report_command(arguments: list[str]) -> None:
+    """cosmos-lab report RUNS... -o DIR"""
+    from cosmos_lab.report import write_report
+
+    runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
+    asked = flags.parse(ReportCommand(), rest, prog="cosmos-lab report", description="One page about run folders.")
+    print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
+
+
+def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list[str]]:
+    """Leading words, and the flags after them with -o spelled out."""
+    _take(arguments, what, usage)
+    count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
+    return arguments[:count], ["--out" if word == "-o" else word for word in arguments[count:]]
+
+
+def data_command(arguments: list[str]) -> None:
+    """cosmos-lab data prepare SOURCE... [flags]"""
+    from cosmos_lab.data.prepare import Progress, Settings, prepare
+
+    usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
+    verb, rest = _take(arguments, "prepare", usage)
+    if verb != "prepare":
+        raise ValueError(f"data has one verb, prepare: {usage}")
+    sources, rest = _words(rest, "the source", usage)
+    asked = flags.parse(PrepareCommand(), rest, prog="cosmos-lab data prepare", description="Token shards from text.")
+    settings = Settings(
+        val_fraction=asked.val_fraction,
+        shard_tokens=asked.shard_tokens,
+        max_tokens=asked.max_tokens,
+        max_val_tokens=asked.max_val_tokens,
+    )
+
+    def show(now: Progress) -> None:
+        share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
+        print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
+
+    tokenizer = asked.tokenizer or ("t5" if sources == ["c4"] else "gpt2")
+    made = prepare(sources, asked.out, tokenizer, settings, progress=show)
+    print(f"\n{made.spec}: {made.tokens}; train on it with --data {made.spec}")
+
+
+def export_command(arguments: list[str]) -> None:
+    """cosmos-lab export RUN -o DIR"""
+    from cosmos_lab.assemble import load_trained
+    from cosmos_lab.export import export_llama
+
+    runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
+    asked = flags.parse(ExportCommand(), rest, prog="cosmos-lab export", description="A checkpoint for transformers.")
+    print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
+
+
+def demo_command(arguments: list[str]) -> None:
+    """cosmos-lab demo [flags]"""
+    from cosmos_lab.demo import DemoConfig, demo
+
+    demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
+
+
+def recipes_command(arguments: list[str]) -> None:
+    """cosmos-lab recipes"""
+    from cosmos_lab.display import format_table
+    from cosmos_lab.recipes import PROFILES, RECIPES
+
+    made = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
+    rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in made]
+    rows += [(name, "", "profile", (make.__doc__ or "").splitlines()[0]) for name, make in PROFILES.items()]
+    print(format_table(("recipe", "runs", "source", "what it shows"), rows, left=(0, 2, 3)))
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": train_command,
+    "compare": compare_command,
+    "profile": profile_command,
+    "report": report_command,
+    "data": data_command,
+    "export": export_command,
+    "demo": demo_command,
+    "recipes": recipes_command,
+}

@@ -1,0 +1,157 @@
+"""What a person sees while runs go on: bars and a live table by rich on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cosmos_lab.config import RunConfig
+
+_CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
+_EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
+
+
+def has_rich() -> bool:
+    """Whether bars can be drawn here."""
+    if not sys.stdout.isatty():
+        return False
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss.
+
+    >>> clock(75), clock(3700)
+    ('1:15', '1:01:40')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """A training record in one line: loss, tokens/s, MFU, memory."""
+    parts = [f"loss {record['loss']:.3f}" if record.get("loss") is not None else "loss nan"]
+    if record.get("tokens_per_s"):
+        parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+    if record.get("mfu"):
+        parts.append(f"MFU {100 * record['mfu']:.1f} %")
+    parts.append(f"{record['memory_gb']:.1f} GB")
+    return ", ".join(parts)
+
+
+class TrainDisplay:
+    """Progress of one run, called with its log records. Use as a context manager."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.name, self.steps = config.run_name, config.training.steps
+        self.validation, self._shown, self._rates = "", 0.0, (0, 0.0)
+        self._bar: Any = None
+
+    def __enter__(self) -> TrainDisplay:
+        if has_rich():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            state = TextColumn("{task.fields[state]}")
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), state)
+            self._task = self._bar.add_task(self.name, total=self.steps, state="starting")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Show a record."""
+        if "val_loss" in record:
+            loss = record["val_loss"]
+            self.validation = f"val {loss:.3f} (ppl {record['val_ppl']:.2f})" if loss is not None else "val nan"
+            self._show(f"{self.validation}", record["step"], force=True)
+        elif "loss" in record:
+            left = self._eta(record)
+            state = describe(record) + (f", {clock(left)} left" if left is not None else "")
+            self._show(state, record["step"])
+
+    def _eta(self, record: Mapping[str, Any]) -> float | None:
+        """Seconds left at the speed since the first record."""
+        step, seconds = record["step"], record["time"]
+        if not self._rates[0]:
+            self._rates = (step, seconds)
+            return None
+        done = step - self._rates[0]
+        return (seconds - self._rates[1]) / done * (self.steps - step) if done else None
+
+    def _show(self, state: str, step: int, force: bool = False) -> None:
+        if self._bar is not None:
+            text = state if force or not self.validation else f"{state}, {self.validation}"
+            self._bar.update(self._task, completed=step, state=text)
+        elif force or time.monotonic() - self._shown > _EVERY_S or step == self.steps:
+            self._shown = time.monotonic()
+            print(f"{self.name}  step {step}/{self.steps}  {state}", flush=True)
+
+
+class TableDisplay:
+    """A table of runs that changes as they go on. Use as a context manager; ``update`` a row by its number."""
+
+    COLUMNS = ("run", "status", "step", "loss", "val ppl", "tokens/s")
+
+    def __init__(self, runs: Sequence[RunConfig]) -> None:
+        self.rows = [{"run": run.run_name, "status": "waiting", "of": run.training.steps} for run in runs]
+        self._live: Any = None
+
+    def __enter__(self) -> TableDisplay:
+        if has_rich():
+            from rich.live import Live
+
+            self._live = Live(self._table(), refresh_per_second=2)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.update(self._table())
+            self._live.stop()
+
+    def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None:
+        """Change a row's status, and its numbers where a log record is given."""
+        cells, record = self.rows[row], record or {}
+        changed = cells["status"] != status
+        cells["status"] = status
+        if "step" in record:
+            cells["step"] = f"{record['step']}/{cells['of']}"
+        for column, field, form in _CELLS:
+            if record.get(field) is not None:
+                cells[column] = format(record[field], form)
+        if self._live is not None:
+            self._live.update(self._table())
+        elif changed:
+            print("  ".join(str(cells[c]) for c in self.COLUMNS if c in cells), flush=True)
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(*self.COLUMNS)
+        for cells in self.rows:
+            table.add_row(*(str(cells.get(column, "")) for column in self.COLUMNS))
+        return table
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Cells as aligned text, the columns in ``left`` to the left.
+
+    >>> print(format_table(("name", "ppl"), [("adam", "21.28")]))
+    name    ppl
+    adam  21.28
+    """
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    signs = ["<" if i in left else ">" for i in range(len(head))]
+    lines = ([f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths)] for line in cells)
+    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -1,0 +1,271 @@
+"""The paper's two profiling tables, and the lab's own speed.
+
+memory      peak memory and time of one iteration at a fixed batch and accumulation (paper: 10 and 25)
+throughput  the largest batch that fits under a memory cap (paper: 80 GB), and samples per second at it
+mfu         model FLOP utilization at the best micro-batch, at least 256k tokens a step, optimizer included
+
+Needs neither tyro nor rich.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cosmos_lab import runlog
+from cosmos_lab.config import OptimizerOptions, parse_options
+from cosmos_lab.data.files import write_json
+from cosmos_lab.display import format_table
+from cosmos_lab.launch import pick_device
+from cosmos_lab.meters import GB, mfu
+from cosmos_lab.models import resolve
+from cosmos_lab.optimizers import optimizer_class
+from cosmos_lab.rig import Rig
+
+Table = Literal["memory", "throughput", "mfu"]
+Row = dict[str, Any]
+Say = Callable[[str], None]
+
+_WARM_UP = 2  # iterations: the first compiles and takes first bases, the second meets the allocator as it will stay
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What to profile."""
+
+    model: str = "llama-1b"
+    """Preset name."""
+    optimizers: tuple[str, ...] = ("adam", "soap", "muon", "cosmos")
+    """Optimizers, in the order of the table."""
+    tables: tuple[Table, ...] = ("memory", "throughput")
+    """Which tables to make."""
+    batch: int = 10
+    """Sequences in one forward pass."""
+    accumulation: int = 25
+    """Forward passes in one iteration."""
+    seq_len: int = 1024
+    """Tokens in a sequence."""
+    memory_cap_gb: float = 80.0
+    """Memory cap of the throughput table, in GiB."""
+    tokens_per_step: int = 262_144
+    """Tokens of one step in the mfu table."""
+    iterations: int = 3
+    """Timed iterations; the median counts."""
+    rank: int | None = None
+    """Rank of COSMOS and GaLore (None: the optimizer's default)."""
+    options: tuple[str, ...] = ()
+    """Further keyword arguments of every optimizer, as name=value."""
+    vocab_size: int | None = None
+    """Rows of the embedding (None: the preset's)."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Autocast type (auto: bf16 on a GPU)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile the model (auto: on a GPU)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where."""
+    out: str | None = None
+    """JSON file for the result."""
+
+    def check(self) -> None:
+        """Raise a ValueError naming the field if a value makes no sense."""
+        resolve(self.model)
+        for name in self.optimizers:
+            optimizer_class(name)
+        for name in ("batch", "accumulation", "seq_len", "memory_cap_gb", "tokens_per_step", "iterations"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(self, name)}")
+        for table in self.tables:
+            if table not in _TABLES:
+                raise ValueError(f"--tables takes {', '.join(_TABLES)}; got {table!r}")
+        parse_options(self.options)
+
+
+def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
+    """Make the tables ``config`` asks for.
+
+    Args:
+        config: what to profile.
+        say: called with lines of progress and the finished tables.
+
+    Returns {"config", "versions", "device", <table>: [row, ...]}; rows hold seconds, GiB, samples or tokens per second.
+    """
+    config.check()
+    device = pick_device(config.device)
+    gpu = device.type == "cuda"
+    sizes = {} if config.vocab_size is None else {"vocab_size": config.vocab_size}
+    rig = Rig(
+        config.model,
+        seq_len=config.seq_len,
+        device=device,
+        compiled=config.compile == "on" or (config.compile == "auto" and gpu),
+        bf16=config.precision == "bf16" or (config.precision == "auto" and gpu),
+        **sizes,
+    )
+    result: dict[str, Any] = {
+        "config": asdict(config),
+        "commit": runlog.commit(),
+        "versions": runlog.versions(),
+        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "parameters": rig.model.num_parameters(),
+    }
+    for table in config.tables:
+        rows: list[Row] = []
+        for name in config.optimizers:
+            rig.mount(OptimizerOptions(optimizer=name, rank=_rank(config, name), options=config.options))
+            rows.append({"optimizer": name, **_TABLES[table](rig, config, say)})
+            say(f"{table}: {_line(rows[-1])}")
+            result[table] = rows
+            if config.out:
+                write_json(Path(config.out), runlog.finite(result))  # as soon as it exists: a lease may end at any time
+        say(format_rows(rows))
+    rig.unmount()
+    return result
+
+
+def _rank(config: ProfileConfig, name: str) -> int | None:
+    return config.rank if name in ("cosmos", "galore") else None
+
+
+def memory_row(rig: Rig, config: ProfileConfig, say: Say) -> Row:
+    """Peak memory and time of one iteration."""
+    for _ in range(_WARM_UP):
+        rig.iterate(config.batch, min(2, config.accumulation))
+    rig.sync()
+    rig.reset_peak()
+    passes, update = rig.time(config.batch, config.accumulation, config.iterations)
+    held, taken = rig.peak_gb(config.batch)
+    speed = config.batch * config.accumulation * config.seq_len / (passes + update)
+    return {
+        "peak_gb": held,
+        "reserved_gb": taken,
+        "state_gb": rig._state_bytes() / GB,
+        "seconds": passes + update,
+        "forward_backward_s": passes,
+        "optimizer_s": update,
+        "tokens_per_s": speed,
+        "mfu": mfu(speed, rig.flops_per_token, rig.device),
+    }
+
+
+def throughput_row(rig: Rig, config: ProfileConfig, say: Say) -> Row:
+    """The largest batch under the cap, and samples per second at it with the same accumulation."""
+    size = largest_batch(rig, config, say)
+    if size == 0:
+        return {"largest_batch": 0, "samples_per_s": None, "seconds": None, "peak_gb": None, "mfu": None}
+    rig.iterate(size, 2)
+    rig.reset_peak()
+    passes, update = rig.time(size, config.accumulation, config.iterations)
+    samples = size * config.accumulation / (passes + update)
+    return {
+        "largest_batch": size,
+        "samples_per_s": samples,
+        "seconds": passes + update,
+        "peak_gb": rig.peak_gb(size)[0],
+        "mfu": mfu(samples * config.seq_len, rig.flops_per_token, rig.device),
+    }
+
+
+def largest_batch(rig: Rig, config: ProfileConfig, say: Say) -> int:
+    """The largest batch that fits under the cap; 0 if not even one sequence does.
+
+    Activations grow by the same amount with every sequence, so the line through two peaks says where to look.
+    """
+
+    def check(size: int) -> bool:
+        fits = rig.fits(size, config.memory_cap_gb)
+        say(f"  batch {size}: {'fits' if fits else 'too large'}")
+        return fits
+
+    if not check(1):
+        return 0
+    low, high, step = 1, 0, 1  # high 0: nothing too large was seen yet
+    guess = _straight_line_guess(rig, config)
+    while high - low != 1:
+        if check(guess):
+            low, guess = guess, guess + step
+        else:
+            high, guess = guess, guess - step
+        if high and not low < guess < high:
+            guess = (low + high) // 2
+        step *= 2
+    return low
+
+
+def _straight_line_guess(rig: Rig, config: ProfileConfig) -> int:
+    """Where the line through the peaks at two small batches reaches the cap."""
+    peaks = []
+    small, large = 2, 4
+    for size in (small, large):
+        rig.free()
+        rig.reset_peak()
+        if rig.device.type == "cuda":
+            try:
+                rig.iterate(size, 2)
+            except torch.cuda.OutOfMemoryError:
+                return 1
+            rig.sync()
+        peaks.append(rig.peak_gb(size)[1])
+    slope = max((peaks[1] - peaks[0]) / (large - small), 1e-6)
+    return max(1, int(large + (config.memory_cap_gb - peaks[1]) / slope))
+
+
+def mfu_row(rig: Rig, config: ProfileConfig, say: Say) -> Row:
+    """The best micro-batch, and a whole step at it."""
+    sequences = max(1, config.tokens_per_step // config.seq_len)
+    speeds: dict[int, float] = {}
+    for size in (2**k for k in range(2, 9) if 2**k <= sequences):
+        try:
+            rig.iterate(size, 1)
+            passes, _ = rig.time(size, max(1, min(4, sequences // size)), 2)
+        except torch.cuda.OutOfMemoryError:
+            rig.model.zero_grad(set_to_none=True)
+            rig.free()
+            break
+        speeds[size] = size * max(1, min(4, sequences // size)) * config.seq_len / passes
+        say(f"  micro-batch {size}: {speeds[size]:,.0f} tokens/s without the optimizer")
+        if speeds[size] < 0.9 * max(speeds.values()):
+            break  # past the top
+    best = max(speeds, key=lambda size: speeds[size]) if speeds else 1
+    accumulation = -(-sequences // best)
+    passes, update = rig.time(best, accumulation, config.iterations)
+    speed = best * accumulation * config.seq_len / (passes + update)
+    return {
+        "micro_batch": best,
+        "accumulation": accumulation,
+        "tokens_per_s": speed,
+        "mfu": mfu(speed, rig.flops_per_token, rig.device),
+        "seconds": passes + update,
+        "forward_backward_s": passes,
+        "optimizer_s": update,
+    }
+
+
+_TABLES: dict[str, Callable[[Rig, ProfileConfig, Say], Row]] = {
+    "memory": memory_row,
+    "throughput": throughput_row,
+    "mfu": mfu_row,
+}
+
+
+def _show(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name == "mfu":
+        return f"{100 * value:.1f} %"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def _line(row: Row) -> str:
+    return ", ".join(f"{name} {_show(name, value)}" for name, value in row.items())
+
+
+def format_rows(rows: list[Row]) -> str:
+    """Rows as an aligned table."""
+    head = list(rows[0])
+    return format_table(head, [[_show(name, row.get(name)) for name in head] for row in rows])

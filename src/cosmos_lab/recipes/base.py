@@ -1,0 +1,159 @@
+"""What a recipe is, the registry, and how a recipe shrinks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.models import resolve
+
+Variant = Mapping[str, Any]
+
+RECIPES: dict[str, Callable[[], Recipe]] = {}
+_EVERY = ("val_every", "checkpoint_every", "diagnostics_every")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published comparison: one set-up and the runs made in it.
+
+    name: what the commands call it.
+    title: one line on what it shows.
+    source: where the paper reports it, or "this project".
+    config: the set-up, which is also the best COSMOS run: ``train`` starts from it.
+    grid: the runs, each as the fields in which it differs; ``compare`` makes them all.
+    metric: what they are compared on.
+    published: the paper's numbers, by the label of a run's variant.
+    """
+
+    name: str
+    title: str
+    source: str
+    config: RunConfig
+    grid: tuple[Variant, ...]
+    metric: str = "final_val_loss"
+    published: Mapping[str, float] = field(default_factory=dict)
+
+    def scaled(self, scale: float) -> Recipe:
+        """The same recipe with model, batch and tokens shrunk together."""
+        return self if scale == 1 else replace(self, config=shrink(self.config, scale))
+
+    def runs(
+        self,
+        config: RunConfig | None = None,
+        *,
+        optimizers: Sequence[str] | None = None,
+        lrs: Mapping[str, Sequence[float]] | Sequence[float] | None = None,
+        seeds: Iterable[int] = (0,),
+    ) -> list[RunConfig]:
+        """The runs of the grid, named.
+
+        Args:
+            config: the set-up, where it is not the recipe's own.
+            optimizers: only these; one that the recipe does not run gets its ``lrs``.
+            lrs: rates in place of the recipe's, for all optimizers or by name.
+            seeds: every run once for each.
+        """
+        base = config or self.config
+        chosen = [v for v in self.grid if optimizers is None or v["optimizer"] in optimizers]
+        if lrs is not None:
+            chosen = _with_rates(self.grid, optimizers or list(dict.fromkeys(v["optimizer"] for v in self.grid)), lrs)
+        missing = sorted(set(optimizers or ()) - {v["optimizer"] for v in chosen})
+        if missing:
+            raise ValueError(f"recipe {self.name!r} has no rates for {', '.join(missing)}: give them with --lrs")
+        return [
+            base.replace(**variant, seed=seed, name=f"{base.logging.recipe}-{label(variant)}-s{seed}")
+            for variant in chosen
+            for seed in seeds
+        ]
+
+
+def _with_rates(
+    grid: Sequence[Variant], optimizers: Sequence[str], lrs: Mapping[str, Sequence[float]] | Sequence[float]
+) -> list[Variant]:
+    """The grid's optimizers, with the fields they are run with there, at other rates."""
+    chosen: list[Variant] = []
+    for name in optimizers:
+        rates = lrs.get(name) if isinstance(lrs, Mapping) else lrs
+        if rates is None:
+            chosen += [v for v in grid if v["optimizer"] == name]
+            continue
+        for like in _without_rate(grid, name):
+            chosen += [{**like, "lr": lr, **({"adam_lr": lr} if like.get("adam_lr") == "lr" else {})} for lr in rates]
+    return chosen
+
+
+def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
+    """An optimizer's distinct variants apart from the rate; adam_lr "lr" marks one that follows it."""
+    found: list[dict[str, Any]] = []
+    for variant in grid:
+        if variant["optimizer"] == name:
+            like = {key: value for key, value in variant.items() if key != "lr"}
+            if like.get("adam_lr") == variant["lr"]:
+                like["adam_lr"] = "lr"
+            if like not in found:
+                found.append(like)
+    return found or [{"optimizer": name}]
+
+
+def label(variant: Variant) -> str:
+    """A short name for a variant: the optimizer, its rate, and what else it sets.
+
+    >>> label({"optimizer": "cosmos", "lr": 5e-4, "rank": 32, "gamma": 0.1})
+    'cosmos-lr0.0005-rank32-gamma0.1'
+    """
+    parts = [str(variant["optimizer"]), f"lr{variant['lr']:g}"]
+    for name, short in (("rank", "rank"), ("gamma", "gamma"), ("beta1", "momentum")):
+        if variant.get(name) is not None:
+            parts.append(f"{short}{variant[name]:g}")
+    parts += [option.replace("=", "") for option in variant.get("options", ())]
+    return "-".join(parts)
+
+
+def recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    """Register a recipe function under the name its recipe has."""
+    made = make()
+    RECIPES[made.name] = make
+    return make
+
+
+def get_recipe(name: str, scale: float = 1.0) -> Recipe:
+    """The recipe of that name; an unknown one is a ValueError with the close ones."""
+    if name not in RECIPES:
+        close = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"unknown recipe {name!r}; {hint}`cosmos-lab recipes` lists all {len(RECIPES)}")
+    return RECIPES[name]().scaled(scale)
+
+
+def shrink(config: RunConfig, scale: float) -> RunConfig:
+    """Shrink model, batch and tokens together by ``scale`` in (0, 1].
+
+    Hidden parameters and tokens shrink by ``scale``, so that tokens per parameter stay; width and depth each by its
+    cube root, batch and steps each by its square root. Compute falls by about scale². Rates and sequence length stay.
+    """
+    if not 0 < scale <= 1:
+        raise ValueError(f"--scale must lie in (0, 1]; got {scale}")
+    model = resolve(config.model.model)
+    edge, root = scale ** (1 / 3), scale**0.5
+    width = max(2, round(model.width * edge / model.head_dim)) * model.head_dim
+    steps = max(20, round(config.training.steps * root))
+    log = config.logging
+    every = {name: max(1, round(config.get(name) * root)) for name in _EVERY}
+    return config.replace(
+        width=width,
+        depth=max(2, round(model.depth * edge)),
+        mlp=max(8, round(model.mlp * width / model.width / 8) * 8),  # a multiple of 8 suits the matrix units
+        batch=max(8, round(config.training.batch * root / 8) * 8),
+        steps=steps,
+        val_tokens=max(65_536, round(log.val_tokens * scale)),
+        **every,
+    )
+
+
+def variants(optimizer: str, lrs: Iterable[float], **fields: Any) -> list[Variant]:
+    """One variant for each rate; a field given as "lr" takes the rate itself."""
+    return [{"optimizer": optimizer, "lr": lr, **{k: lr if v == "lr" else v for k, v in fields.items()}} for lr in lrs]

@@ -1,0 +1,148 @@
+"""A test rig for profiling: one model on one device, random tokens, any optimizer, timed and weighed iterations.
+
+The model stays while optimizers and batch sizes change, so that each shape is compiled once.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from cosmos_lab.config import OptimizerOptions
+from cosmos_lab.meters import GB, Stopwatch
+from cosmos_lab.models import build
+from cosmos_lab.optimizers import build_optimizer
+
+_MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
+
+
+class Rig:
+    """Builds the model; ``mount`` an optimizer, then ``iterate``."""
+
+    def __init__(
+        self, model: str, *, seq_len: int, device: torch.device, compiled: bool, bf16: bool, **sizes: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.device, self.seq_len, self.bf16 = device, seq_len, bf16
+        self.model = build(model, device=device, **sizes)
+        self.flops_per_token = self.model.flops_per_token(seq_len)
+        self.runner: nn.Module = self.model
+        if compiled:
+            torch._dynamo.config.recompile_limit = _MORE_SHAPES
+            self.runner = cast(nn.Module, torch.compile(self.model, dynamic=False))
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.forward_backward, self.update = Stopwatch(device), Stopwatch(device)
+
+    def mount(self, options: OptimizerOptions) -> torch.optim.Optimizer:
+        """Put another optimizer in; the old one's state is freed first."""
+        self.unmount()
+        self.optimizer = build_optimizer(self.model, options)
+        return self.optimizer
+
+    def unmount(self) -> None:
+        """Free the optimizer's state and the gradients."""
+        self.optimizer = None
+        self.model.zero_grad(set_to_none=True)
+        self.free()
+
+    def free(self) -> None:
+        """Give cached memory back, so that one measurement does not weigh on the next."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Random tokens and targets."""
+        shape, vocab = (size, self.seq_len + 1), self.model.config.vocab_size
+        tokens = torch.randint(vocab, shape, device=self.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def passes(self, size: int, count: int) -> None:
+        """``count`` forward and backward passes over ``size`` sequences, gradients adding up."""
+        tokens, targets = self.batch(size)
+        for _ in range(count):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                loss = self.runner(tokens, targets) / count
+            loss.backward()
+
+    def iterate(self, size: int, accumulation: int) -> None:
+        """One iteration as the paper times it: all passes, then the optimizer."""
+        assert self.optimizer is not None
+        with self.forward_backward.measure():
+            self.passes(size, accumulation)
+        with self.update.measure():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def time(self, size: int, accumulation: int, iterations: int) -> tuple[float, float]:
+        """Median seconds of forward and backward, and of the optimizer, in one iteration."""
+        self.sync()
+        self.forward_backward.take(), self.update.take()
+        for _ in range(iterations):
+            self.iterate(size, accumulation)
+        self.sync()
+        return statistics.median(self.forward_backward.take()) / 1e3, statistics.median(self.update.take()) / 1e3
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def reset_peak(self) -> None:
+        """Weigh from now on."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_gb(self, size: int) -> tuple[float, float]:
+        """Peak memory since ``reset_peak`` in GiB: held by tensors, and taken from the device.
+
+        On a CPU, which keeps no such count: parameters, gradients, optimizer state and what one forward pass saves.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / GB, torch.cuda.max_memory_reserved(self.device) / GB
+        weights = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+        total = (weights + self._state_bytes() + self._activation_bytes(size)) / GB
+        return total, total
+
+    def _state_bytes(self) -> int:
+        return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
+
+    def _activation_bytes(self, size: int) -> int:
+        storages: dict[int, int] = {}
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = self.model(*self.batch(size))
+            total = sum(storages.values())
+        del loss
+        return total
+
+    def fits(self, size: int, cap_gb: float) -> bool:
+        """Whether an iteration of ``size`` sequences stays under the cap; its second pass holds gradients too."""
+        if self.device.type != "cuda":
+            return self.peak_gb(size)[0] <= cap_gb
+        self.free()
+        fraction = min(1.0, cap_gb * GB / torch.cuda.get_device_properties(self.device).total_memory)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        try:
+            self.iterate(size, 2)
+            self.sync()
+            return True
+        except torch.cuda.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            with suppress(AttributeError):
+                self.model.zero_grad(set_to_none=True)
+            self.free()

@@ -1,0 +1,25 @@
+"""One run in a process of its own: ``python -m cosmos_lab.worker CONFIG.json``, the JSON of ``RunConfig.flat()``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.train import train
+
+
+def main(arguments: list[str]) -> int:
+    """Train as the file says."""
+    config = RunConfig.from_flat(json.loads(Path(arguments[0]).read_text()))
+    try:
+        train(config)
+    except (ValueError, OSError) as error:
+        print(f"cosmos-lab: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

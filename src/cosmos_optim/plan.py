@@ -85,11 +85,11 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     device is enough.
 
     >>> print(plan(nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32, bias=False)), rank=4))
-    parameter      shape  rule    because    rank      state
-    --------------------------------------------------------
-    0.weight    100 x 16  adam    embedding         12.5 KiB
-    1.weight     32 x 16  cosmos  linear        4   2.82 KiB
-    --------------------------------------------------------
+    parameter     shape  rule    because    rank     state
+    ------------------------------------------------------
+    0.weight   100 x 16  adam    embedding        12.5 KiB
+    1.weight    32 x 16  cosmos  linear        4  2.82 KiB
+    ------------------------------------------------------
     adam: 1 tensors, 1,600 parameters, 12.5 KiB of state
     cosmos: 1 tensors, 512 parameters, 2.82 KiB of state
     total: 2 tensors, 2,112 parameters, 15.3 KiB of state

@@ -35,6 +35,7 @@ class Cosmos(MatrixOptimizer):
         options: eps_placement, side, ns_steps, ns_coefficients, ns_dtype, momentum_dtype, residual_guard,
             stochastic_rounding, maximize, split_sizes, nonfinite; each may stand in a group too. See the README.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> opt = Cosmos(model, lr=5e-4, adam_lr=2e-3)
     >>> model(torch.ones(1, 8)).sum().backward()

@@ -1,0 +1,51 @@
+"""The report on one or more runs: a self-contained page, and its figures as PNG and SVG."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from cosmos_lab.data.files import atomic_write, disk_error
+from cosmos_lab.report.loading import find_runs, load_run
+from cosmos_lab.report.page import render
+from cosmos_lab.report.results import Task, arrange
+
+__all__ = ["write_report"]
+
+_log = logging.getLogger("cosmos_lab.report")
+
+
+def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training report") -> Path:
+    """Writes ``out``/index.html and ``out``/figures/ about run folders, or folders of them; returns the page's path.
+
+    Unfinished, diverged, empty and broken runs are shown as what they are. Without matplotlib the page is written all
+    the same, and a warning says how to get the figures.
+
+    Raises:
+        ValueError: no folder is given, or one does not exist.
+        OSError: the page cannot be written; an older one stays as it was.
+    """
+    tasks, misfits = arrange(load_run(folder) for folder in find_runs([Path(run) for run in runs]))
+    page = Path(out) / "index.html"
+    try:
+        figures, remark = _figures(tasks, page.parent / "figures")
+        text = render(title, tasks, misfits, figures, remark)
+        with atomic_write(page) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise disk_error(error, page, "free some space or choose another folder with -o") from error
+    return page
+
+
+def _figures(tasks: Sequence[Task], folder: Path) -> tuple[dict[str, str], str]:
+    """The figures' names and paths relative to the page, and a remark where there are none."""
+    if not tasks:
+        return {}, ""
+    try:
+        from cosmos_lab.report.figures import draw_all
+    except ImportError as error:
+        remark = f"No PNG and SVG figures: {error}; pip install 'cosmos-optim[lab]' brings matplotlib."
+        _log.warning(remark)
+        return {}, remark
+    return {name: f"{folder.name}/{file}" for name, file in draw_all(tasks, folder).items()}, ""

@@ -1,0 +1,133 @@
+"""Colours, dashes, markers and number formats shared by the page and the figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one method is drawn: a colour for each scheme, and a dash and a marker for eyes that cannot tell colours."""
+
+    light: str
+    dark: str
+    dash: tuple[int, ...]
+    marker: str  # matplotlib's letter; the page draws the same shapes
+
+
+# An optimizer looks the same in every report. Any two colours stay at least 12 apart (CIE76) under simulated
+# protanopia, deuteranopia and tritanopia, and each has a contrast of at least 3 with its background.
+KNOWN: Mapping[str, Look] = {
+    "cosmos": Look("#c8410a", "#ef7d1a", (), "o"),
+    "adam": Look("#47474f", "#c3bab5", (), "s"),
+    "muon": Look("#1c4f96", "#47a5fd", (), "^"),
+    "soap": Look("#3f8a5a", "#0f9c6a", (), "D"),
+    "muon-norm": Look("#249ae0", "#b3edff", (7, 3), "v"),
+    "normuon": Look("#d9659c", "#d07ab9", (7, 3), "P"),
+    "galore": Look("#b58c00", "#ffc938", (7, 3), "X"),
+    "adam-mini": Look("#33106e", "#7868dc", (7, 3), "<"),
+}
+_DASHES: tuple[tuple[int, ...], ...] = ((2, 3), (10, 3, 2, 3), (4, 2), (12, 4))
+
+THEMES: Mapping[str, Mapping[str, str]] = {
+    "light": {
+        "bg": "#fbfaf8", "card": "#ffffff", "ink": "#1b1c20", "soft": "#5a5d66", "faint": "#8b8e97", "line": "#e4e2dd",
+        "grid": "#eeece8", "accent": "#c8410a", "wash": "#fdf1ea", "good": "#23683f", "warn": "#8a5a00",
+        "bad": "#a8201a",
+    },
+    "dark": {
+        "bg": "#14161a", "card": "#1b1e24", "ink": "#eceae6", "soft": "#aeb0b8", "faint": "#7f828c", "line": "#31353d",
+        "grid": "#282c33", "accent": "#ef7d1a", "wash": "#2b221b", "good": "#6cc791", "warn": "#e3b558",
+        "bad": "#ff8f84",
+    },
+}  # fmt: skip
+
+# The viridis map at nine places: even steps of lightness, so it reads without colour and in print.
+HEAT = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+
+
+def looks(optimizers: Sequence[str]) -> list[Look]:
+    """One look for each method, given its optimizer; variants of one optimizer keep its colour and differ in dash."""
+    spare = [look for name, look in KNOWN.items() if name not in optimizers] or list(KNOWN.values())
+    chosen: dict[str, Look] = {}
+    seen: dict[str, int] = {}
+    result = []
+    for optimizer in optimizers:
+        if optimizer not in chosen:
+            strangers = sum(name not in KNOWN for name in chosen)
+            chosen[optimizer] = KNOWN.get(optimizer) or spare[strangers % len(spare)]
+        look = chosen[optimizer]
+        count = seen.get(optimizer, 0)
+        seen[optimizer] = count + 1
+        dash = look.dash if count == 0 else _DASHES[(count - 1) % len(_DASHES)]
+        result.append(Look(look.light, look.dark, dash, look.marker))
+    return result
+
+
+def theme_css() -> str:
+    """The colour variables: the reader's scheme, unless the button on the page chose another."""
+
+    def block(name: str) -> str:
+        return f"color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items())
+
+    colour = ".m{--c:var(--dark)}"
+    return (
+        f":root{{{block('light')}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{block('dark')}}}"
+        f":root:not([data-theme=light]) {colour}}}\n"
+        f":root[data-theme=dark]{{{block('dark')}}}\n:root[data-theme=dark] {colour}\n"
+    )
+
+
+def rate(value: float | None) -> str:
+    """A learning rate: ``2e-3`` rather than ``0.002``."""
+    if value is None:
+        return "?"
+    if value == 0 or not math.isfinite(value) or 0.1 <= abs(value) < 1000:
+        return f"{value:g}"
+    digits, exponent = f"{value:e}".split("e")
+    return f"{float(digits):.4g}e{int(exponent)}"
+
+
+def significant(value: float | None, digits: int = 4) -> str:
+    """A plain decimal with so many digits that count, or a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    power = math.floor(math.log10(abs(value)))
+    if power >= 7 or power < -4:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - power)}f}"
+
+
+def count(value: float | None) -> str:
+    """A number of tokens: 1.31 B, 300 M, 65.5 k."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the unit that suits it: 41.2 s, 22.7 min, 3.20 h."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if value >= 1.5 * length:
+            return f"{significant(value / length, 3)} {unit}"
+    return f"{significant(value, 3)} s"
+
+
+def size(value: float | None) -> str:
+    """A number of bytes in binary units."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(value) >= 2**power:
+            return f"{significant(value / 2**power, 3)} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,98 @@
+"""What the runs showed, in one sentence, and the cautions a reader of that sentence needs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from cosmos_lab.report.loading import Run
+from cosmos_lab.report.results import Group, Task
+from cosmos_lab.report.style import count, rate, significant
+
+# Runs whose token counts differ by less than this share ended together: the last batch may be cut.
+_SAME_BUDGET = 0.01
+
+
+def summary(task: Task) -> str:
+    """One sentence: who ended lowest, at which rate, by how much."""
+    what = "validation perplexity" if task.validated else "training loss"
+    ranking = task.ranking
+    if not ranking:
+        started = [group for group in task.groups if math.isfinite(task.score(group))]
+        if not started:
+            return "No run has logged a finite loss yet."
+        lead = min(started, key=task.score)
+        return f"No run has finished; the lowest {what} so far is {_value(task, lead)}, by {_at_rate(lead)}."
+    first, rest = ranking[0], ranking[1:]
+    if not rest:
+        return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
+    rivals = [rest[0]] + [group for group in rest[1:] if group.runs[0].optimizer == "adam"]
+    compared = " and ".join(_gap(task, first, rival) for rival in rivals)
+    field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
+    doubt = ", a gap no larger than the spread over seeds" if _overlap(task, first, rest[0]) else ""
+    return f"{field}, {first.method} ended lowest, at a {what} of {_value(task, first)}: {compared}{doubt}."
+
+
+def cautions(task: Task) -> list[str]:
+    """What to keep in mind: runs that did not finish, unequal budgets, best rates at the edge of the sweep."""
+    notes = []
+    states = Counter(run.status for group in task.groups for run in group.runs if run.status != "done")
+    if states:
+        total = sum(len(group.runs) for group in task.groups)
+        notes.append(f"Of {total} runs, " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())) + ".")
+    budgets = [spread.mean for group in task.ranking if (spread := group.stat("tokens"))]
+    if budgets and max(budgets) - min(budgets) > _SAME_BUDGET * max(budgets):
+        notes.append(f"The runs compared saw between {count(min(budgets))} and {count(max(budgets))} tokens.")
+    edges = [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]
+    if edges:
+        notes.append(f"The best rate lies at the edge of the rates tried for {', '.join(edges)}.")
+    seeds = {len(group.counted) for group in task.ranking}
+    if seeds == {1} and len(task.ranking) > 1:
+        notes.append("One seed each: small differences may be chance.")
+    if not task.validated:
+        notes.append("No run has a validation loss, so training losses are compared.")
+    return notes
+
+
+def unreadable(runs: Sequence[Run]) -> str:
+    """How many folders hold no run that can be shown."""
+    if not runs:
+        return ""
+    return "One folder could not be shown." if len(runs) == 1 else f"{len(runs)} folders could not be shown."
+
+
+def at_edge(task: Task, group: Group) -> str:
+    """Whether a best group's rate is the lowest or highest of a sweep, beyond which a better one may lie."""
+    line = [other.lr for other in task.sweeps.get(group.method, ()) if other.lr is not None]
+    if len(set(line)) < 2 or group.lr is None:
+        return ""
+    return "lowest" if group.lr == min(line) else "highest" if group.lr == max(line) else ""
+
+
+def _value(task: Task, group: Group) -> str:
+    spread = group.stat("final_val_ppl" if task.validated else "final_train_loss")
+    if spread is None:
+        return "–"
+    text = significant(spread.mean)
+    return f"{text} ± {significant(spread.deviation, 2)}" if spread.n > 1 else text
+
+
+def _at_rate(group: Group) -> str:
+    return f"{group.method} at learning rate {rate(group.lr)}"
+
+
+def _gap(task: Task, first: Group, rival: Group) -> str:
+    key = "final_val_ppl" if task.validated else "final_train_loss"
+    ours, theirs = first.stat(key), rival.stat(key)
+    if ours is None or theirs is None or theirs.mean == 0:
+        return f"ahead of {rival.method}"
+    share = 100 * (1 - ours.mean / theirs.mean)
+    return f"{significant(share, 2)} % below {rival.method} ({significant(theirs.mean)})"
+
+
+def _overlap(task: Task, first: Group, second: Group) -> bool:
+    ours, theirs = first.stat(task.score_key), second.stat(task.score_key)
+    if ours is None or theirs is None or ours.n < 2 or theirs.n < 2:
+        return False
+    return theirs.mean - ours.mean <= math.hypot(ours.deviation, theirs.deviation)

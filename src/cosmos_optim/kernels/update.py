@@ -1,0 +1,72 @@
+"""W <- decay W - b B + P U' for a list of parameters, in one pass over W and B."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
+from cosmos_optim.kernels.table import Matrices
+from cosmos_optim.kernels.tiles import add_outer, matrix, tile
+
+
+LAUNCH = Launch(64, 64, warps=4, stages=2)
+
+
+@jit
+def _update(  # type: ignore[no-untyped-def]
+    x, work, p, u, coefficients, skip, stride, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr,
+    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    block, batch = tl.program_id(0), tl.program_id(1)
+    start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
+    source = work + batch.to(tl.int64) * work_stride
+    decay, gain = tl.load(coefficients + batch * 2), tl.load(coefficients + batch * 2 + 1)
+    write = True
+    if SKIP:
+        write = tl.load(skip) == 0
+    i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
+    if THIN:
+        at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
+        p1 = tl.load(at_p, mask=i[:, None] < m, other=0.0)
+        p2 = tl.load(at_p + p_step, mask=i[:, None] < m, other=0.0)
+    ahead_w = tile(start, i, tl.arange(0, BN), m, n, sm, sn)
+    ahead_b = tile(source, i, tl.arange(0, BN), m, n, wm, wn)
+    for first in range(0, n, BN):
+        j = first + tl.arange(0, BN)
+        value = decay * ahead_w - gain * ahead_b
+        ahead_w = tile(start, i, j + BN, m, n, sm, sn)
+        ahead_b = tile(source, i, j + BN, m, n, wm, wn)
+        if THIN:
+            at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
+            value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, WIDE)
+        inside = (i[:, None] < m) & (j[None, :] < n) & write
+        tl.store(start + i[:, None] * sm + j[None, :] * sn, value.to(ELEMENT), mask=inside)
+
+
+def update_(
+    W: Matrices, B: Tensor, P: Tensor | None, U: Tensor | None, coefficients: Tensor, skip: Tensor | None
+) -> None:
+    """Update W in place; nothing is written where `skip` holds.
+
+    Args:
+        B: the tall work buffer (B, long, short).
+        P, U: pre-split thin factors (2, B, m or n, R), or None; P carries its sign and size.
+        coefficients: (B, 2) float32: decay, b.
+    """
+    (m, n), batch = W.shape, len(W)
+    R = 16 if U is None else U.shape[-1]
+    how = LAUNCH.fit(R)
+    wm, wn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
+    _update[(-(-m // how.rows), batch)](
+        **W.source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
+        skip=coefficients if skip is None else skip, work_stride=B.stride(0), p_step=0 if P is None else P.stride(0),
+        u_step=0 if U is None else U.stride(0), m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
+        SKIP=skip is not None, WIDE=INTERPRET, **how.options,
+    )  # fmt: skip
+
+
+def update_torch(W: Tensor, B: Tensor, P: Tensor, U: Tensor, decay: float, b: float) -> Tensor:
+    """The new parameters of a stack in plain torch."""
+    return decay * W - b * B + P @ U.mT

@@ -51,7 +51,7 @@ def direction(
     V = b2 * V + (1 - b2) * GU * GU                                         # L7
     N, c1 = momentum(M, G, t, h, alg)
     NU = alg.mm(N, U)
-    P = quotient(NU / c1, root(V, t, h))                                    # L8   A = P U'
+    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, h)               # L8   A = P U'
     X = alg.residual(N, NU, U)                                              #      M - M U U'
     B = alg.polar(X, newton_schulz_of(h))                                   # L9
     b = muon_gain(alg.energy(X), alg.energy_m(NU), alg.energy(B), h, alg)   #      gamma NORM sqrt(m)
@@ -76,7 +76,7 @@ def direction_two_sided(
     V = b2 * state["V"] + (1 - b2) * alg.tn(O, GU).square()                 # L9
     N, c1 = momentum(M, G, t, h, alg)
     NU = alg.tn(O, alg.mm(N, U))
-    P = quotient(NU / c1, root(V, t, h))                                    # L10  A = O P U'
+    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, h) * real_columns(R, h).mT  # L10  A = O P U'
     X = alg.residual(N, O @ NU, U)                                          #      (paper: O'O M; meant: O O'M)
     B = alg.polar(X, newton_schulz_of(h))                                   # L11
     b = muon_gain(alg.energy(X), sum_of_squares(NU), alg.energy(B), h, alg)
@@ -106,6 +106,17 @@ def root(V: Tensor, t: Tensor, h: Hyper) -> Tensor:
     if h["eps_placement"] == "inside":
         return ((V + h["eps"]) / c2).sqrt()
     return (V / c2).sqrt() + h["eps"]
+
+
+def real_columns(S: Tensor, h: Hyper) -> Tensor:
+    """(..., 1, r): 1 for tracked directions that hold gradient, 0 for those that hold rounding, 1 with the guard off.
+
+    Where the gradient has fewer than r directions, the others get quotients of rounding noise by rounding noise, as
+    large as any real one. In exact arithmetic they are 0/0.
+    """
+    energy = S.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    floor = (64 * torch.finfo(S.dtype).eps) ** 2 if h["residual_guard"] > 0 else -1.0
+    return (energy > floor * energy.sum(-1, keepdim=True)).to(S.dtype)
 
 
 def muon_gain(residual: Tensor, tracked: Tensor, polar: Tensor, h: Hyper, alg: Algebra) -> Tensor:

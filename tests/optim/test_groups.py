@@ -1,0 +1,222 @@
+"""Routing: every kind of parameter, the order, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cosmos_optim import Cosmos, param_groups, plan
+from cosmos_optim.groups import routes
+from tests.optim.helpers import Decoder, decoder, gradient
+
+
+def rules(model: nn.Module, **kwargs) -> dict[str, str]:
+    return {place.name: route.rule for place, route in routes(model, **kwargs)}
+
+
+class Conv1D(nn.Module):
+    """The layer of transformers' GPT-2: weight (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_a_decoder() -> None:
+    assert rules(decoder()) == {
+        "embed.weight": "adam",
+        "up.weight": "cosmos",
+        "up.bias": "adam",
+        "down.weight": "cosmos",
+        "down.bias": "adam",
+        "norm.weight": "adam",
+        "norm.bias": "adam",
+        "lm_head.weight": "adam",
+    }
+
+
+def test_tied_head_is_claimed_once_as_an_embedding() -> None:
+    model = decoder()
+    model.lm_head.weight = model.embed.weight
+    found = rules(model)
+    assert found["embed.weight"] == "adam"
+    assert "lm_head.weight" not in found
+    Cosmos(model, rank=4)
+
+
+def test_a_head_by_argument_and_a_block_that_is_only_called_output() -> None:
+    layers = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(4, 4)})])
+    model = nn.ModuleDict({"classify": nn.Linear(4, 3), "layers": layers})
+    assert rules(model)["classify.weight"] == "cosmos"
+    assert rules(model)["layers.0.output.weight"] == "cosmos"
+    assert rules(model, head="classify")["classify.weight"] == "adam"
+    assert rules(model, head=model["classify"])["classify.weight"] == "adam"
+    with pytest.raises(ValueError, match="is no module of this model"):
+        rules(model, head="clasify")
+
+
+def test_convolutions_recurrent_and_attention_modules() -> None:
+    model = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(4, 6, 3),
+            "depthwise": nn.Conv2d(4, 4, 3, groups=4),
+            "grouped": nn.Conv2d(8, 6, 3, groups=2),
+            "conv1d": nn.Conv1d(4, 6, 3),
+            "lstm": nn.LSTM(4, 5),
+            "attention": nn.MultiheadAttention(8, 2, add_bias_kv=True),
+        }
+    )
+    found = {place.name: (route.rule, dict(route.settings)) for place, route in routes(model)}
+    assert found["conv.weight"] == ("cosmos", {"layout": "conv"})
+    assert found["depthwise.weight"][0] == "adam"
+    assert found["grouped.weight"] == ("cosmos", {"layout": "conv", "split_sizes": (3, 3)})
+    assert found["conv1d.weight"] == ("cosmos", {"layout": "conv"})
+    assert found["lstm.weight_ih_l0"] == ("cosmos", {"split_sizes": (5, 5, 5, 5)})
+    assert found["attention.in_proj_weight"] == ("cosmos", {"split_sizes": (8, 8, 8)})
+    assert found["attention.bias_k"][0] == "adam"
+    opt = Cosmos(model, rank=3)
+    state = {n: opt.state[p] for g in opt.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+    assert state["conv.weight"]["U"].shape == (36, 3)
+    assert state["grouped.weight"]["U"].shape == (2, 36, 3)
+    assert state["lstm.weight_ih_l0"]["V"].shape == (20, 3)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    opt.step()
+
+
+def test_hf_conv1d_tracks_its_input_side() -> None:
+    """The update of an (in, out) weight is the transpose of the update of the (out, in) one."""
+    layer, linear = Conv1D(10, 6), nn.Linear(6, 10)
+    linear.weight.data.copy_(layer.weight.data.T)
+    a, b = Cosmos(nn.ModuleDict({"c": layer}), lr=0.1, rank=3), Cosmos(nn.ModuleDict({"c": linear}), lr=0.1, rank=3)
+    for step in range(4):
+        linear.weight.grad = gradient((10, 6), step)
+        layer.weight.grad = linear.weight.grad.T.clone()
+        a.step()
+        b.step()
+    assert a.state[layer.weight]["U"].shape == (6, 3)
+    torch.testing.assert_close(layer.weight.T, linear.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_channels_last_convolution_is_updated_like_any_other() -> None:
+    torch.manual_seed(0)
+    plain = nn.Conv2d(4, 6, 3, bias=False, dtype=torch.float64)
+    last = nn.Conv2d(4, 6, 3, bias=False, dtype=torch.float64)
+    last.load_state_dict(plain.state_dict())
+    last = last.to(memory_format=torch.channels_last)
+    a, b = Cosmos(plain, lr=0.1, rank=3), Cosmos(last, lr=0.1, rank=3)
+    for step in range(3):
+        plain.weight.grad = gradient((6, 4, 3, 3), step, torch.float64)
+        last.weight.grad = plain.weight.grad.clone()
+        a.step()
+        b.step()
+    assert not last.weight.is_contiguous()
+    torch.testing.assert_close(plain.weight, last.weight, rtol=1e-9, atol=1e-10)
+
+
+def test_experts_are_a_batch_and_split_sizes_are_blocks() -> None:
+    """A stack, a fused weight and single matrices with the same gradients get the same updates."""
+    singles = [nn.Parameter(torch.randn(5, 8, generator=torch.Generator().manual_seed(i))) for i in range(3)]
+    stack = nn.Parameter(torch.stack([p.detach() for p in singles]))
+    fused = nn.Parameter(torch.cat([p.detach() for p in singles]))
+    a = Cosmos(singles, lr=0.1, rank=3)
+    b = Cosmos([("experts", stack)], lr=0.1, rank=3)
+    c = Cosmos([{"params": [("qkv", fused)], "split_sizes": (5, 5, 5)}], lr=0.1, rank=3)
+    for step in range(4):
+        for i, p in enumerate(singles):
+            p.grad = gradient((5, 8), 10 * i + step)
+        stack.grad = torch.stack([p.grad for p in singles])
+        fused.grad = torch.cat([p.grad for p in singles])
+        for opt in (a, b, c):
+            opt.step()
+    expected = torch.stack([p.detach() for p in singles])
+    torch.testing.assert_close(stack.detach(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused.detach().view(3, 5, 8), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_uneven_split_sizes() -> None:
+    """Grouped-query attention: 8 query rows, 3 key rows, 3 value rows."""
+    p = nn.Parameter(torch.randn(14, 6))
+    opt = Cosmos([{"params": [("qkv", p)], "split_sizes": (8, 3, 3)}], lr=0.1, rank=4)
+    before = p.detach().clone()
+    p.grad = gradient((14, 6), 0)
+    opt.step()
+    for block in (p.detach() - before).split((8, 3, 3)):
+        torch.testing.assert_close(block.square().mean().sqrt(), torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+def test_what_nobody_claims_is_an_error() -> None:
+    model = decoder()
+    model.mixing = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="'mixing'.*claimed by no route"):
+        param_groups(model)
+    assert rules(model, overrides={"mixing": "cosmos"})["mixing"] == "cosmos"
+    assert rules(model, overrides={"mix*": "adam"})["mixing"] == "adam"
+
+
+def test_overrides_come_first_in_their_order_and_must_match() -> None:
+    found = rules(decoder(), overrides={"up.weight": "adam", "*.weight": {"rule": "muon"}})
+    assert (found["up.weight"], found["down.weight"], found["embed.weight"]) == ("adam", "muon", "muon")
+    with pytest.raises(ValueError, match=r"match no parameter: \['ups.weight'\]"):
+        param_groups(decoder(), overrides={"ups.weight": "adam"})
+    with pytest.raises(ValueError, match="neither a rule's name nor a mapping"):
+        param_groups(decoder(), overrides={"up.weight": 3})
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = decoder()
+    model.up.weight.requires_grad_(False)
+    assert "up.weight" not in rules(model)
+
+
+def test_flat_shards_are_refused_never_silently_adam() -> None:
+    model = decoder()
+    model.up.weight = nn.Parameter(model.up.weight.detach().flatten())
+    with pytest.raises(ValueError, match=r"'up.weight'.*flat piece of what Linear.*FSDP2"):
+        param_groups(model)
+    model = decoder()
+    model.norm.weight.ds_shape = (3, 4)
+    with pytest.raises(ValueError, match="flat piece"):
+        param_groups(model)
+
+
+def test_layernorm_over_two_dimensions_and_position_tables() -> None:
+    model = nn.Module()
+    model.norm = nn.LayerNorm((3, 4))
+    model.pos_embed = nn.Parameter(torch.zeros(1, 7, 4))
+    assert set(rules(model).values()) == {"adam"}
+
+
+def test_the_plan_names_every_parameter_and_adds_up() -> None:
+    model = Decoder()
+    text = str(plan(model, rank=4))
+    for name, _ in model.named_parameters():
+        assert name in text
+    assert "cosmos: 2 tensors, 480 parameters" in text
+    opt = Cosmos(model, rank=4)
+    assert plan(model, rank=4).state_bytes == plan(opt).state_bytes == opt.state_bytes()
+    with pytest.raises(ValueError, match="did you mean 'rank'"):
+        plan(model, rnak=4)
+    with pytest.raises(ValueError, match="no rule 'sopa'"):
+        plan(model, "sopa")
+
+
+# The paper's Table 1, in units of d^2, for four d x d and two d x 4d matrices and r = 0.05 d.
+PAPER_TABLE = {"adam": 24, "adam-mini": 12, "soap": 66, "muon": 12, "cosmos": 13}
+
+
+@pytest.mark.parametrize("rule", PAPER_TABLE)
+def test_the_papers_table_of_state_sizes(rule: str) -> None:
+    d = 1000
+    with torch.device("meta"):
+        shapes = [(d, d)] * 4 + [(d, 4 * d), (4 * d, d)]
+        model = nn.Sequential(*(nn.Linear(n, m, bias=False) for m, n in shapes))
+    hyper = {"rank": 50} if rule == "cosmos" else {}
+    # The paper rounds to whole d^2: COSMOS needs 12.915, Adam-mini 12 and 9 vectors.
+    assert plan(model, rule, **hyper).state_elements / d**2 == pytest.approx(PAPER_TABLE[rule], abs=0.1)

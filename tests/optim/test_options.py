@@ -1,0 +1,171 @@
+"""Options of a group: diagnostics, sides, guard, rounding, maximize."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from cosmos_optim import OPTIMIZERS, Cosmos
+from cosmos_optim.rounding import stochastic_bfloat16
+from tests.optim.helpers import decoder, gradient, loss_of, matrix, train
+
+
+def test_diagnostics_by_name_and_only_inside() -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(2))
+    opt.zero_grad()
+    loss_of(model, 2).backward()
+    with opt.diagnostics() as seen:
+        opt.step()
+    assert set(seen) == {"up.weight", "down.weight"}
+    for values in seen.values():
+        assert 0 < values["energy"] <= 1 + 1e-6
+        assert 0 <= values["drift"] < 1
+        assert values["update_rms"] == pytest.approx(1, abs=1e-5)
+        assert values["ratio"] > 0
+    count = len(seen)
+    train(model, opt, range(3, 4))
+    assert len(seen) == count
+
+
+def test_diagnostics_measure_what_they_say() -> None:
+    p = matrix((10, 6))
+    opt = Cosmos([("w", p)], rank=2)
+    p.grad = gradient((10, 6), 0)
+    with opt.diagnostics() as seen:
+        opt.step()
+    values = torch.linalg.svdvals(p.grad).square()
+    assert seen["w"]["energy"] == pytest.approx(float(values[:2].sum() / values.sum()), rel=1e-4)
+    assert seen["w"]["drift"] == pytest.approx(0, abs=1e-5)
+
+
+def test_the_guard_keeps_a_low_rank_update_in_the_gradients_row_space() -> None:
+    """With gradient rank 8 and r = 64 the unguarded update is mostly rounding noise, of both halves."""
+    torch.manual_seed(0)
+    left, right = torch.randn(96, 8), torch.randn(8, 80)
+    outside = {}
+    for guard in (0.0, 1e-5):
+        p = torch.nn.Parameter(torch.zeros(96, 80))
+        opt = Cosmos([p], lr=1.0, rank=64, residual_guard=guard)
+        p.grad = left @ right
+        opt.step()
+        basis = torch.linalg.qr(right.T)[0]
+        inside = p.detach() @ basis @ basis.T
+        outside[guard] = float((p.detach() - inside).square().sum() / p.detach().square().sum())
+    assert outside[0.0] > 0.5
+    assert outside[1e-5] < 1e-3
+
+
+def test_the_guard_changes_nothing_where_the_residual_is_real() -> None:
+    a, b = matrix((24, 16)), matrix((24, 16))
+    with_guard, without = Cosmos([a], rank=4), Cosmos([b], rank=4, residual_guard=0.0)
+    for step in range(5):
+        a.grad = gradient((24, 16), step)
+        b.grad = a.grad.clone()
+        with_guard.step()
+        without.step()
+    assert torch.equal(a, b)
+
+
+def test_the_smaller_side_saves_state() -> None:
+    wide = matrix((8, 32))
+    assert Cosmos([wide], rank=4).state[wide]["U"].shape == (32, 4)
+    opt = Cosmos([wide], rank=4, side="smaller", lr=0.1)
+    assert opt.state[wide]["U"].shape == (8, 4)
+    assert opt.state[wide]["V"].shape == (32, 4)
+    assert opt.state[wide]["M"].shape == (8, 32)
+    tall = torch.nn.Parameter(wide.detach().T.clone())
+    other = Cosmos([tall], rank=4, lr=0.1)
+    for step in range(3):
+        wide.grad = gradient((8, 32), step)
+        tall.grad = wide.grad.T.clone()
+        opt.step()
+        other.step()
+    torch.testing.assert_close(wide.T, tall, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_maximize_mirrors_minimize(name: str) -> None:
+    kwargs = {"rank": 3} if name in ("cosmos", "galore") else {}
+    p, q = matrix((8, 6)), matrix((8, 6))
+    rule = {"rule": "adam"} if name == "adam" else {}
+    down = OPTIMIZERS[name]([{"params": [p], **rule}], **kwargs)
+    up = OPTIMIZERS[name]([{"params": [q], **rule}], maximize=True, **kwargs)
+    for step in range(3):
+        p.grad = gradient((8, 6), step)
+        q.grad = -p.grad
+        down.step()
+        up.step()
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses() -> None:
+    """An update of a tenth of a unit in the last place: to nearest nothing moves, stochastically the mean does."""
+    moved = {}
+    for stochastic in (False, True):
+        p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        opt = Cosmos([p], lr=2.0**-8 / 10, rank=4, stochastic_rounding=stochastic)
+        for _ in range(20):
+            p.grad = torch.ones_like(p)
+            opt.step()
+        moved[stochastic] = float((1 - p.float()).mean())
+    assert moved[False] == 0
+    assert moved[True] == pytest.approx(20 * 2.0**-8 / 10, rel=0.15)
+
+
+def test_stochastic_rounding_is_unbiased_and_leaves_exact_values_alone() -> None:
+    x = torch.randn(1 << 16)
+    mean = torch.stack([stochastic_bfloat16(x, torch.tensor(i)).double() for i in range(64)]).mean(0)
+    # 64 draws of a spacing of at most 2^-7 |x|: the mean's deviation is about 2^-7 / 8 / sqrt(12) of |x|.
+    assert float(((mean - x.double()) / x.double().abs()).square().mean().sqrt()) < 2.0**-7 / 8 / 3
+    exact = torch.randn(100).bfloat16().float()
+    assert torch.equal(stochastic_bfloat16(exact, torch.tensor(5)).float(), exact)
+    odd = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    assert torch.equal(stochastic_bfloat16(odd, torch.tensor(1)).float().nan_to_num(7), odd.nan_to_num(7))
+
+
+def test_adam_bf16_stochastic_rounding() -> None:
+    p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    opt = Cosmos([{"params": [p], "rule": "adam", "lr": 2.0**-8 / 10, "stochastic_rounding": True}])
+    for _ in range(10):
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert float((1 - p.float()).mean()) == pytest.approx(10 * 2.0**-8 / 10, rel=0.15)
+
+
+def test_gamma_zero_with_full_rank_is_normalized_soap() -> None:
+    p = matrix((12, 8), dtype=torch.float64)
+    q = torch.nn.Parameter(p.detach().clone())
+    cosmos = Cosmos([p], lr=0.1, rank=8, gamma=0.0)
+    soap = OPTIMIZERS["soap"]([q], lr=1.0)
+    for step in range(5):
+        p.grad = gradient((12, 8), step, torch.float64)
+        q.grad = p.grad.clone()
+        before, other = p.detach().clone(), q.detach().clone()
+        cosmos.step()
+        soap.step()
+        direction = other - q.detach()
+        expected = 0.1 * direction * (12 * 8) ** 0.5 / direction.norm()
+        # The bases turn by QR of the same matrix up to the 1e-16 shift; both are exact in float64.
+        torch.testing.assert_close(before - p.detach(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_compiled_step_runs_without_recompiling() -> None:
+    """torch.compile of a function that steps: lr as a tensor, no recompilation from step to step."""
+    model = decoder()
+    opt = Cosmos(model, lr=torch.tensor(5e-4), adam_lr=torch.tensor(2e-3), rank=4)
+    train(model, opt, range(1))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(opt.step, backend=counter)
+    for step in range(1, 5):
+        opt.zero_grad()
+        loss_of(model, step).backward()
+        compiled()
+        opt.param_groups[0]["lr"].mul_(0.9)
+        if step == 1:
+            frames = counter.frame_count
+    assert counter.frame_count == frames
+    assert next(iter(opt.state.values()))["step"] == 5

@@ -1,0 +1,164 @@
+"""State: its names and bytes, round trips that continue bit for bit, and checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from cosmos_optim import OPTIMIZERS, Cosmos, plan
+from tests.optim.helpers import decoder, gradient, matrix, same, snapshot, train
+
+SMALL_RANK = {"rank": 4}
+
+
+def build(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS[name](model, weight_decay=0.01, **(SMALL_RANK if name in ("cosmos", "galore") else {}))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_round_trip_through_a_file_continues_bit_for_bit(name: str) -> None:
+    model = decoder()
+    opt = build(name, model)
+    train(model, opt, range(4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, file)
+    train(model, opt, range(4, 8))
+    other = decoder(seed=7)
+    again = build(name, other)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    train(other, again, range(4, 8))
+    assert same(snapshot(model, opt), snapshot(other, again))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_deepcopy_and_pickle_continue_bit_for_bit(copier) -> None:
+    model = decoder()
+    opt = Cosmos(model, **SMALL_RANK)
+    train(model, opt, range(3))
+    other, again = copier((model, opt))
+    train(model, opt, range(3, 6))
+    train(other, again, range(3, 6))
+    assert same(snapshot(model, opt), snapshot(other, again))
+
+
+def test_bf16_parameters_keep_float32_state_through_a_checkpoint() -> None:
+    model = decoder(dtype=torch.bfloat16)
+    opt = Cosmos(model, **SMALL_RANK)
+    train(model, opt, range(300, 303))
+    saved = copy.deepcopy(opt.state_dict())
+    again = Cosmos(model, **SMALL_RANK)
+    again.load_state_dict(saved)
+    for p in model.parameters():
+        for key, value in opt.state[p].items():
+            assert again.state[p][key].dtype is value.dtype is torch.float32
+            assert torch.equal(again.state[p][key], value)
+
+
+def test_the_step_count_passes_256_in_bf16() -> None:
+    p = matrix((4, 4), dtype=torch.bfloat16)
+    opt = Cosmos([p], rank=2)
+    for step in range(300):
+        p.grad = gradient((4, 4), step, torch.bfloat16)
+        opt.step()
+    assert opt.state[p]["step"].item() == 300
+
+
+def test_loading_copies_and_does_not_alias() -> None:
+    model = decoder()
+    opt = Cosmos(model, **SMALL_RANK)
+    train(model, opt, range(2))
+    saved = opt.state_dict()
+    again = Cosmos(model, **SMALL_RANK)
+    again.load_state_dict(saved)
+    for p in model.parameters():
+        for key, value in opt.state[p].items():
+            assert again.state[p][key].data_ptr() != value.data_ptr()
+
+
+def test_names_shapes_and_bytes() -> None:
+    p, e = matrix((10, 6)), matrix((3, 10, 6))
+    opt = Cosmos([("w", p), ("experts", e)], rank=4)
+    assert {k: tuple(v.shape) for k, v in opt.state[p].items()} == {
+        "step": (), "M": (10, 6), "U": (6, 4), "S": (4, 4), "V": (10, 4),
+    }  # fmt: skip
+    assert {k: tuple(v.shape) for k, v in opt.state[e].items()} == {
+        "step": (), "M": (3, 10, 6), "U": (3, 6, 4), "S": (3, 4, 4), "V": (3, 10, 4),
+    }  # fmt: skip
+    two = Cosmos([p], rank=4, two_sided=True)
+    assert {k: tuple(v.shape) for k, v in two.state[p].items()} == {
+        "step": (), "M": (10, 6), "U": (6, 4), "O": (10, 4), "S": (4, 4), "R": (4, 4), "V": (4, 4),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_storage_is_what_the_plan_says(name: str) -> None:
+    """The authors' file keeps a view of an n x n matrix alive; here storage is at most 1.01 x the logical bytes."""
+    model = decoder()
+    opt = build(name, model)
+    train(model, opt, range(2))
+    logical = sum(v.numel() * v.element_size() for state in opt.state.values() for v in state.values())
+    assert logical <= opt.state_bytes() <= 1.01 * logical
+    assert plan(opt).state_bytes == logical
+
+
+def test_bf16_momentum_halves_it() -> None:
+    p = matrix((64, 64))
+    opt = Cosmos([p], rank=4, momentum_dtype=torch.bfloat16)
+    assert opt.state[p]["M"].dtype is torch.bfloat16
+    assert opt.state_bytes() == 64 * 64 * 2 + (64 * 4 * 2 + 16) * 4 + 4
+    for step in range(3):
+        p.grad = gradient((64, 64), step)
+        opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    again = Cosmos([p], rank=4, momentum_dtype=torch.bfloat16)
+    again.load_state_dict(saved)
+    assert torch.equal(again.state[p]["M"], opt.state[p]["M"])
+    assert again.state[p]["M"].dtype is torch.bfloat16
+
+
+def test_another_rank_is_refused_naming_both() -> None:
+    p = matrix((10, 8))
+    saved = Cosmos([p], rank=4).state_dict()
+    with pytest.raises(ValueError, match="rank=4.*rank=6"):
+        Cosmos([p], rank=6).load_state_dict(saved)
+
+
+def test_another_rule_model_or_grouping_is_refused_and_changes_nothing() -> None:
+    p, q = matrix((10, 8)), matrix((10, 9))
+    opt = Cosmos([p], rank=4)
+    before = snapshot(torch.nn.ParameterList([p]), opt)
+    with pytest.raises(ValueError, match="'muon'.*'cosmos'"):
+        opt.load_state_dict(OPTIMIZERS["muon"]([p]).state_dict())
+    with pytest.raises(ValueError, match="shape"):
+        opt.load_state_dict(Cosmos([q], rank=4).state_dict())
+    with pytest.raises(ValueError, match="parameters in the checkpoint"):
+        opt.load_state_dict(Cosmos([p, q], rank=4).state_dict())
+    with pytest.raises(ValueError, match="2 parameter groups"):
+        opt.load_state_dict(Cosmos([{"params": [p]}, {"params": [q]}], rank=4).state_dict())
+    assert same(before, snapshot(torch.nn.ParameterList([p]), opt))
+
+
+def test_hyper_parameters_travel_with_the_checkpoint() -> None:
+    p = matrix((10, 8))
+    saved = Cosmos([p], lr=1e-3, rank=4, gamma=0.7, nesterov=True).state_dict()
+    opt = Cosmos([p], rank=4)
+    opt.load_state_dict(saved)
+    group = opt.param_groups[0]
+    assert (group["lr"], group["gamma"], group["nesterov"]) == (1e-3, 0.7, True)
+
+
+def test_no_hyper_parameter_on_self() -> None:
+    opt = Cosmos([matrix((10, 8))], rank=4)
+    opt.param_groups[0]["gamma"] = 0.0
+    p = opt.param_groups[0]["params"][0]
+    p.grad = gradient((10, 8), 0)
+    with opt.diagnostics() as seen:
+        opt.step()
+    assert next(iter(seen.values()))["ratio"] == float("inf")

@@ -8,16 +8,43 @@ allocates and cuts the state that a rule's slots ask for. This class is the whol
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
-from cosmos_optim.rules.base import Hyper, Rule, Slot
+from cosmos_optim.rules.base import Hyper, Rule, Slot, State
 
 LAYOUTS = ("matrix", "conv", "in_out")
+
+# step(algebra, G, state, t, which of the matrices these are) -> (D, new state)
+Step = Callable[[Algebra, Any, State, Tensor, slice], tuple[Any, State]]
+
+
+class Place:
+    """Where the matrices of a stack lie: whole, on one device. Blocks of equal place and shape may share a stack."""
+
+    # The processes whose messages a stack needs; stacks that need none may run at any time.
+    team: object = None
+    # Bytes of gradients in a stack; None leaves it to the device.
+    stack_bytes: int | None = None
+
+    def numel(self, p: Tensor) -> int:
+        """Elements of a block that count for the size of a stack, the same on every process."""
+        return p.numel()
+
+    def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
+        """The algebra for blocks of this global shape; `local` is what to use on one device."""
+        return local(m, n, skip=skip)
+
+    def run(self, step: Step, alg: Algebra, G: Any, state: State, t: Tensor) -> tuple[Any, State]:
+        """Take the rule's step wherever the matrices must be for it."""
+        return step(alg, G, state, t, slice(None))
+
+
+HERE = Place()
 
 
 class Layout:
@@ -44,7 +71,8 @@ class Layout:
         self.splits = self._check_splits(group.get("split_sizes"), rows)
         sizes = self.splits or (rows,)
         self.flipped = group.get("side", "input") == "smaller" and self.splits is None and rows < n
-        self.blocks_mn = [((n, m) if self.flipped else (m, n)) for m in sizes] * self.batch
+        self.sizes_mn = [((n, m) if self.flipped else (m, n)) for m in sizes]
+        self.blocks_mn = self.sizes_mn * self.batch
 
     def _matrix_shape(self) -> tuple[int, int]:
         if self.kind == "conv":
@@ -67,15 +95,19 @@ class Layout:
         """The part of a tensor that is stored here."""
         return tensor
 
+    def gradient(self, grad: Tensor) -> Tensor:
+        """A gradient with the placement of its parameter."""
+        return grad
+
     def blocks(self, tensor: Tensor) -> list[Tensor]:
         """2-D views (m, n) of a local tensor shaped like the parameter, one a matrix."""
         if self.kind == "conv":
             x = tensor.permute(self.permutation) if self.permutation else tensor
-            cut = [x.reshape(x.shape[0], -1)]
+            cut = [x.flatten(1)]
         elif self.kind == "in_out":
             cut = [tensor.mT]
         else:
-            cut = list(tensor.reshape(-1, *tensor.shape[-2:]).unbind(0)) if tensor.dim() > 2 else [tensor]
+            cut = list(tensor.flatten(0, -3).unbind(0)) if tensor.dim() > 2 else [tensor]
         if self.splits:
             return self.split_rows(cut[0])
         return [x.mT for x in cut] if self.flipped else cut
@@ -91,7 +123,7 @@ class Layout:
         """The parameter's state, a slot a tensor: the rule's slots of one block, widened to all blocks."""
         if self.rule.elementwise:
             return {k: Slot("*", self.shape, s.dtype) for k, s in self.rule.slots(math.prod(self.shape), 1, h).items()}
-        each = [self.rule.slots(m, n, h) for m, n in self.blocks_mn[: len(self.splits or (1,))]]
+        each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
         return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
 
     def _widen(self, name: str, slots: list[Slot]) -> Slot:
@@ -122,8 +154,8 @@ class Layout:
             return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
         return torch.zeros(slot.shape, dtype=dtype, device=p.device)
 
-    def adopt(self, value: Tensor, p: Tensor) -> Tensor:
-        """A copy of a loaded state tensor where the parameter is."""
+    def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
+        """A copy of a loaded state tensor where the parameter is; no slot: a number that every process keeps."""
         return value.to(p.device, copy=True)
 
     def state_blocks(self, state: dict[str, Tensor], h: Hyper) -> list[dict[str, Tensor]]:
@@ -140,16 +172,9 @@ class Layout:
                 cut[name] = self.split_rows(tensor) if slot.axes.startswith("m") else list(tensor.unbind(0))
         return [{name: views[i] for name, views in cut.items()} for i in range(len(self.blocks_mn))]
 
-    # -- where the sums run -------------------------------------------------------------------------------------------
-
-    @property
-    def key(self) -> object:
-        """Blocks whose layouts have equal keys may share a stack."""
-        return None
-
-    def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
-        """The algebra for blocks of this global shape; `local` is what to use on one device."""
-        return local(m, n, skip=skip)
+    def place(self, i: int) -> Place:
+        """Where block i lies."""
+        return HERE
 
 
 def _memory_order(p: Tensor) -> tuple[int, ...] | None:

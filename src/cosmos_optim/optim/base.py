@@ -190,7 +190,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     self._allocate(p, group)
                 elif self.state[p]["step"].device != p.device:
                     self.state[p] = {k: v.to(p.device) for k, v in self.state[p].items()}
-                entries.append(Entry(p, p.grad, self.state[p], layout, group, rule))
+                entries.append(Entry(p, layout.gradient(p.grad), self.state[p], layout, group, rule))
         return entries
 
     # -- what a user asks it ------------------------------------------------------------------------------------------

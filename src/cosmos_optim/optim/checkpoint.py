@@ -70,7 +70,8 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
 def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Copies of one parameter's saved tensors on its device, each of the shape this optimizer keeps."""
     layout = optimizer._layouts[p]
-    shapes = {"step": (), **{name: slot.shape for name, slot in layout.slots(group).items()}}
+    slots = layout.slots(group)
+    shapes = {"step": (), **{name: slot.shape for name, slot in slots.items()}}
     if set(saved) != set(shapes):
         raise ValueError(
             f"parameter {layout.name!r}: the checkpoint has {sorted(saved)}, this optimizer {sorted(shapes)}"
@@ -84,5 +85,5 @@ def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: 
                 f"parameter {layout.name!r}: state {name!r} has shape {tuple(value.shape)} in the checkpoint, "
                 f"{tuple(shape)} here"
             )
-        placed[name] = layout.adopt(value.detach(), p)
+        placed[name] = layout.adopt(value.detach(), p, slots.get(name))
     return placed

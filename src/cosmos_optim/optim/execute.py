@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra, sum_of_squares
-from cosmos_optim.layout import Layout
+from cosmos_optim.layout import Layout, Place
 from cosmos_optim.rounding import write_
 from cosmos_optim.rules import Rule
+from cosmos_optim.rules.base import State
 
 # Bytes of gradients stacked at a time: enough to fill the machine, little beside the model.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
@@ -40,6 +41,7 @@ class Matrix:
     p: Tensor
     grad: Tensor
     state: dict[str, Tensor]
+    place: Place
     fresh: bool
 
 
@@ -97,16 +99,18 @@ def buckets(entries: Sequence[Entry], fresh: set[Tensor]) -> Iterator[tuple[tupl
         several = len(e.layout.blocks_mn) > 1
         for i, (p, g, state, mn) in enumerate(views):
             name = f"{e.layout.name}[{i}]" if several else e.layout.name
-            key = (mn, p.shape, p.dtype, g.dtype, p.device, e.layout.key, e.p in fresh)
-            found[key].append(Matrix(name, e, p, g, state, e.p in fresh))
+            place = e.layout.place(i)
+            key = (mn, p.shape, p.dtype, g.dtype, p.device, place, e.p in fresh)
+            found[key].append(Matrix(name, e, p, g, state, place, e.p in fresh))
     for key, matrices in found.items():
         yield key[0], matrices
 
 
 def chunks(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
     """Parts of a bucket whose stacked gradients stay within the bound, as even as possible."""
-    p = matrices[0].p
-    size = max(1, CHUNK_BYTES.get(p.device.type, 64 << 20) // max(1, p.numel() * 4))
+    p, place = matrices[0].p, matrices[0].place
+    bound = place.stack_bytes or CHUNK_BYTES.get(p.device.type, 64 << 20)
+    size = max(1, bound // max(1, place.numel(p) * 4))
     count = -(-len(matrices) // size)
     for i in range(count):
         yield matrices[i * len(matrices) // count : (i + 1) * len(matrices) // count]
@@ -119,18 +123,23 @@ def run_chunk(
     first, entry = chunk[0], chunk[0].entry
     rule, group = entry.rule, entry.group
     dtype = torch.promote_types(first.p.dtype, torch.float32)
-    alg = entry.layout.algebra(m, n, skip=skip, local=Algebra)
+    alg = first.place.algebra(m, n, skip=skip, local=Algebra)
     lists = {name: [x.state[name] for x in chunk] for name in first.state}
     G = alg.load([x.grad for x in chunk], dtype)
     state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}
-    if first.fresh and rule.start is not None:
-        state |= rule.start(G, state, h=group, alg=alg)
     steps = [x.entry.state["step"] for x in chunk]
-    t = torch.stack([entry.layout.local(s) for s in steps]).to(dtype).view(-1, 1, 1)
-    probe = None if record is None else Probe(record, [x.name for x in chunk])
-    D, new = rule.direction(G, state, t, h=group, alg=alg, probe=probe)
-    if probe is not None:
-        probe.update(alg.energy(D) / (m * n))
+    t = torch.stack(steps).to(dtype).view(-1, 1, 1)
+
+    def step(alg: Algebra, G: Any, state: State, t: Tensor, mine: slice) -> tuple[Any, State]:
+        if first.fresh and rule.start is not None:
+            state = state | rule.start(G, state, h=group, alg=alg)
+        probe = None if record is None else Probe(record, [x.name for x in chunk[mine]])
+        D, new = rule.direction(G, state, t, h=group, alg=alg, probe=probe)
+        if probe is not None:
+            probe.update(alg.energy(D) / (m * n))
+        return D, new
+
+    D, new = first.place.run(step, alg, G, state, t)
     for name, tensors in lists.items():
         alg.store_(tensors, new[name])
     alg.apply_([x.p for x in chunk], D, signed_lr(group), decay_of(group),

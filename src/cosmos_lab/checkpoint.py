@@ -32,12 +32,17 @@ _ADVICE = "the checkpoints already there are untouched; free some space and star
 
 @dataclass
 class Training:
-    """What a checkpoint holds: the live objects, plus where training stands."""
+    """What a checkpoint holds: the live objects, plus where training stands.
+
+    loss_sum and logged: the losses since the last log line and its step, so that the log goes on as if never cut.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: int = 0
     seconds: float = 0.0
+    loss_sum: float = 0.0
+    logged: int = 0
     position: dict[str, Any] | None = None
 
 
@@ -103,7 +108,9 @@ def load(path: Path, training: Training, identity: Mapping[str, Any], world: lau
         training.optimizer.load_state_dict(state["optimizer"])
     process = world.rank if world.rank < meta["processes"] else 0  # the data position is the same on every process
     own = torch.load(path / f"process_{process}.pt", map_location="cpu", weights_only=True)
-    training.step, training.seconds, training.position = meta["step"], meta["seconds"], own["position"]
+    for name in ("step", "seconds", "loss_sum", "logged"):
+        setattr(training, name, meta[name])
+    training.position = own["position"]
     set_random_state(own["random"], world)
 
 
@@ -148,6 +155,8 @@ def _write(folder: Path, training: Training, identity: Mapping[str, Any], world:
             {
                 "step": training.step,
                 "seconds": training.seconds,
+                "loss_sum": training.loss_sum,
+                "logged": training.logged,
                 "identity": dict(identity),
                 "processes": world.size,
                 "sharded": world.sharding == "fsdp",

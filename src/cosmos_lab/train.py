@@ -90,8 +90,8 @@ class Trainer:
         batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
         self._resume(batches)
         self.clock, self.stopwatch = meters.Clock(self.at.seconds), meters.Stopwatch(world.device)
-        self.loss_sum = torch.zeros((), device=world.device)
-        self.logged = self.first = self.at.step
+        self.loss_sum = torch.tensor(self.at.loss_sum, device=world.device)
+        self.first = self.timed = self.at.step
         self.logged_seconds = self.at.seconds
         self.bad_losses = 0
         self.log = None
@@ -126,11 +126,10 @@ class Trainer:
         while self.at.step < steps and self.bad_losses < _BAD_LOSSES:
             self._step()
             step = self.at.step
-            if step == self.first + 1:
-                self._log(rates=False)  # the first step compiles: its time would say nothing
-                self.clock.start()
-            elif _due(step, every.log_every) or step == steps:
+            if step == 1 or step == steps or _due(step, every.log_every):
                 self._log()
+            if step == self.first + 1:
+                self._start_clock()
             if _due(step, every.val_every) and step < steps:
                 self._aside(self.validate)
             if _due(step, every.checkpoint_every) and step < steps:
@@ -172,6 +171,13 @@ class Trainer:
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16)
 
+    def _start_clock(self) -> None:
+        """After the first step of this process, which compiles: its time would say nothing."""
+        self.world.synchronize()
+        self.stopwatch.take()
+        self.timed, self.logged_seconds = self.at.step, self.clock.read()
+        self.clock.start()
+
     def _aside(self, action: Callable[[], Any]) -> None:
         """Do something that is not training with the clock stopped."""
         self.world.synchronize()
@@ -186,7 +192,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        self.at.seconds = self.clock.read()
+        self.at.seconds, self.at.loss_sum = self.clock.read(), self.loss_sum.item()
         checkpoint.save(self.folder / "checkpoints", self.at, self.identity, self.world, self.config.logging.keep)
 
     @torch.no_grad()
@@ -214,17 +220,18 @@ class Trainer:
         if self.progress is not None and self.world.main:
             self.progress(record)
 
-    def _log(self, rates: bool = True) -> None:
+    def _log(self) -> None:
         """One line of the training log; the only place in the loop where the host waits for the device."""
-        c, steps = self.config, self.at.step - self.logged
-        loss = self.world.mean(self.loss_sum / steps).item()
+        c, timed = self.config, self.at.step - max(self.at.logged, self.timed)
+        loss = self.world.mean(self.loss_sum / (self.at.step - self.at.logged)).item()
         self.world.synchronize()
         self.loss_sum.zero_()
         before, self.logged_seconds = self.logged_seconds, self.clock.read()
         optimizer_ms = self.stopwatch.take()
-        speed = steps * c.training.batch * c.data.seq_len / max(self.logged_seconds - before, 1e-9)
+        rates = self.at.step > self.first + 1
+        speed = timed * c.training.batch * c.data.seq_len / max(self.logged_seconds - before, 1e-9)
         share = meters.mfu(speed, self.model.flops_per_token(c.data.seq_len), self.world.device, self.world.size)
-        self.logged = self.at.step
+        self.at.logged = self.at.step
         self.bad_losses = 0 if math.isfinite(loss) else self.bad_losses + 1
         self._write(
             {

@@ -1,0 +1,36 @@
+"""A tiny text and a tiny run, so that a whole training takes a second."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import write_shard
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="session")
+def lab_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Shards of a text in which each token follows from the one before, nine times out of ten: easy to learn."""
+    folder = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    follows = rng.permutation(VOCAB)
+    for split, length in (("train", 20_000), ("val", 2_000)):
+        tokens = rng.integers(0, VOCAB, length)
+        for i in range(1, length):
+            if rng.random() < 0.9:
+                tokens[i] = follows[tokens[i - 1]]
+        write_shard(folder / f"toy_{split}.bin", tokens)
+    return str(folder / "toy")
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path, lab_data: str) -> RunConfig:
+    """Eight steps of a one-block model."""
+    return RunConfig().replace(
+        model="tiny", width=64, depth=1, mlp=96, vocab_size=VOCAB, data=lab_data, seq_len=16, cache_dir=str(tmp_path / "cache"),
+        optimizer="cosmos", lr=2e-3, adam_lr=1e-2, rank=8, steps=8, batch=8, device="cpu", val_tokens=512,
+        log_every=1, val_every=4, diagnostics_every=4, checkpoint_every=4, out=str(tmp_path / "runs"), name="run",
+    )  # fmt: skip

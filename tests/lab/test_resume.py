@@ -1,0 +1,179 @@
+"""Resume: bit for bit after a real kill -9, for every optimizer, and refused where it would be wrong."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cosmos_optim
+from cosmos_lab import checkpoint, launch, runlog
+from cosmos_lab.config import RunConfig
+from cosmos_lab.train import Trainer, train
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
+    """Everything a run computed: its log without clocks and gauges, and the last checkpoint's content."""
+    clocks = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
+    log = [{k: v for k, v in r.items() if k not in clocks} for r in runlog.read_metrics(runlog.run_folder(config))]
+    newest = checkpoint.latest(runlog.run_folder(config) / "checkpoints")
+    assert newest is not None
+    return log, torch.load(newest / "state.pt", weights_only=True)
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    """Equality to the bit, through nested containers."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}/{index}")
+    else:
+        assert a == b, where
+
+
+class Stop(Exception):
+    """Ends a run in the middle."""
+
+
+def interrupt(config: RunConfig, step: int) -> None:
+    """Train until after ``step``, then fall over."""
+
+    def fall(record: Any) -> None:
+        if record["step"] > step:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config, progress=fall)
+
+
+@pytest.mark.parametrize("optimizer", list(cosmos_optim.OPTIMIZERS))
+def test_every_optimizer_resumes_bit_for_bit(tiny_run: RunConfig, optimizer: str) -> None:
+    rank = 8 if optimizer in ("cosmos", "galore") else None
+    config = tiny_run.replace(optimizer=optimizer, rank=rank, checkpoint_every=3, val_every=2)
+    train(config.replace(name="whole"))
+    interrupt(config, 5)  # the newest checkpoint is of step 3: two steps are done again
+    train(config)
+    assert_same(outcome(config), outcome(config.replace(name="whole")))
+
+
+def test_kill_9_and_resume(tiny_run: RunConfig, tmp_path: Path) -> None:
+    config = tiny_run.replace(steps=80, checkpoint_every=3, val_every=20, log_every=5, diagnostics_every=0)
+    asked = tmp_path / "asked.json"
+    asked.write_text(json.dumps(config.flat()))
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "cosmos_lab.worker", str(asked)], env=environment)
+    checkpoints = runlog.run_folder(config) / "checkpoints"
+    try:
+        deadline = time.monotonic() + 120
+        while not any(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # into the middle of some step or save
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    stopped = checkpoint.latest(checkpoints)
+    assert stopped is not None and not (runlog.run_folder(config) / "summary.json").exists()
+    step = int(stopped.name.removeprefix("step_"))
+    assert 0 < step < 80
+    train(config)
+    train(config.replace(name="whole"))
+    assert_same(outcome(config), outcome(config.replace(name="whole")))
+
+
+def test_a_half_written_checkpoint_is_ignored_and_removed(tiny_run: RunConfig) -> None:
+    interrupt(tiny_run, 5)
+    checkpoints = runlog.run_folder(tiny_run) / "checkpoints"
+    half = checkpoints / ".writing_step_000006"
+    half.mkdir()
+    (half / "state.pt").write_bytes(b"half")
+    train(tiny_run)
+    assert not half.exists()
+    assert [path.name for path in sorted(checkpoints.iterdir())] == ["step_000004", "step_000008"]
+
+
+def test_only_the_newest_are_kept(tiny_run: RunConfig) -> None:
+    train(tiny_run.replace(checkpoint_every=1, keep=3))
+    found = sorted(path.name for path in (runlog.run_folder(tiny_run) / "checkpoints").iterdir())
+    assert found == ["step_000006", "step_000007", "step_000008"]
+
+
+@contextlib.contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """Inside, a write beyond ``size`` bytes into any file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -> None:
+    checkpoints = runlog.run_folder(tiny_run) / "checkpoints"
+    with launch.session("cpu", "auto") as world:
+        trainer = Trainer(tiny_run, world)
+        with contextlib.closing(trainer):
+            trainer._step()
+            trainer.save()
+            before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+            trainer._step()
+            with disk_of(20_000), pytest.raises((OSError, RuntimeError), match="cannot write .*step_000002.*untouched"):
+                trainer.save()
+            after = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+            assert after == before  # and nothing half-written beside it
+            trainer.save()
+    assert checkpoint.latest(checkpoints) == checkpoints / "step_000002"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "adam", "rank": None}, "trained with optimizer 'cosmos', this run asks for optimizer 'adam'"),
+        ({"depth": 2}, "trained with model .*'depth': 1.* this run asks for model .*'depth': 2"),
+        ({"rank": 4}, "trained with rank 8, this run asks for rank 4"),
+        ({"seed": 3}, "trained with seed 0, this run asks for seed 3"),
+    ],
+)
+def test_resume_with_something_else_names_both(tiny_run: RunConfig, change: dict, message: str) -> None:
+    interrupt(tiny_run, 5)
+    folder = runlog.run_folder(tiny_run)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=message):
+        train(tiny_run.replace(**change))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_kill_before_the_summary_repeats_nothing(tiny_run: RunConfig) -> None:
+    train(tiny_run)
+    lines = list(runlog.read_metrics(runlog.run_folder(tiny_run)))
+    (runlog.run_folder(tiny_run) / "summary.json").unlink()
+    train(tiny_run)
+    assert list(runlog.read_metrics(runlog.run_folder(tiny_run))) == lines
+
+
+def test_a_log_line_cut_short_is_dropped(tiny_run: RunConfig) -> None:
+    interrupt(tiny_run, 5)
+    with (runlog.run_folder(tiny_run) / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 7, "lo')
+    train(tiny_run)
+    steps = [record["step"] for record in runlog.read_metrics(runlog.run_folder(tiny_run)) if "loss" in record]
+    assert steps == list(range(1, 9))

@@ -1,0 +1,170 @@
+"""The training loop: what it learns, what it writes, what it refuses."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from cosmos_lab import assemble, runlog
+from cosmos_lab.config import RunConfig
+from cosmos_lab.train import train
+
+# Gradients of micro-batches are added in another order: fp32 rounding, through eight steps.
+ACCUMULATION_TOLERANCE = 1e-4
+
+TRAIN_KEYS = {"step", "tokens", "time", "loss", "lr", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
+SUMMARY_KEYS = {
+    "status", "final_val_loss", "final_val_ppl", "best_val_loss", "final_train_loss", "tokens", "steps", "time",
+    "tokens_per_s", "step_ms", "optimizer_ms", "peak_memory_gb", "state_bytes",
+}  # fmt: skip
+
+
+def records(config: RunConfig, key: str) -> list[dict]:
+    return [record for record in runlog.read_metrics(runlog.run_folder(config)) if key in record]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "cosmos"])
+def test_it_learns(tiny_run: RunConfig, optimizer: str) -> None:
+    lr = 1e-2 if optimizer == "adam" else 5e-3
+    rank = 8 if optimizer == "cosmos" else None
+    summary = train(tiny_run.replace(optimizer=optimizer, lr=lr, rank=rank, steps=80, log_every=10, val_every=0))
+    # The text's entropy is 0.1 log(64 / 0.1) + 0.9 log(1 / 0.9), about 0.74; guessing gives log 64 = 4.16.
+    assert 0.7 < summary["final_val_loss"] < 2.0
+
+
+def test_the_run_folder_holds_what_was_promised(tiny_run: RunConfig) -> None:
+    seen: list[dict] = []
+    summary = train(tiny_run, progress=lambda record: seen.append(dict(record)))
+    folder = runlog.run_folder(tiny_run)
+    about = json.loads((folder / "config.json").read_text())
+    assert RunConfig.from_flat(about["config"]) == tiny_run
+    assert {"name", "recipe", "model", "optimizer", "lr", "adam_lr", "seed", "commit", "versions"} <= set(about)
+    assert about["versions"]["torch"] == torch.__version__
+    assert set(summary) >= SUMMARY_KEYS and json.loads((folder / "summary.json").read_text()) == summary
+    lines = records(tiny_run, "loss")
+    assert [line["step"] for line in lines] == list(range(1, 9)) and all(set(line) == TRAIN_KEYS for line in lines)
+    assert [line["tokens"] for line in lines] == [step * 8 * 16 for step in range(1, 9)]
+    assert [line["step"] for line in records(tiny_run, "val_loss")] == [4, 8]
+    assert summary["final_val_ppl"] == pytest.approx(math.exp(summary["final_val_loss"]))
+    assert summary["final_train_loss"] == pytest.approx(lines[-1]["loss"])
+    assert len(seen) == len(list(runlog.read_metrics(folder)))
+
+
+def test_cosmos_diagnostics_name_every_hidden_matrix(tiny_run: RunConfig) -> None:
+    train(tiny_run)
+    found = records(tiny_run, "diagnostics")
+    assert [record["step"] for record in found] == [4, 8]
+    assert set(found[0]["diagnostics"]) == {
+        f"blocks.0.{name}.weight" for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    }
+    for values in found[1]["diagnostics"].values():
+        assert set(values) == {"energy", "drift", "update_rms", "ratio"} and 0 < values["energy"] <= 1
+
+
+def test_accumulation_changes_nothing(tiny_run: RunConfig) -> None:
+    whole = train(tiny_run.replace(name="whole", micro_batch=8))
+    parts = train(tiny_run.replace(name="parts", micro_batch=2))
+    assert parts["final_val_loss"] == pytest.approx(whole["final_val_loss"], rel=ACCUMULATION_TOLERANCE)
+
+
+def test_activation_checkpointing_changes_nothing(tiny_run: RunConfig) -> None:
+    plain = train(tiny_run.replace(name="plain"))
+    assert train(tiny_run.replace(name="again", checkpointing=True))["final_val_loss"] == plain["final_val_loss"]
+
+
+def test_seeds_differ_and_repeat(tiny_run: RunConfig) -> None:
+    first, again, other = (train(tiny_run.replace(name=str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
+    assert first["final_val_loss"] == again["final_val_loss"] != other["final_val_loss"]
+
+
+def test_clipping_bounds_the_gradient(tiny_run: RunConfig) -> None:
+    # A huge epsilon makes Adam's update proportional to the gradient, so a clipped one leaves the loss where it was.
+    still = tiny_run.replace(optimizer="adam", rank=None, lr=1e3, adam_lr=1e3, eps=1e3, val_every=1)
+    train(still.replace(name="free"))
+    train(still.replace(name="clipped", clip=1e-6))
+    free, clipped = ([r["val_loss"] for r in records(still.replace(name=name), "val_loss")] for name in ("free", "clipped"))
+    assert free[0] - free[-1] > 0.1 > 1e-3 > abs(clipped[0] - clipped[-1])
+
+
+def test_a_finished_run_is_not_trained_again(tiny_run: RunConfig) -> None:
+    summary = train(tiny_run)
+    written = (runlog.run_folder(tiny_run) / "metrics.jsonl").stat().st_mtime_ns
+    assert train(tiny_run) == summary
+    assert (runlog.run_folder(tiny_run) / "metrics.jsonl").stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match=r"trained with lr 0.002, this run asks for lr 0.004"):
+        train(tiny_run.replace(lr=4e-3))
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(tiny_run.replace(resume="never"))
+
+
+def test_a_run_that_diverges_says_so_and_stops(tiny_run: RunConfig) -> None:
+    summary = train(tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, steps=50))
+    assert summary["status"] == "diverged" and summary["steps"] < 10 and summary["final_val_loss"] is None
+    json.loads((runlog.run_folder(tiny_run) / "summary.json").read_text(), parse_constant=pytest.fail)  # no NaN in JSON
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean adam"),
+        ({"model": "llama-13m"}, "no preset 'llama-13m'"),
+        ({"width": 100}, "width 100 is not a multiple of head_dim 64"),
+        ({"vocab_size": 32}, r"token \d+ at position \d+ is beyond the vocabulary of 32"),
+        ({"data": "nowhere/at/all"}, "missing shard"),
+        ({"batch": 8, "micro_batch": 3}, "--batch 8 is not a multiple of --micro-batch 3"),
+        ({"steps": 0}, "--steps must be positive; got 0"),
+        ({"beta2": 1.5}, r"--beta2 must lie in \[0, 1\); got 1.5"),
+        ({"schedule": "stairs"}, "--schedule must be one of linear, cosine, wsd, constant"),
+        ({"options": ("ns_stepz=4",)}, "ns_stepz"),
+        ({"options": ("ns_steps",)}, "name=value"),
+        ({"optimizer": "muon", "rank": 8}, "rank"),
+        ({"wandb": "project"}, "pip install wandb"),
+    ],
+)
+def test_bad_input_is_a_clear_error_and_leaves_no_run(tiny_run: RunConfig, change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(tiny_run.replace(**change))
+    assert not (runlog.run_folder(tiny_run) / "summary.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_a_clear_error(tiny_run: RunConfig) -> None:
+    with pytest.raises(ValueError, match="torch sees no GPU here"):
+        train(tiny_run.replace(device="cuda"))
+
+
+def test_a_flat_name_that_does_not_exist(tiny_run: RunConfig) -> None:
+    with pytest.raises(ValueError, match="no field 'stepz'; did you mean steps"):
+        tiny_run.replace(stepz=1)
+
+
+def test_tensorboard(tiny_run: RunConfig) -> None:
+    pytest.importorskip("tensorboard")
+    train(tiny_run.replace(tensorboard=True, steps=2))
+    assert list((runlog.run_folder(tiny_run) / "tensorboard").glob("events.*"))
+
+
+def test_micro_batches_fit_the_pass_and_divide_the_batch() -> None:
+    config = RunConfig().replace(seq_len=1024, batch=960)
+    assert assemble.micro_batch(config, 1) == 32
+    assert assemble.micro_batch(config.replace(batch=2000), 8) == 25
+    with pytest.raises(ValueError, match="--batch 960 does not divide over 7 processes"):
+        assemble.micro_batch(config, 7)
+
+
+def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:
+    train(tiny_run)
+    model = assemble.load_trained(runlog.run_folder(tiny_run))
+    source = assemble.load_source(tiny_run, "val")
+    tokens = torch.from_numpy(source.read(0, 513).astype("int64"))
+    with torch.no_grad():
+        loss = model(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)).item()
+    saved = json.loads((runlog.run_folder(tiny_run) / "summary.json").read_text())
+    assert loss == pytest.approx(saved["final_val_loss"], rel=1e-5)  # the same windows, batched otherwise
+
+
+def test_a_folder_without_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        assemble.load_trained(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,14 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
     """The optimizer the options describe, over all parameters of ``model``."""
+    build = optimizer_class(options.optimizer)
     given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
     hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return optimizer_class(options.optimizer)(
-        cosmos_optim.param_groups(model, rule=options.optimizer, overrides=_overrides(model, options)),
+    if "momentum" in inspect.signature(build).parameters:  # MUON's beta1
+        hyper["momentum"] = options.beta1
+    overrides = _overrides(model, options)
+    return build(
+        cosmos_optim.param_groups(model, rule=options.optimizer, overrides=overrides) if overrides else model,
         lr=options.lr,
         betas=(options.beta1, options.beta2),
         eps=options.eps,

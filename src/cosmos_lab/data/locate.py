@@ -19,9 +19,10 @@ _LABEL = re.compile(r"(?:^|[._-])(train|val|valid|validation)(?=[._-]|\d|$)")
 def label(path: Path) -> tuple[str, Split | None]:
     """A shard's prefix and split: `wiki_t5_train_000.bin` gives ("wiki_t5", "train"), `notes.bin` ("notes", None)."""
     stem = path.name.removesuffix(".xz").removesuffix(".bin")
-    found = _LABEL.search(stem)
-    if found is None:
+    labels = list(_LABEL.finditer(stem))
+    if not labels:
         return stem, None
+    found = labels[-1]  # The last: "train_t5_val_000" is the validation part of a text called "train".
     return stem[: found.start()], "train" if found[1] == "train" else "val"
 
 

@@ -200,7 +200,7 @@ def _unpack(packed: lzma.LZMAFile, path: Path, plain: Path) -> None:
     try:
         start = packed.read(HEADER_BYTES)
     except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"truncated or foreign shard {path}: not a readable xz file ({error})") from error
+        raise ValueError(f"truncated, damaged or foreign shard {path}: not a readable xz file ({error})") from error
     count = _count(start, path)
     size = HEADER_BYTES + 2 * count
     free = shutil.disk_usage(plain.parent).free
@@ -219,7 +219,7 @@ def _copy(packed: lzma.LZMAFile, out: BinaryIO) -> tuple[str, int, Exception | N
     """Copy what is left of `packed`: the SHA-256 and bytes of what came, and the error that broke it off, if any."""
     digest, found = hashlib.sha256(), 0
     try:
-        while chunk := packed.read(_CHUNK):
+        while chunk := packed.read1(_CHUNK):  # Not `read`, which drops what came just before a break.
             out.write(chunk)
             digest.update(chunk)
             found += len(chunk)

@@ -1,0 +1,99 @@
+"""Shards written document by document, which can be cut back to an earlier state and continued."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from cosmos_lab.data.shards import HEADER_BYTES, Tokens, header
+
+
+class ShardWriter:
+    """Writes `START_000000.bin`, `START_000001.bin`, ... of at most `limit` tokens each, no document cut in two.
+
+    The open shard is called `.bin.part` until it is full. `note` makes what was written so far durable and describes
+    it; a writer made from that description removes whatever came after it.
+
+    Args:
+        folder: where.
+        start: start of the files' names.
+        limit: most tokens a shard.
+        noted: what `note` returned in an earlier life, or None.
+    """
+
+    def __init__(self, folder: Path, start: str, limit: int, noted: dict[str, int] | None = None) -> None:
+        self.folder, self.start, self.limit = folder, start, limit
+        known = noted or {}
+        self.shards = known.get("shards", 0)  # Full ones.
+        self.filled = known.get("filled", 0)  # Tokens in the open one.
+        self.tokens = known.get("tokens", 0)  # In all.
+        self.documents = known.get("documents", 0)
+        self._out: BinaryIO | None = None
+        self._cut_back()
+
+    def add(self, tokens: Tokens) -> None:
+        """Append one document."""
+        if self.filled and self.filled + tokens.size > self.limit:
+            self.finish()
+        if self._out is None:
+            self._out = open(self._path(".bin.part"), "wb")  # noqa: SIM115 - it stays open from document to document
+            self._out.write(header(0))
+        self._out.write(tokens.astype("<u2").tobytes())
+        self.filled += tokens.size
+        self.tokens += tokens.size
+        self.documents += 1
+
+    def note(self) -> dict[str, int]:
+        """Make all documents so far durable; the state to start from later."""
+        if self._out is not None:
+            self._out.flush()
+            os.fsync(self._out.fileno())
+        return {name: getattr(self, name) for name in ("shards", "filled", "tokens", "documents")}
+
+    def finish(self) -> None:
+        """Complete the open shard, if any: its header, then its name."""
+        if self._out is None:
+            return
+        self._out.seek(0)
+        self._out.write(header(self.filled))
+        self.note()
+        self.abandon()
+        os.replace(self._path(".bin.part"), self._path(".bin"))
+        self.shards, self.filled = self.shards + 1, 0
+
+    def abandon(self) -> None:
+        """Close the open file as it is."""
+        out, self._out = self._out, None
+        if out is not None:
+            out.close()
+
+    def _path(self, suffix: str, shard: int | None = None) -> Path:
+        return self.folder / f"{self.start}_{self.shards if shard is None else shard:06d}{suffix}"
+
+    def _cut_back(self) -> None:
+        """Bring the files to the noted state: later shards go, the open one is cut to its noted length."""
+        part, whole = self._path(".bin.part"), self._path(".bin")
+        if self.filled and not part.exists() and whole.exists():
+            os.replace(whole, part)  # It was completed after the note.
+        for path in self.folder.glob(f"{self.start}_*"):
+            number = path.name[len(self.start) + 1 :].split(".")[0]
+            if path != part and number.isdigit() and int(number) >= self.shards:
+                path.unlink()
+        if not self.filled:
+            part.unlink(missing_ok=True)
+            return
+        size = HEADER_BYTES + 2 * self.filled
+        if not part.exists() or part.stat().st_size < size:
+            raise ValueError(f"cannot go on: {part} is missing or shorter than noted; delete it and its state file")
+        self._out = open(part, "r+b")  # noqa: SIM115
+        self._out.truncate(size)
+        self._out.seek(size)
+
+
+def description(writers: dict[str, ShardWriter]) -> dict[str, Any]:
+    """Counts by split, for the record beside finished shards."""
+    return {
+        name: {split: getattr(writer, name) for split, writer in writers.items()}
+        for name in ("documents", "tokens", "shards")
+    }

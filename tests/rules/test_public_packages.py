@@ -1,0 +1,249 @@
+"""Each baseline beside the public package that people use for it, over 20 steps of the same gradients.
+
+Where a package departs from our rule the test's docstring says how, and undoes the departure by the smallest means
+(an argument, the order of two calls, a sign), so that everything else is still compared to `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cosmos_optim import OPTIMIZERS, SOAP, Adam, AdamMini, GaLore, Muon
+from tests.oracles.gradients import gradients
+
+STEPS = 20
+# What the comparison is meant to hold: displacement relative to displacement, at every step.
+TOLERANCE = 1e-5
+# Newton-Schulz in bfloat16: 2^-8 a product, five iterations that each may triple it, other roundings on either side.
+BFLOAT16 = 0.03
+
+LR = 3e-3
+BETAS = (0.9, 0.98)
+TALL, WIDE = (24, 14), (12, 26)
+Shape = tuple[int, int]
+
+
+def package(name: str) -> Any:
+    """A package of the [test] extra, or a skip that says how to get it."""
+    return pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[test]'")
+
+
+def sequence(shape: Shape, rank: int | None = None) -> list[Tensor]:
+    """Gradients whose leading directions are well separated, in float64."""
+    return [torch.from_numpy(g) for g in gradients(STEPS, *shape, rank=rank or min(shape), seed=3)]
+
+
+def start(shape: Shape) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(5).normal(size=shape))
+
+
+def compare(
+    ours: Callable[[nn.Parameter], torch.optim.Optimizer],
+    theirs: Callable[[nn.Parameter], torch.optim.Optimizer],
+    grads: list[Tensor],
+    *,
+    tolerance: float = TOLERANCE,
+    before: Callable[[torch.optim.Optimizer, nn.Parameter], None] | None = None,
+) -> None:
+    """Run both from the same point; `before` is called once on theirs, with the first gradient in place."""
+    W0 = start(tuple(grads[0].shape))
+    p, q = nn.Parameter(W0.clone()), nn.Parameter(W0.clone())
+    a, b = ours(p), theirs(q)
+    for step, g in enumerate(grads, 1):
+        p.grad, q.grad = g.clone(), g.clone()
+        if step == 1 and before is not None:
+            before(b, q)
+        a.step()
+        b.step()
+        error = float((p - q).detach().norm() / (q - W0).detach().norm())
+        assert error < tolerance, f"step {step}: displacement differs by {error:.2e}"
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adam_is_torchs_adamw(decay: float) -> None:
+    """No difference."""
+    common = {"lr": LR, "betas": BETAS, "eps": 1e-8, "weight_decay": decay}
+    compare(lambda p: Adam([p], **common), lambda p: torch.optim.AdamW([p], **common), sequence(TALL))
+
+
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+@pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs_but_for_bfloat16(
+    shape: Shape, scaling: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.optim.Muon casts the momentum to bfloat16, normalizes it there and iterates there, on every device. With
+    that cast undone the two agree; with it, ours in bfloat16 (normalized before the cast) agrees to its rounding."""
+    common = {"lr": LR, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov}
+
+    def theirs(p: nn.Parameter) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p], adjust_lr_fn=scaling, **common)
+
+    def ours(dtype: torch.dtype) -> Callable[[nn.Parameter], torch.optim.Optimizer]:
+        return lambda p: Muon([p], scaling=scaling, ns_dtype=dtype, **common)
+
+    compare(ours(torch.bfloat16), theirs, sequence(shape), tolerance=BFLOAT16)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    compare(ours(torch.float64), theirs, sequence(shape))
+
+
+class Llama(nn.Module):
+    """The parameters of one decoder layer under the names that Adam-mini's package looks for."""
+
+    def __init__(self, vocab: int = 20, width: int = 16, mlp: int = 24) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab, width)
+        self.self_attn = nn.ModuleDict(
+            {name: nn.Linear(width, width, bias=name == "q_proj") for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        )
+        self.mlp = nn.ModuleDict(
+            {"up_proj": nn.Linear(width, mlp, bias=False), "down_proj": nn.Linear(mlp, width, bias=False)}
+        )
+        self.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+
+
+def test_adam_mini_partitions_as_its_package_does() -> None:
+    """Queries and keys by head, values, output projection and MLP by row, embedding and head by token, biases by Adam:
+    no difference. A norm's weight has one second moment for the whole vector in the package and its own Adam here (a
+    vector's worth of state), so it is left out. The package never decays norms and biases: set in their group here."""
+    adam_mini = package("adam_mini")
+    heads, width = 4, 16
+    model, other = Llama().double(), Llama().double()
+    other.load_state_dict(model.state_dict())
+    common = {"lr": LR, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.3}
+    a = AdamMini(model, head_dim=width // heads, **common)
+    for group in a.param_groups:
+        group["weight_decay"] = 0.0 if group["rule"] == "adam" else 0.3
+    b = adam_mini.Adam_mini(other.named_parameters(), dim=width, n_heads=heads, verbose=False, **common)
+    begin = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rng = torch.Generator().manual_seed(0)
+    for step in range(1, STEPS + 1):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            # Rows and heads of very different size: a wrong block would show.
+            size = torch.logspace(-2, 1, len(p), dtype=torch.float64).view(-1, *[1] * (p.dim() - 1))
+            p.grad = size * torch.randn(p.shape, generator=rng, dtype=torch.float64)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            if name != "norm.weight":
+                error = float((p - q).detach().norm() / (q - begin[name]).detach().norm())
+                assert error < TOLERANCE, f"step {step}: {name} differs by {error:.2e}"
+
+
+def galore_pair(scale: float, gap: int, decay: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Ours and galore-torch's with the same meaning.
+
+    The package decays after the update, W <- (1 - lr wd)(W - lr D): ours with both rates divided accordingly. It adds
+    eps before the bias correction, which makes it eps / sqrt(1 - b2^t) in our form: 0 in both.
+    """
+    galore_torch = package("galore_torch")
+    kept = 1 - LR * decay
+    settings = {"rank": 4, "update_proj_gap": gap, "scale": scale, "proj_type": "std"}
+
+    def ours(p: nn.Parameter) -> torch.optim.Optimizer:
+        return GaLore([p], lr=LR * kept, weight_decay=decay / kept, rank=4, update_gap=gap, scale=scale, eps=0.0)
+
+    def theirs(p: nn.Parameter) -> torch.optim.Optimizer:
+        group = {"params": [p], **settings}
+        return galore_torch.GaLoreAdamW(
+            [group], lr=LR, betas=BETAS, eps=0.0, weight_decay=decay, no_deprecation_warning=True
+        )
+
+    return ours, theirs
+
+
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_galore_before_the_first_renewal(shape: Shape, decay: float) -> None:
+    """No difference but eps and the order of decay (`galore_pair`): the sign of a projector's column cancels."""
+    compare(*galore_pair(0.25, 200, decay), sequence(shape, rank=4))
+
+
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+def test_galore_through_renewals(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package keeps whatever sign LAPACK gives a new singular vector, while the momentum still has the old one's.
+    Ours takes the sign that agrees with the old column. With the package's columns turned so, the two agree."""
+    projector = package("galore_torch").galore_projector.GaLoreProjector
+    ours, theirs = galore_pair(1.0, 6, 0.0)
+    original = projector.get_orthogonal_matrix
+
+    def aligned(self: Any, weights: Tensor, rank: int, type: str) -> Tensor:
+        new, old = original(self, weights, rank, type), self.ortho_matrix
+        if old is None:
+            return new
+        sign = torch.where((new * old).sum(1 if type == "right" else 0) < 0, -1.0, 1.0)
+        return sign[:, None] * new if type == "right" else new * sign
+
+    monkeypatch.setattr(projector, "get_orthogonal_matrix", aligned)
+    compare(ours, theirs, sequence(shape, rank=4))
+
+
+def soap_pair(frequency: int, decay: float = 0.0, cls: type | None = None) -> tuple[Callable[..., Any], ...]:
+    """Ours and pytorch-optimizer's with the same meaning, its first call, which only takes the basis, included.
+
+    Decay after the update and eps before the bias correction, as in `galore_pair`.
+    """
+    cls = cls or package("pytorch_optimizer").SOAP
+    kept = 1 - LR * decay
+
+    def ours(p: nn.Parameter) -> torch.optim.Optimizer:
+        return SOAP([p], lr=LR * kept, weight_decay=decay / kept, frequency=frequency, eps=0.0)
+
+    def theirs(p: nn.Parameter) -> torch.optim.Optimizer:
+        return cls(
+            [p], lr=LR, betas=BETAS, eps=0.0, weight_decay=decay, precondition_frequency=frequency,
+            max_precondition_dim=min(p.shape),
+        )  # fmt: skip
+
+    return ours, theirs, lambda optimizer, p: optimizer.step()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_soap_in_a_fixed_basis(decay: float) -> None:
+    """Before the first turn of the basis: no difference but eps and the order of decay."""
+    ours, theirs, before = soap_pair(STEPS + 1, decay)
+    compare(ours, theirs, sequence(TALL), before=before)
+
+
+@pytest.mark.parametrize("frequency", [1, 4])
+def test_soap_with_a_turning_basis(frequency: int) -> None:
+    """The package turns the basis after the update, by gradients up to the one before; ours, as the paper's box, before
+    it, by gradients up to this one. With that call moved, the two agree. It also sorts the columns by their estimated
+    eigenvalues and runs QR in float32: the gradients have one order throughout, and the tolerance is above that."""
+    SoapOfPackage = package("pytorch_optimizer").SOAP
+
+    class Ahead(SoapOfPackage):
+        """The package's SOAP with its preconditioner updated before it is used."""
+
+        def update_pre_conditioner(self, grad: Tensor, state: Any, step: int, **kwargs: Any) -> None:
+            if state["Q"] is None or kwargs.pop("now", False):
+                super().update_pre_conditioner(grad, state, step, **kwargs)
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                done = group.get("step", 0)
+                for p in group["params"] if done > 1 else ():
+                    settings = {k: group[k] for k in ("max_precondition_dim", "merge_dims", "precondition_1d")}
+                    self.update_pre_conditioner(p.grad, self.state[p], done - 1, now=True, **settings)
+            return super().step(closure)
+
+    ours, theirs, before = soap_pair(frequency, cls=Ahead)
+    rng = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(8, 8, generator=rng, dtype=torch.float64))[0]
+    weights = torch.logspace(0, -2, 8, dtype=torch.float64)
+    grads = [torch.randn(24, 8, generator=rng, dtype=torch.float64) * weights @ basis.T for _ in range(STEPS)]
+    compare(ours, theirs, grads, before=before)
+
+
+def test_every_optimizer_of_the_paper_has_a_public_oracle_or_is_new_here() -> None:
+    """COSMOS has the golden trajectories of its authors' file; MUON + NORM and NorMuon their numpy oracles alone."""
+    tested = {"adam", "muon", "adam-mini", "galore", "soap"}
+    assert set(OPTIMIZERS) - tested == {"cosmos", "muon-norm", "normuon"}

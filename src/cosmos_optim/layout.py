@@ -26,10 +26,13 @@ Step = Callable[[Algebra, Any, State, Tensor, slice], tuple[Any, State]]
 class Place:
     """Where the matrices of a stack lie: whole, on one device. Blocks of equal place and shape may share a stack."""
 
-    # The processes whose messages a stack needs; stacks that need none may run at any time.
-    team: object = None
     # Bytes of gradients in a stack; None leaves it to the device.
     stack_bytes: int | None = None
+
+    @property
+    def team(self) -> object:
+        """The processes whose messages a stack needs, if any."""
+        return None
 
     def numel(self, p: Tensor) -> int:
         """Elements of a block that count for the size of a stack, the same on every process."""

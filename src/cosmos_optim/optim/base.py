@@ -139,6 +139,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._layouts[p] = distributed.layout_of(name, p, rule, group)
             if not p.is_meta:
                 self._allocate(p, group)
+        distributed.check(list(self._layouts.values()))
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         layout = self._layouts[p]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cosmos_optim import distributed
 from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.layout import Layout, Place
 from cosmos_optim.rounding import write_
@@ -55,13 +57,16 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
     for e, started in zip(entries, found.started, strict=True):
         if not started and e.group["weight_decay"]:
             e.layout.local(e.p).mul_(decay_of(e.group))
+    jobs: list[tuple[object, Callable[[], None]]] = []
     for group_entries in by_group(live):
         if group_entries[0].rule.elementwise:
             run_elementwise(group_entries, found.skip)
         else:
             for (m, n), matrices in buckets(group_entries, fresh):
                 for chunk in chunks(matrices):
-                    run_chunk(chunk, m, n, found.skip, record)
+                    job = partial(run_chunk, chunk, m, n, found.skip, record)
+                    jobs.append((chunk[0].place.team, job))
+    distributed.run(jobs, entries[0].p.device)
 
 
 def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

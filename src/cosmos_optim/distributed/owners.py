@@ -1,0 +1,142 @@
+"""Whole matrices from shards: each matrix of a stack travels to one rank, its owner, and the result travels back.
+
+Of N matrices on k ranks, rank j owns those from floor(N j / k) up to floor(N (j+1) / k): at most ceil(N / k). One
+all-to-all takes every shard where it belongs; nothing is padded, so shards may be uneven or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.distributed import comm
+from cosmos_optim.distributed.shards import Cut, Interval, Team
+
+Parts = tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The parts of one whole matrix (or state tensor) on the ranks of a team, in the team's order."""
+
+    parts: tuple[Parts, ...]
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each rank's part."""
+        return [tuple(length for _, length in part) for part in self.parts]
+
+    @cached_property
+    def axis(self) -> int | None:
+        """The one dimension that is divided, where the parts follow each other in the ranks' order."""
+        divided = [a for a in range(len(self.parts[0])) if len({part[a] for part in self.parts}) > 1]
+        if len(divided) > 1:
+            return None
+        axis = divided[0] if divided else 0
+        end = 0
+        for part in self.parts:
+            start, length = part[axis]
+            if length and start != end:
+                return None
+            end += length
+        return axis
+
+
+def tiling(cuts: Sequence[Cut], mesh_shape: Sequence[int], team: Team) -> Tiling:
+    """The parts that these cuts give to each rank of a team."""
+    return Tiling(tuple(tuple(cut.part(mesh_shape, at) for cut in cuts) for at in team.at))
+
+
+class Exchange:
+    """The journey of `count` matrices to their owners and back, each made of tensors with these tilings."""
+
+    def __init__(self, team: Team, count: int, tilings: Sequence[Tiling]) -> None:
+        self.team, self.tilings = team, tilings
+        k = team.size
+        bounds = [count * j // k for j in range(k + 1)]
+        self.owned = [slice(bounds[j], bounds[j + 1]) for j in range(k)]
+        self.counts = [bounds[j + 1] - bounds[j] for j in range(k)]
+        self.mine = self.owned[team.me]
+        # Elements of one matrix on each rank, and neighbours with equal parts: those are moved by one copy.
+        self.sizes = [sum(torch.Size(t.shapes[i]).numel() for t in tilings) for i in range(k)]
+        rows = all(t.axis is not None for t in tilings)
+        alike = [tuple(t.shapes[i] for t in tilings) if rows else i for i in range(k)]
+        self.runs = [[i for i, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
+
+    def to_owners(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """Stacks (count, *part) of one dtype -> the whole tensors owned here, (owned, *whole) each."""
+        here = self.team.me
+        owned = self.counts[here]
+        send = [self.counts[j] * self.sizes[here] for j in range(self.team.size)]
+        receive = [owned * size for size in self.sizes]
+        if len(stacks) == 1:
+            flat = stacks[0].reshape(-1)
+        else:
+            flat = torch.cat([stack[own].reshape(-1) for own in self.owned for stack in stacks])
+        arrived = comm.exchange(flat, send, receive, self.team.group)
+        pieces: list[list[Tensor]] = [[] for _ in self.tilings]
+        offset = 0
+        for run in self.runs:
+            size = receive[run[0]]
+            rows = arrived[offset : offset + len(run) * size].view(len(run), size)
+            offset += len(run) * size
+            for t, found, part in zip(self.tilings, pieces, self._columns(rows, run[0], owned), strict=True):
+                shape = (len(run), owned, *t.shapes[run[0]])
+                axis = 1 + (t.axis or 0)
+                found.append(part.reshape(shape).movedim(0, axis).flatten(axis, axis + 1))
+        return [_join(found, t, self.runs) for t, found in zip(self.tilings, pieces, strict=True)]
+
+    def to_shards(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """The way back: (owned, *whole) tensors -> stacks (count, *part)."""
+        here = self.team.me
+        owned = self.counts[here]
+        send = [owned * size for size in self.sizes]
+        receive = [self.counts[j] * self.sizes[here] for j in range(self.team.size)]
+        rows = []
+        for run in self.runs:
+            parts = [_cut(x, t, run).reshape(len(run), -1) for x, t in zip(wholes, self.tilings, strict=True)]
+            rows.append((parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(-1))
+        arrived = comm.exchange(torch.cat(rows), send, receive, self.team.group)
+        shapes = [t.shapes[here] for t in self.tilings]
+        if len(shapes) == 1:
+            return [arrived.view(sum(self.counts), *shapes[0])]
+        stacks: list[list[Tensor]] = [[] for _ in shapes]
+        for count, block in zip(self.counts, arrived.split(receive), strict=True):
+            for stack, part in zip(stacks, self._columns(block.view(1, -1), here, count), strict=True):
+                stack.append(part)
+        return [torch.cat([p.view(-1) for p in s]).view(-1, *shape) if torch.Size(shape).numel() else
+                s[0].new_empty(sum(self.counts), *shape) for s, shape in zip(stacks, shapes, strict=True)]  # fmt: skip
+
+    def _columns(self, rows: Tensor, rank: int, count: int) -> tuple[Tensor, ...]:
+        """Cut the bytes of one rank (each row) into the tensors they hold."""
+        return rows.split([count * torch.Size(t.shapes[rank]).numel() for t in self.tilings], dim=1)
+
+
+def _cut(x: Tensor, t: Tiling, run: list[int]) -> Tensor:
+    """The parts of whole tensors x (owned, *whole) for a run of ranks: (run, owned, *part)."""
+    if t.axis is None:
+        for axis, (start, length) in enumerate(t.parts[run[0]]):
+            x = x.narrow(axis + 1, start, length)
+        return x.unsqueeze(0)
+    start, length = t.parts[run[0]][t.axis]
+    if length == 0:
+        return x.new_empty(len(run), x.shape[0], *t.shapes[run[0]])
+    parts = x.narrow(t.axis + 1, start, len(run) * length).unflatten(t.axis + 1, (len(run), length))
+    return parts.movedim(t.axis + 1, 0)
+
+
+def _join(pieces: list[Tensor], t: Tiling, runs: list[list[int]]) -> Tensor:
+    """The pieces (owned, *part) of all runs as whole tensors: one row of pieces, or a grid of them."""
+    if t.axis is not None:
+        return torch.cat(pieces, dim=t.axis + 1) if len(pieces) > 1 else pieces[0]
+    placed = sorted((t.parts[run[0]], i) for i, run in enumerate(runs) if pieces[i].numel())
+    if not placed:
+        whole = [max(part[a][0] + part[a][1] for part in t.parts) for a in range(len(t.parts[0]))]
+        return pieces[0].new_empty(pieces[0].shape[0], *whole)
+    bands = [torch.cat([pieces[i] for _, i in band], dim=-1) for _, band in groupby(placed, key=lambda p: p[0][0])]
+    return torch.cat(bands, dim=-2)

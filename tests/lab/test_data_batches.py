@@ -18,9 +18,9 @@ from cosmos_lab.data.shards import Shard
 from cosmos_lab.data.source import TokenSource, Vocabulary
 
 END = 1
-# 50 million tokens a second is the aim on an idle core, and a vectorised read reaches about twice that. A tenth of it
-# leaves room for a busy machine, and is still out of reach of a loop over tokens.
-LEAST_TOKENS_PER_SECOND = 5e6
+# An idle core reads well over 50 million tokens a second in documents of usual length, 5 to 15 in documents of ten
+# tokens. The floor leaves room for a busy machine, and is still out of reach of a loop over tokens.
+LEAST_TOKENS_PER_SECOND = {10: 2e6, 500: 1e7}
 
 
 def shard_of(tokens: np.ndarray, name: str = "a.bin") -> Shard:
@@ -251,7 +251,7 @@ def test_validation_ranks_are_equal_and_disjoint(source: TokenSource) -> None:
         validation_batches(source, 4, 8, world=30)
 
 
-@pytest.mark.parametrize("length", [10, 500])
+@pytest.mark.parametrize("length", LEAST_TOKENS_PER_SECOND)
 def test_speed_and_memory_of_a_large_source(tmp_path: Path, length: int) -> None:
     """Eight million tokens in four shards: batches are fast, and an epoch's tables grow with documents alone."""
     rows = [np.random.default_rng(i).integers(2, 1000, 2_000_000).astype(np.uint16) for i in range(4)]
@@ -267,4 +267,4 @@ def test_speed_and_memory_of_a_large_source(tmp_path: Path, length: int) -> None
         start = time.perf_counter()
         next(batches)
         best = max(best, 64 * 1024 / (time.perf_counter() - start))
-    assert best > LEAST_TOKENS_PER_SECOND
+    assert best > LEAST_TOKENS_PER_SECOND[length]

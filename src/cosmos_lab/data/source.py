@@ -91,21 +91,17 @@ class TokenSource:
     def gather(self, starts: Positions, lengths: Positions) -> Positions:
         """The pieces `starts[i]` to `starts[i] + lengths[i]`, one after the other; no piece may cross two shards.
 
-        Vectorised: the pieces are sorted by shard, and each shard is then read by one indexing operation.
+        One slice a piece: for documents of 100 tokens and more this beats any indexing by token, which moves five
+        64-bit numbers for every 16-bit token.
         """
         home = np.searchsorted(self._offsets, starts, side="right") - 1
-        by_shard = np.argsort(home, kind="stable")
-        home, starts, sizes = home[by_shard], starts[by_shard], lengths[by_shard]
-        put = (np.cumsum(lengths) - lengths)[by_shard]
-        packed = np.cumsum(sizes) - sizes
-        row = np.arange(int(lengths.sum()))
-        source = row + np.repeat(starts - self._offsets[home] - packed, sizes)
-        target = row + np.repeat(put - packed, sizes)
-        out = np.empty(row.size, dtype=np.int64)
-        used, first = np.unique(home, return_index=True)
-        edges = np.append(packed[first], row.size)
-        for index, a, b in zip(used.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            out[target[a:b]] = self.shards[index].tokens[source[a:b]]
+        local = starts - self._offsets[home]
+        rows = [shard.tokens for shard in self.shards]
+        out = np.empty(int(lengths.sum()), dtype=np.int64)
+        put = 0
+        for shard, start, length in zip(home.tolist(), local.tolist(), lengths.tolist(), strict=True):
+            out[put : put + length] = rows[shard][start : start + length]
+            put += length
         return out
 
 

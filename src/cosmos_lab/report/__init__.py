@@ -10,8 +10,9 @@ from cosmos_lab.data.files import atomic_write, disk_error
 from cosmos_lab.report.loading import find_runs, load_run
 from cosmos_lab.report.page import render
 from cosmos_lab.report.results import Task, arrange
+from cosmos_lab.report.words import summary
 
-__all__ = ["write_report"]
+__all__ = ["summarize", "write_report"]
 
 _log = logging.getLogger("cosmos_lab.report")
 
@@ -36,6 +37,12 @@ def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training 
     except OSError as error:
         raise disk_error(error, page, "free some space or choose another folder with -o") from error
     return page
+
+
+def summarize(runs: Sequence[Path]) -> str:
+    """What the runs showed: the page's sentence, one for each model and recipe."""
+    tasks, _ = arrange(load_run(folder) for folder in find_runs([Path(run) for run in runs]))
+    return " ".join(f"{task.title}: {summary(task)}" if len(tasks) > 1 else summary(task) for task in tasks)
 
 
 def _figures(tasks: Sequence[Task], folder: Path) -> tuple[dict[str, str], str]:

@@ -5,6 +5,7 @@ Imported only when figures are drawn: the page itself does not need matplotlib.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -14,15 +15,17 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from cosmos_lab.data.files import atomic_write
 from cosmos_lab.report import curves, payload
 from cosmos_lab.report.loading import METRICS
 from cosmos_lab.report.results import Group, Task
-from cosmos_lab.report.style import THEMES, Look, rate
+from cosmos_lab.report.style import THEMES, Look, count, rate
 
 _INK, _SOFT, _GRID = (THEMES["light"][key] for key in ("ink", "soft", "grid"))
 _STYLE: dict[Any, Any] = {
@@ -38,6 +41,7 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": _SOFT,
     "ytick.color": _SOFT,
     "legend.frameon": False,
+    "lines.scale_dashes": False,
     "svg.fonttype": "none",  # text stays text: it can be searched and edited
     "svg.hashsalt": "cosmos-lab",  # the same runs give the same file
 }
@@ -71,8 +75,8 @@ def draw_all(tasks: Sequence[Task], folder: Path) -> dict[str, str]:
 
 def _figures(task: Task) -> list[tuple[str, str, Figure]]:
     found = [
-        ("loss-tokens", "loss-by-tokens", _loss(task, lambda curve: curve.tokens, "tokens")),
-        ("loss-time", "loss-by-time", _loss(task, lambda curve: curve.time, "wall-clock time")),
+        ("loss-tokens", "loss-by-tokens", _loss(task, "tokens")),
+        ("loss-time", "loss-by-time", _loss(task, "time")),
     ]
     if task.sweeps:
         found.append(("sweep", "learning-rate-sweep", _sweep(task)))
@@ -88,15 +92,20 @@ def _slug(text: str) -> str:
 
 
 def _save(figure: Figure, stem: Path) -> None:
-    FigureCanvasAgg(figure)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # the layout holds for both files: working it out costs more than drawing
-    endings: dict[str, dict[str, Any]] = {"png": {"dpi": 200}, "svg": {"metadata": {"Date": None}}}
-    for ending, options in endings.items():
-        buffer = BytesIO()
-        figure.savefig(buffer, format=ending, **options)
+    """Writes both files. ``savefig`` would draw each figure twice, to let a layout settle that is fixed here."""
+    png, svg = BytesIO(), BytesIO()
+    canvas: Any = FigureCanvasAgg(figure)  # Any: matplotlib gives these methods no types
+    canvas.print_png(png)
+    canvas = FigureCanvasSVG(figure)
+    canvas.print_svg(svg, metadata={"Date": None})
+    for ending, buffer in (("png", png), ("svg", svg)):
         with atomic_write(stem.with_name(f"{stem.name}.{ending}")) as file:
             file.write(buffer.getvalue())
+
+
+def _chart() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.6, 3.8), dpi=200)
+    return figure, figure.subplots(gridspec_kw={"left": 0.11, "right": 0.98, "top": 0.955, "bottom": 0.13})
 
 
 def _dashes(look: Look) -> tuple[int, tuple[int, ...]] | str:
@@ -108,16 +117,20 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _loss(task: Task, axis: Callable[[curves.Curve], list[float | None]], title: str) -> Figure:
+Axis = Callable[[curves.Curve], list[float | None]]
+
+
+def _loss(task: Task, kind: str) -> Figure:
     """Validation loss (solid) of the groups shown when the page opens, training loss (faint) behind."""
-    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _chart()
+    shown = [group for group in task.groups if group.shown]
+    axis, title = _tokens_or_time(shown, kind)
     compared: list[tuple[float, float]] = []
-    for group in (group for group in task.groups if group.shown):
+    for group in shown:
         validation = curves.validation(group) if task.validated else None
         training = curves.training(group)
         for curve in training if validation else training[1:]:
-            _line(axes, curve, axis, color=group.look.light, linewidth=0.7, alpha=0.3)
+            _line(axes, curve, axis, color=group.look.light, linewidth=0.7, alpha=0.3 / math.sqrt(len(training)))
         main = validation or (training[0] if training else None)
         if main:
             compared += _main_line(axes, group, main, axis)
@@ -126,16 +139,22 @@ def _loss(task: Task, axis: Callable[[curves.Curve], list[float | None]], title:
     if compared:
         _limits(axes, compared)
         axes.legend(fontsize=8)
-    if title == "tokens":
-        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    else:
-        _time_axis(axes, max((x for x, _ in compared), default=1.0))
+    if kind == "tokens":
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count(x)))
     return figure
 
 
-def _main_line(
-    axes: Axes, group: Group, curve: curves.Curve, axis: Callable[[curves.Curve], list[float | None]]
-) -> list[tuple[float, float]]:
+def _tokens_or_time(groups: Sequence[Group], kind: str) -> tuple[Axis, str]:
+    """The numbers of the x axis and its title; times in the unit that suits the longest."""
+    if kind == "tokens":
+        return lambda curve: curve.tokens, "tokens"
+    longest = max((run.stats.get("time", 0.0) for group in groups for run in group.runs), default=0.0)
+    units = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
+    unit, name = next((unit, name) for unit, name in units if longest < 150 * unit or unit == 86400)
+    return lambda curve: [None if x is None else x / unit for x in curve.time], f"wall-clock {name}"
+
+
+def _main_line(axes: Axes, group: Group, curve: curves.Curve, axis: Axis) -> list[tuple[float, float]]:
     kept = _line(
         axes,
         curve,
@@ -154,9 +173,7 @@ def _main_line(
     return kept
 
 
-def _line(
-    axes: Axes, curve: curves.Curve, axis: Callable[[curves.Curve], list[float | None]], **style: Any
-) -> list[tuple[float, float]]:
+def _line(axes: Axes, curve: curves.Curve, axis: Axis, **style: Any) -> list[tuple[float, float]]:
     points = [(x, y) for x, y in zip(axis(curve), curve.value, strict=True) if x is not None]
     if points:
         axes.plot(*zip(*points, strict=True), **style)
@@ -171,40 +188,18 @@ def _limits(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
     axes.set_xlim(left=0)
 
 
-def _time_axis(axes: Axes, longest: float) -> None:
-    unit, name = next(
-        (unit, name)
-        for unit, name in ((1, "s"), (60, "min"), (3600, "h"), (86400, "d"))
-        if longest < 150 * unit or name == "d"
-    )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit:.3g}"))
-    axes.set_xlabel(f"wall-clock time, {name}")
-
-
 def _sweep(task: Task) -> Figure:
     """Final perplexity (or loss) over learning rate, one line a method; a ring marks the best."""
-    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
-    axes = figure.subplots()
-    key = "final_val_ppl" if task.validated else "final_train_loss"
-    values = []
-    for method, line in task.sweeps.items():
-        points = [(group, spread) for group in line if group.status != "diverged" and (spread := group.stat(key))]
-        look = line[0].look
-        x = [group.lr or 0.0 for group, _ in points]
-        y = [spread.mean for _, spread in points]
-        error = [spread.deviation for _, spread in points]
-        axes.errorbar(
-            x, y, yerr=error if any(error) else None, color=look.light, marker=look.marker, markersize=4.5,
-            linestyle=_dashes(look), linewidth=1.4, label=_plain(method),
-        )  # fmt: skip
-        for group, spread in points:
-            if group.best and group.lr:
-                axes.plot(group.lr, spread.mean, marker="o", markersize=10, markerfacecolor="none", color=look.light)
-        values += y
-    rates = sorted({group.lr for line in task.sweeps.values() for group in line if group.lr})
+    figure, axes = _chart()
     axes.set_xscale("log")
-    if len(rates) <= 9:
-        axes.xaxis.set_major_locator(FixedLocator(rates))
+    values = [value for method, line in task.sweeps.items() for value in _sweep_line(axes, task, method, line)]
+    rates = sorted({group.lr for line in task.sweeps.values() for group in line if group.lr})
+    ticks: list[float] = []
+    for value in rates:  # those whose names fit beside each other
+        if not ticks or math.log(value / ticks[-1]) > 0.09 * math.log(rates[-1] / rates[0]):
+            ticks.append(value)
+    if ticks:
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: rate(x)))
     if values and min(values) > 0 and max(values) > 2.5 * min(values):
@@ -215,33 +210,64 @@ def _sweep(task: Task) -> Figure:
     return figure
 
 
+def _sweep_line(axes: Axes, task: Task, method: str, line: Sequence[Group]) -> list[float]:
+    """One method's line; what diverged is a cross on the upper edge, above every number."""
+    key = "final_val_ppl" if task.validated else "final_train_loss"
+    points = [(group, spread) for group in line if group.status != "diverged" and (spread := group.stat(key))]
+    look = line[0].look
+    values = [spread.mean for _, spread in points]
+    error = [spread.deviation for _, spread in points]
+    axes.errorbar(
+        [group.lr or 0.0 for group, _ in points], values, yerr=error if any(error) else None, color=look.light,
+        marker=look.marker, markersize=4.5, linestyle=_dashes(look), linewidth=1.4, label=_plain(method),
+    )  # fmt: skip
+    for group, spread in points:
+        if group.best and group.lr:
+            axes.plot(group.lr, spread.mean, marker="o", markersize=10, markerfacecolor="none", color=look.light)
+    edge = axes.get_xaxis_transform()
+    for group in line:
+        if group.status == "diverged" and group.lr:
+            axes.plot(group.lr, 1.0, marker="x", color=look.light, transform=edge, clip_on=False)
+            axes.annotate(
+                "diverged", (group.lr, 1.0), xycoords=edge, xytext=(-6, 0), textcoords="offset points",
+                ha="right", va="center", fontsize=7, color=look.light,
+            )  # fmt: skip
+    return values
+
+
 def _heat(label: str, heat: curves.Heat, metric: str) -> Figure:
     """One panel a kind of matrix, one row a layer, one column a step."""
     across = min(4, len(heat.panels))
     down = -(-len(heat.panels) // across)
-    figure = Figure(figsize=(2.2 * across + 0.8, 1.9 * down + 0.4), layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False)
+    width, height = 2.1 * across + 1.1, 1.6 * down + 0.8
+    figure = Figure(figsize=(width, height), dpi=200)
+    place = {"left": 0.35 / width, "right": 1 - 0.8 / width, "top": 1 - 0.6 / height, "bottom": 0.3 / height}
+    grid = figure.subplots(down, across, squeeze=False, gridspec_kw={**place, "hspace": 0.36, "wspace": 0.12})
     cells = sorted(c for panel in heat.panels for row in panel.values[metric] for c in row if c is not None)
     low, high = cells[round(0.01 * (len(cells) - 1))], cells[round(0.99 * (len(cells) - 1))]
-    norm = LogNorm(low, high) if low > 0 and high / low > 100 else Normalize(low, high)
-    image = None
-    for place, axes in enumerate(grid.flat):
-        if place >= len(heat.panels):
+    norm = LogNorm(low, high) if low > 0 and high / low > 20 else Normalize(low, high)
+    for index, axes in enumerate(grid.flat):
+        if index < len(heat.panels):
+            _panel(axes, heat, heat.panels[index], metric, norm)
+        else:
             axes.set_visible(False)
-            continue
-        panel = heat.panels[place]
-        rows = [[float("nan") if cell is None else cell for cell in row] for row in panel.values[metric]]
-        first, last = heat.tokens[0] or 0, heat.tokens[-1] or len(heat.steps)
-        image = axes.imshow(
-            rows, aspect="auto", interpolation="nearest", cmap="viridis", norm=norm,
-            extent=(first, max(last, first + 1), len(rows) - 0.5, -0.5),
-        )  # fmt: skip
-        axes.grid(False)
-        axes.set_title(_plain(panel.kind), fontsize=9, loc="left")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-        axes.locator_params(axis="x", nbins=3)
-        axes.locator_params(axis="y", integer=True, nbins=5)
-    if image is not None:
-        figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02)
-    figure.suptitle(f"{_METRIC_TITLES[metric]}, {_plain(label)}, by layer over tokens", fontsize=9.5, x=0.01, ha="left")
+    bar = figure.add_axes((1 - 0.6 / width, place["bottom"], 0.12 / width, place["top"] - place["bottom"]))
+    figure.colorbar(ScalarMappable(norm, "viridis"), cax=bar)
+    title = f"{_METRIC_TITLES[metric]}, {_plain(label)}, by layer over tokens"
+    figure.suptitle(title, fontsize=9.5, x=place["left"], y=1 - 0.1 / height, ha="left", va="top")
     return figure
+
+
+def _panel(axes: Axes, heat: curves.Heat, panel: curves.Panel, metric: str, norm: Normalize) -> None:
+    rows = [[math.nan if cell is None else cell for cell in row] for row in panel.values[metric]]
+    first, last = heat.tokens[0] or 0, heat.tokens[-1] or len(heat.steps)
+    extent = (first, max(last, first + 1), len(rows) - 0.5, -0.5)
+    axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", norm=norm, extent=extent)
+    axes.grid(False)
+    axes.set_title(_plain(panel.kind), fontsize=9, loc="left", pad=3)
+    spec = axes.get_subplotspec()
+    axes.set_xticks(extent[:2], [count(first), count(last)], fontsize=7)
+    axes.set_yticks([0, len(rows) - 1] if spec is not None and spec.is_first_col() else [])
+    left, right = axes.get_xticklabels()
+    left.set_horizontalalignment("left")
+    right.set_horizontalalignment("right")

@@ -101,6 +101,7 @@ def _sweep_point(task: Task, group: Group) -> dict[str, Any]:
         "lo": _round(spread.mean - spread.deviation, _Y_DIGITS),
         "hi": _round(spread.mean + spread.deviation, _Y_DIGITS),
         "best": group.best,
+        "open": not group.finished,
         "text": f"{significant(spread.mean)}{note}{state}",
     }
 

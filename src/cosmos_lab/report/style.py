@@ -20,13 +20,13 @@ class Look:
 # An optimizer looks the same in every report. Any two colours stay at least 12 apart (CIE76) under simulated
 # protanopia, deuteranopia and tritanopia, and each has a contrast of at least 3 with its background.
 KNOWN: Mapping[str, Look] = {
-    "cosmos": Look("#c8410a", "#ef7d1a", (), "o"),
+    "cosmos": Look("#c03a08", "#ef7d1a", (), "o"),
     "adam": Look("#47474f", "#c3bab5", (), "s"),
     "muon": Look("#1c4f96", "#47a5fd", (), "^"),
     "soap": Look("#3f8a5a", "#0f9c6a", (), "D"),
-    "muon-norm": Look("#249ae0", "#b3edff", (7, 3), "v"),
+    "muon-norm": Look("#1f92d8", "#b3edff", (7, 3), "v"),
     "normuon": Look("#d9659c", "#d07ab9", (7, 3), "P"),
-    "galore": Look("#b58c00", "#ffc938", (7, 3), "X"),
+    "galore": Look("#ad8800", "#ffc938", (7, 3), "X"),
     "adam-mini": Look("#33106e", "#7868dc", (7, 3), "<"),
 }
 _DASHES: tuple[tuple[int, ...], ...] = ((2, 3), (10, 3, 2, 3), (4, 2), (12, 4))
@@ -34,7 +34,7 @@ _DASHES: tuple[tuple[int, ...], ...] = ((2, 3), (10, 3, 2, 3), (4, 2), (12, 4))
 THEMES: Mapping[str, Mapping[str, str]] = {
     "light": {
         "bg": "#fbfaf8", "card": "#ffffff", "ink": "#1b1c20", "soft": "#5a5d66", "faint": "#8b8e97", "line": "#e4e2dd",
-        "grid": "#eeece8", "accent": "#c8410a", "wash": "#fdf1ea", "good": "#23683f", "warn": "#8a5a00",
+        "grid": "#eeece8", "accent": "#c03a08", "wash": "#fdf1ea", "good": "#23683f", "warn": "#8a5a00",
         "bad": "#a8201a",
     },
     "dark": {

@@ -34,7 +34,6 @@ _COLUMNS: tuple[Column, ...] = (
     ("Peak GB", "peak_memory_gb", _ms),
     ("State", "state_bytes", size),
 )
-_WITH_SPREAD = ("final_val_loss", "final_val_ppl", "final_train_loss")
 
 
 def swatch(look: Look) -> str:
@@ -44,8 +43,7 @@ def swatch(look: Look) -> str:
 
 def columns(task: Task) -> list[Column]:
     """The columns in which at least one run has a number."""
-    known = [column for column in _COLUMNS if any(group.stat(column[1]) for group in task.groups)]
-    return [column for column in known if column[1] != "final_train_loss" or not task.validated]
+    return [column for column in _COLUMNS if any(group.stat(column[1]) for group in task.groups)]
 
 
 def best_table(task: Task) -> str:
@@ -99,17 +97,19 @@ def _row(task: Task, group: Group, *, first: bool = False, state: bool = False) 
         done = len(group.counted)
         cells.append(f"<td>{done if done == len(group.runs) else f'{done} of {len(group.runs)}'}</td>")
     for _, key, form in columns(task):
-        cells.append(_cell(group.stat(key), form, key))
+        score = key in (("final_val_loss", "final_val_ppl") if task.validated else ("final_train_loss",))
+        cells.append(_cell(group.stat(key), form, score))
     kinds = " ".join(kind for kind, on in (("best", group.best), ("first", first)) if on)
     return f'<tr class="{kinds}">{"".join(cells)}</tr>'
 
 
-def _cell(spread: Spread | None, form: Callable[[float | None], str], key: str) -> str:
-    kind = " class=score" if key in _WITH_SPREAD else ""
+def _cell(spread: Spread | None, form: Callable[[float | None], str], score: bool) -> str:
+    """A number; those that runs are compared by come with their spread over seeds."""
+    kind = " class=score" if score else ""
     if spread is None:
         return f'<td{kind} data-sort="">–</td>'
     text = escape(form(spread.mean))
-    if spread.n > 1 and key in _WITH_SPREAD:
+    if spread.n > 1 and score:
         text += f' <span class="pm">± {escape(significant(spread.deviation, 2))}</span>'
     return f'<td{kind} data-sort="{spread.mean:.9g}">{text}</td>'
 
@@ -123,7 +123,7 @@ def tag(status: str) -> str:
 def configurations(task: Task) -> str:
     """One fold-out a run; what differs between the runs stands out."""
     runs = [(group, run) for group in task.groups for run in group.runs]
-    flats = [{key: _plain(value) for key, value in flatten(run.config).items()} for _, run in runs]
+    flats = [_flat(run) for _, run in runs]
     keys = {key for flat in flats for key in flat}
     differing = {key for key in keys if len({flat.get(key) for flat in flats}) > 1}
     folds = [_configuration(group, run, flat, differing) for (group, run), flat in zip(runs, flats, strict=True)]
@@ -132,8 +132,7 @@ def configurations(task: Task) -> str:
 
 def _configuration(group: Group, run: Run, flat: dict[str, str], differing: set[str]) -> str:
     rows = "".join(
-        f"<div{' class=differs' if key in differing else ''}>"
-        f"<dt>{escape(key.removeprefix('config.'))}</dt><dd>{escape(value)}</dd></div>"
+        f"<div{' class=differs' if key in differing else ''}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
         for key, value in flat.items()
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
@@ -144,6 +143,13 @@ def _configuration(group: Group, run: Run, flat: dict[str, str], differing: set[
         + (f'<ul class="notes">{notes}</ul>' if notes else "")
         + f'<dl class="keys">{rows}</dl></details>'
     )
+
+
+def _flat(run: Run) -> dict[str, str]:
+    """The configuration on one level; what the head of the file repeats from the full configuration is left out."""
+    flat = {key: _plain(value) for key, value in flatten(run.config.get("config")).items()}
+    head = {key: _plain(value) for key, value in flatten({**run.config, "config": {}}).items() if key != "config"}
+    return {**{key: value for key, value in head.items() if flat.get(key) != value}, **flat}
 
 
 def _plain(value: Any) -> str:

@@ -61,7 +61,7 @@ function bandOf(points, x, y) {
 
 /** Where the ticks of the x axis lie and what they say; times in the unit that suits the longest. */
 function xAxis(x, axis, width) {
-  const n = Math.max(2, Math.round(width / 95));
+  const n = Math.max(2, Math.round(width / 80));
   if (axis === "tokens") return { title: "tokens", ticks: x.ticks(n).map((t) => [x(t), countText(t)]), say: (t) => `${countText(t)} tokens` };
   const [unit, name, title] = timeUnit(x.domain[1]);
   const inUnits = makeScale(x.domain.map((t) => t / unit), x.range, x.log);

@@ -66,7 +66,7 @@ function sweepChart(host, task, view) {
       if (p.y !== null && p.hi > p.lo) group.append(svg("path", { class: "error", d: `M${x(p.lr)},${y(p.lo)}V${y(p.hi)}` }));
       const text = `${method.name} ${rateText(p.lr)}: ${p.text}`;
       const at = [x(p.lr), p.y === null ? 18 : y(p.y)];
-      const mark = svg("g", { class: p.y === null ? "mark failed" : p.best ? "mark best" : "mark", transform: `translate(${at})`, tabindex: 0, role: "img", "aria-label": text });
+      const mark = svg("g", { class: p.y === null ? "mark failed" : p.best ? "mark best" : p.open ? "mark open" : "mark", transform: `translate(${at})`, tabindex: 0, role: "img", "aria-label": text });
       if (p.best) mark.append(svg("circle", { class: "ring", r: 9.5 }));
       mark.append(svg("path", { d: p.y === null ? "M-4.5,-4.5l9,9m0,-9l-9,9" : MARKERS[method.marker](4.5) }));
       mark.append(svg("circle", { class: "target", r: 14 }));

@@ -9,13 +9,13 @@ const METRIC_TEXT = {
 };
 const KIND_TEXT = { q: "query", k: "key", v: "value", o: "output", qkv: "query, key, value", gate: "MLP gate", up: "MLP up", down: "MLP down" };
 
-/** The range of colours: the middle 98 % of the cells, on a log axis where they span more than two decades. */
+/** The range of colours: the middle 98 % of the cells, on a log axis where they span more than a factor of 20. */
 function heatScale(heat, metric) {
   const cells = heat.panels.flatMap((panel) => panel.values[metric].flat()).filter((v) => v !== null).sort((a, b) => a - b);
   if (!cells.length) return null;
   const at = (share) => cells[Math.round(share * (cells.length - 1))];
   let [low, high] = [at(0.01), at(0.99)];
-  const log = low > 0 && high / low > 100;
+  const log = low > 0 && high / low > 20;
   if (!(high > low)) [low, high] = [cells[0], cells.at(-1)];
   const scale = makeScale([low, high], [0, 1], log);
   scale.clipped = [cells[0] < scale.domain[0], cells.at(-1) > scale.domain[1]];

@@ -1,0 +1,208 @@
+"""The report's reading and judging: good, half and broken runs, means over seeds, the best of each optimizer."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from cosmos_lab.report import summarize, write_report
+from cosmos_lab.report.curves import training, validation
+from cosmos_lab.report.loading import find_runs, load_run
+from cosmos_lab.report.results import arrange
+from cosmos_lab.report.words import cautions, summary
+from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
+
+NO_FIGURES = "cosmos_lab.report._figures"
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests read the page alone; drawing figures takes seconds."""
+    monkeypatch.setattr(NO_FIGURES, lambda tasks, folder: ({}, ""))
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_finds_runs_below_a_folder_each_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "sweep" / "a", "adam", [3.0])
+    (run / "checkpoints" / "step_000010").mkdir(parents=True)
+    write(run / "checkpoints" / "step_000010", "config.json", {})
+    (tmp_path / "sweep" / "started").mkdir()
+    assert find_runs([tmp_path, run, tmp_path / "sweep"]) == [run, tmp_path / "sweep" / "started"]
+
+
+@pytest.mark.parametrize("paths", [[], ["missing"], ["file"]])
+def test_bad_paths_are_named_and_nothing_is_written(tmp_path: Path, paths: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=paths[0] if paths else "at least one run folder"):
+        write_report([tmp_path / path for path in paths], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "note"),
+    [
+        ({}, "empty", "holds no config.json"),
+        ({"config.json": "{"}, "broken", "config.json cannot be read"),
+        ({"config.json": "[1]", "metrics.jsonl": ""}, "broken", "holds a list"),
+        ({"config.json": '{"optimizer": "adam"}'}, "empty", "metrics.jsonl is missing"),
+        ({"config.json": '{"optimizer": "adam"}', "metrics.jsonl": ""}, "empty", ""),
+        ({"config.json": '{"optimizer": "adam", "lr": "fast"}', "metrics.jsonl": '{"step": 1, "loss": 2.5}\n'},
+         "unfinished", ""),
+        ({"config.json": '{"optimizer": "adam"}', "metrics.jsonl": '{"step": 1, "loss": 2.5}\n{"step": 2, "lo'},
+         "unfinished", "unreadable lines left out: 1"),
+        ({"config.json": '{"optimizer": "adam"}', "metrics.jsonl": '3\n{"step": 1, "loss": 2.5, "tokens": "x"}\n'},
+         "unfinished", "unreadable lines left out: 1"),
+        ({"config.json": '{"optimizer": "adam"}', "metrics.jsonl": '{"step": 1, "loss": NaN}\n'}, "diverged", ""),
+        ({"config.json": '{"optimizer": "adam"}', "metrics.jsonl": '{"step": 1, "loss": null}\n'}, "diverged", ""),
+        ({"config.json": '{"optimizer": "adam"}', "metrics.jsonl": f'{{"step": 1, "loss": 1{"0" * 400}}}\n'},
+         "diverged", ""),
+        ({"metrics.jsonl": '{"step": 1, "loss": 2.5}\n', "summary.json": "\x00"},
+         "unfinished", "config.json is missing"),
+    ],
+    ids=["nothing", "cut", "list", "no-log", "empty-log", "odd-types",
+         "cut-line", "odd-lines", "nan", "null", "huge", "no-config"],
+)  # fmt: skip
+def test_broken_folders_are_shown_as_such(
+    tmp_path: Path, no_figures: None, files: dict[str, str], status: str, note: str
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    run = load_run(folder)
+    assert run.status == status
+    assert note in " ".join(run.notes)
+    text = write_report([folder], tmp_path / "out").read_text()
+    assert not Tags(text).open
+    assert status in text
+    assert note in text
+
+
+def test_a_file_that_is_a_folder_and_bytes_that_are_no_text(tmp_path: Path, no_figures: None) -> None:
+    folder = make_run(tmp_path / "run", "adam", [3.0])
+    (folder / "summary.json").unlink()
+    (folder / "summary.json").mkdir()
+    (folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n{"step": 1, "val_loss": 2.0}\n')
+    run = load_run(folder)
+    assert run.status == "unfinished" and run.score == 2.0
+    assert "IsADirectoryError" in " ".join(run.notes)
+    write_report([folder], tmp_path / "out")
+
+
+def test_a_resumed_run_counts_each_step_once_and_time_goes_on(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", "adam", [3.0])
+    rows = [(1, 4.0, 10.0), (2, 3.5, 20.0), (3, 9.9, 30.0), (3, 3.0, 5.0), (4, 2.5, 15.0)]
+    lines = [json.dumps({"step": step, "tokens": step, "time": time, "loss": loss}) for step, loss, time in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    train = load_run(folder).train
+    assert [(point.step, point.value) for point in train] == [(1, 4.0), (2, 3.5), (3, 3.0), (4, 2.5)]
+    assert [point.time for point in train] == [10.0, 20.0, 25.0, 35.0]
+
+
+def test_an_unfinished_run_takes_its_numbers_from_the_log(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path / "run", "adam", [3.0, 2.0], finished=False))
+    assert run.status == "unfinished"
+    expected = {"final_val_loss": 2.0, "final_val_ppl": math.exp(2.0), "tokens": 20000, "tokens_per_s": 2e4}
+    assert {key: run.stats[key] for key in expected} == pytest.approx(expected)
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def test_best_rate_of_each_optimizer_is_marked(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path / f"{optimizer}-{lr}", optimizer, falling(end), lr=lr)
+        for optimizer, lr, end in [
+            ("adam", 1e-3, 3.0), ("adam", 2e-3, 2.9), ("adam", 4e-3, 3.1), ("cosmos", 1e-3, 2.8), ("cosmos", 2e-3, 2.7)
+        ]
+    ]  # fmt: skip
+    folders.append(make_run(tmp_path / "diverged", "cosmos", [3.0, None], lr=4e-3))
+    folders.append(make_run(tmp_path / "leads", "adam", [2.0], lr=8e-3, finished=False))
+    task = task_of(*folders)
+    assert [group.label for group in task.ranking] == ["cosmos 2e-3", "adam 2e-3"]
+    below = 100 * (1 - math.exp(2.7) / math.exp(2.9))
+    assert summary(task) == (
+        f"Of 2 optimizers, each at the best rate tried, cosmos ended lowest, at a validation perplexity of "
+        f"{math.exp(2.7):.2f}: {below:.0f} % below adam ({math.exp(2.9):.2f})."
+    )
+    assert "Of 7 runs, 1 diverged, 1 unfinished." in cautions(task)
+    assert summarize([tmp_path]) == summary(task)
+
+
+def test_a_best_rate_at_the_edge_and_unequal_budgets_are_pointed_out(tmp_path: Path) -> None:
+    task = task_of(
+        make_run(tmp_path / "a", "adam", falling(3.0), lr=1e-3),
+        make_run(tmp_path / "b", "adam", falling(2.9), lr=2e-3),
+        make_run(tmp_path / "c", "cosmos", falling(2.5, points=3), lr=1e-3),
+    )
+    text = " ".join(cautions(task))
+    assert "edge of the rates tried for adam (highest)" in text
+    assert "between 30 k and 60 k tokens" in text
+    assert "One seed each" in text
+
+
+def test_seeds_give_mean_and_spread(tmp_path: Path) -> None:
+    ends = (2.5, 2.6, 2.9)
+    folders = [make_run(tmp_path / f"s{seed}", "cosmos", falling(end), seed=seed) for seed, end in enumerate(ends)]
+    (group,) = task_of(*folders).groups
+    spread = group.stat("final_val_loss")
+    assert spread is not None
+    assert (spread.mean, spread.deviation, spread.n) == pytest.approx((2.6667, statistics.stdev(ends), 3), abs=1e-4)
+    curve = validation(group)
+    assert curve is not None
+    assert curve.value[-1] == pytest.approx(statistics.fmean(ends))
+    assert curve.high[-1] - curve.low[-1] == pytest.approx(2 * statistics.stdev(ends))
+    assert len(training(group)) == 3
+
+
+def test_a_gap_within_the_spread_of_seeds_is_called_so(tmp_path: Path) -> None:
+    ends = {"adam": (2.5, 2.7), "cosmos": (2.48, 2.68)}
+    folders = [
+        make_run(tmp_path / f"{name}{seed}", name, falling(end), seed=seed)
+        for name, pair in ends.items()
+        for seed, end in enumerate(pair)
+    ]
+    assert "no larger than the spread over seeds" in summary(task_of(*folders))
+
+
+def test_one_diverged_seed_costs_a_group_its_place(tmp_path: Path) -> None:
+    task = task_of(
+        make_run(tmp_path / "a", "adam", falling(2.0), lr=2e-3, seed=0),
+        make_run(tmp_path / "b", "adam", [3.0, None], lr=2e-3, seed=1),
+        make_run(tmp_path / "c", "adam", falling(2.5), lr=1e-3, seed=0),
+    )
+    assert [group.label for group in task.ranking] == ["adam 1e-3"]
+
+
+def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "cosmos", falling(2.5), rank=16)
+    make_run(tmp_path / "b", "cosmos", falling(2.6), rank=64)
+    make_run(tmp_path / "c", "cosmos", falling(2.6), rank=64)
+    make_run(tmp_path / "d", "cosmos", falling(1.0), model="other", width=9)
+    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    assert [task.title for task in tasks] == ["tiny · test · width null", "other · test · width 9"]
+    assert [group.label for group in tasks[0].groups] == [
+        "cosmos (rank 16) 1e-3", "cosmos (rank 64) 1e-3", "cosmos (rank 64) 1e-3 #2"
+    ]  # fmt: skip
+
+
+def test_without_validation_training_losses_are_compared(tmp_path: Path, no_figures: None) -> None:
+    folders = [
+        make_run(tmp_path / name, name, falling(end), validated=False) for name, end in (("adam", 2.0), ("muon", 1.9))
+    ]
+    task = task_of(*folders)
+    assert "muon ended lowest, at a training loss of 2.000: 4.8 % below adam (2.100)" in summary(task)
+    assert data_of(write_report(folders, tmp_path / "out"))["tasks"][0]["loss"] == "training loss"
+
+
+def test_nothing_finished_and_nothing_logged_have_sentences(tmp_path: Path) -> None:
+    running = make_run(tmp_path / "a", "adam", [2.0], finished=False)
+    assert summary(task_of(running)).startswith("No run has finished; the lowest validation perplexity so far is 7.389")
+    diverged = make_run(tmp_path / "b", "adam", [None])
+    assert summary(task_of(diverged)) == "No run has logged a finite loss yet."

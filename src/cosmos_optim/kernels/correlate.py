@@ -1,4 +1,4 @@
-"""C = X'Y for a list (or stack) of matrices: (m, n), (m, r) -> (n, r), the other half of G'(G U)."""
+"""C = X'Y for a list of matrices: (m, n), (m, r) -> (n, r), the other half of G'(G U)."""
 
 from __future__ import annotations
 
@@ -6,42 +6,51 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
-from cosmos_optim.kernels.project import source_of
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import mac_left, matrix
+from cosmos_optim.kernels.tiles import exponent, mac_tile, matrix, tile, undo
 
-
-LAUNCH = Launch(64, 64, warps=4)
+LAUNCH = Launch(128, 32, warps=4, stages=4)
+ODD = Launch(64, 64, warps=4, stages=1)
 
 
 @jit
 def _correlate(  # type: ignore[no-untyped-def]
-    x, y, out, stride, y_step, m, n, r, sm, sn,
-    BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
-    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    x, y, out, peak, stride, y_step, m, n, r, sm, sn,
+    BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
     j, c = block * BN + tl.arange(0, BN), tl.arange(0, R)
     base = y + batch.to(tl.int64) * m * R
     acc = tl.zeros((R, BN), dtype=tl.float32)
+    if not ALIGNED:
+        ahead = tile(start, tl.arange(0, BK), j, m, n, sm, sn)
     for k in range(0, m, BK):
         i = k + tl.arange(0, BK)
-        a = tl.load(start + i[:, None] * sm + j[None, :] * sn, mask=(i[:, None] < m) & (j[None, :] < n), other=0.0)
-        acc = mac_left(base + i[:, None] * R + c[None, :], a, y_step, i[:, None] < m, acc, PARTS, WIDE)
+        if ALIGNED:
+            a = tile(start, i, j, m, n, sm, sn).to(tl.float32)
+        else:
+            a = ahead.to(tl.float32)
+            ahead = tile(start, i + BK, j, m, n, sm, sn)
+        at = base + i[:, None] * R + c[None, :]
+        b1, b2 = tl.load(at, mask=i[:, None] < m, other=0.0), tl.load(at + y_step, mask=i[:, None] < m, other=0.0)
+        acc = mac_tile(a, tl.max(tl.abs(a)), b1, b2, acc, NARROW, True, WIDE)
+    value = tl.trans(acc) * undo(exponent(tl.load(peak + batch)))
     at = out + (batch.to(tl.int64) * n + j[:, None]) * r + c[None, :]
-    tl.store(at, tl.trans(acc), mask=(j[:, None] < n) & (c[None, :] < r))
+    tl.store(at, value, mask=(j[:, None] < n) & (c[None, :] < r))
 
 
-def correlate(X: Matrices | Tensor, Y: Tensor, r: int) -> Tensor:
-    """X'Y (B, n, r) in float32 for pre-split Y (parts, B, m, R)."""
-    parts, batch, m, R = Y.shape
-    n = X.shape[-1]
-    how = LAUNCH.fit(R)
+def correlate(X: Matrices, Y: Tensor, peak: Tensor, r: int) -> Tensor:
+    """X'Y (B, n, r) in float32; Y is split in float16 (2, B, m, R) with this largest entry by matrix (B,)."""
+    _, batch, m, R = Y.shape
+    n = X.shape[1]
+    source = X.source()
+    how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
     C = torch.empty(batch, n, r, dtype=torch.float32, device=Y.device)
     _correlate[(-(-n // how.rows), batch)](
-        **source_of(X), y=Y, out=C, y_step=Y.stride(0), m=m, n=n, r=r, BN=how.rows, BK=how.cols, R=R, PARTS=parts,
-        WIDE=INTERPRET, **how.options,
+        **source, y=Y, out=C, peak=peak, y_step=Y.stride(0), m=m, n=n, r=r, BN=how.rows, BK=how.cols, R=R,
+        NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return C
 

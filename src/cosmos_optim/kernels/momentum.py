@@ -9,53 +9,64 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
+from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import mac_parts, matrix
+from cosmos_optim.kernels.tiles import mac_tile, matrix, tile
 
 
-LAUNCH = Launch(128, 32)
+LAUNCH = Launch(128, 32, stages=4)
+ODD = Launch(64, 32, warps=4, stages=1)
 
 
 @jit
 def _momentum(  # type: ignore[no-untyped-def]
-    x, mom, u, gu, mu, peak, skip, stride, u_step, m, n, r, sm, sn, mm, mn, w,
-    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, SKIP: tl.constexpr,
-    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    MOMENT: tl.constexpr, MALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    x, mom, u, gu, mu, peak, skip, stride, u_step, m, n, r, sm, sn, mm, mn, w, gain,
+    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr,
+    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, MOMENT: tl.constexpr,
+    NARROW: tl.constexpr, MNARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
-    state = matrix(mom, batch, stride, True, MOMENT, MALIGNED)
+    state = matrix(mom, batch, stride, True, MOMENT, ALIGNED)
     write = True
     if SKIP:
         write = tl.load(skip) == 0
     i = block * BM + tl.arange(0, BM)
-    if PARTS > 0:
+    if THIN:
         c = tl.arange(0, R)
         base = u + batch.to(tl.int64) * n * R
         acc_g = tl.zeros((BM, R), dtype=tl.float32)
         acc_m = tl.zeros((BM, R), dtype=tl.float32)
-    top = tl.zeros((BM, BK), dtype=tl.float32)
+    top = 0.0
+    if not ALIGNED:
+        ahead_g = tile(start, i, tl.arange(0, BK), m, n, sm, sn)
+        ahead_m = tile(state, i, tl.arange(0, BK), m, n, mm, mn)
     for k in range(0, n, BK):
         j = k + tl.arange(0, BK)
-        inside = (i[:, None] < m) & (j[None, :] < n)
-        g = tl.load(start + i[:, None] * sm + j[None, :] * sn, mask=inside, other=0.0).to(tl.float32)
-        at = state + i[:, None] * mm + j[None, :] * mn
-        new = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if ALIGNED:
+            g = tile(start, i, j, m, n, sm, sn).to(tl.float32)
+            new = tile(state, i, j, m, n, mm, mn).to(tl.float32)
+        else:
+            g, new = ahead_g.to(tl.float32), ahead_m.to(tl.float32)
+            ahead_g = tile(start, i, j + BK, m, n, sm, sn)
+            ahead_m = tile(state, i, j + BK, m, n, mm, mn)
         new = (new + w * (g - new)).to(MOMENT)
-        tl.store(at, new, mask=inside & write)
+        inside = (i[:, None] < m) & (j[None, :] < n) & write
+        tl.store(state + i[:, None] * mm + j[None, :] * mn, new, mask=inside)
         new = new.to(tl.float32)
-        top = tl.maximum(top, tl.maximum(tl.abs(g), tl.abs(new)))
-        if PARTS > 0:
-            at_u = base + j[:, None] * R + c[None, :]
-            acc_g = mac_parts(g, at_u, u_step, j[:, None] < n, acc_g, PARTS, WIDE)
-            acc_m = mac_parts(new, at_u, u_step, j[:, None] < n, acc_m, PARTS, WIDE)
-    tl.store(peak + batch * tl.num_programs(0) + block, tl.max(top))
-    if PARTS > 0:
+        top_g, top_m = tl.max(tl.abs(g)), tl.max(tl.abs(new))
+        top = tl.maximum(top, tl.maximum(top_g, top_m))
+        if THIN:
+            at = base + j[:, None] * R + c[None, :]
+            b1, b2 = tl.load(at, mask=j[:, None] < n, other=0.0), tl.load(at + u_step, mask=j[:, None] < n, other=0.0)
+            acc_g = mac_tile(g, top_g, b1, b2, acc_g, NARROW, False, WIDE)
+            acc_m = mac_tile(new, top_m, b1, b2, acc_m, MNARROW, False, WIDE)
+    tl.store(peak + batch * tl.num_programs(0) + block, top)
+    if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
         inside = (i[:, None] < m) & (c[None, :] < r)
-        tl.store(gu + at, acc_g, mask=inside)
-        tl.store(mu + at, acc_m, mask=inside)
+        tl.store(gu + at, acc_g * gain, mask=inside)
+        tl.store(mu + at, acc_m * gain, mask=inside)
 
 
 def momentum_(
@@ -63,20 +74,21 @@ def momentum_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Update M; return G U, M U (B, m, r), and the largest |entry| of G and M by row block (B, blocks).
 
-    U is pre-split (parts, B, n, R), or None for the average alone (the products are then empty).
+    U is split in float16 (2, B, n, R) with c = BASIS_SCALE, or None for the average alone (the products are empty).
     """
-    (m, n), batch = M.shape, len(M)
-    parts, R = (0, 16) if U is None else (U.shape[0], U.shape[-1])
-    how = LAUNCH.fit(R)
+    (m, n), batch, R = M.shape, len(M), 16 if U is None else U.shape[-1]
+    source, target = G.source(), M.source()
+    source["ALIGNED"] = source["ALIGNED"] and target["ALIGNED"]
+    how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
     blocks = -(-m // how.rows)
-    GU, MU = (torch.empty(batch, m if parts else 0, r, dtype=torch.float32, device=M.device) for _ in range(2))
+    GU, MU = (torch.empty(batch, 0 if U is None else m, r, dtype=torch.float32, device=M.device) for _ in range(2))
     peak = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
-    target = M.source()
     _momentum[(blocks, batch)](
-        **G.source(), mom=M.table, u=peak if U is None else U, gu=GU, mu=MU, peak=peak,
+        **source, mom=M.table, u=peak if U is None else U, gu=GU, mu=MU, peak=peak,
         skip=peak if skip is None else skip, u_step=0 if U is None else U.stride(0), m=m, n=n, r=r,
-        mm=target["sm"], mn=target["sn"], w=w, BM=how.rows, BK=how.cols, R=R, PARTS=parts, SKIP=skip is not None,
-        MOMENT=target["ELEMENT"], MALIGNED=target["ALIGNED"], WIDE=INTERPRET, **how.options,
+        mm=target["sm"], mn=target["sn"], w=w, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
+        THIN=U is not None, SKIP=skip is not None, MOMENT=target["ELEMENT"], NARROW=G.dtype is torch.bfloat16,
+        MNARROW=M.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return GU, MU, peak
 

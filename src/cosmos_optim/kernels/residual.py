@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, power_of_two, tl
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import add_outer, matrix, tile
+from cosmos_optim.kernels.tiles import add_outer, exponent, matrix, tile
 
 
 LAUNCH = Launch(64, 64, warps=4, stages=2)
@@ -19,10 +19,10 @@ LAUNCH = Launch(64, 64, warps=4, stages=2)
 
 @jit
 def unit(peak, batch, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """2^(3 - floor(log2 of the largest entry)), or 1 for a zero matrix."""
+    """The power of two that brings the largest entry to [8, 16)."""
     at = tl.arange(0, BLOCKS)
     top = tl.max(tl.load(peak + batch * blocks + at, mask=at < blocks, other=0.0))
-    return tl.where(top > 0, tl.exp2(tl.minimum(3.0 - tl.floor(tl.log2(tl.maximum(top, 1e-37))), 120.0)), 1.0)
+    return ((257 - exponent(top)) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -45,16 +45,16 @@ def _residual(  # type: ignore[no-untyped-def]
     target = out + batch.to(tl.int64) * out_stride
     squares = tl.zeros((BM, BN), dtype=tl.float32)
     # Triton fetches ahead only what a product multiplies, so the next tile is asked for by hand.
-    ahead = tile(state, i, tl.arange(0, BN), m, n, mm, mn)
+    ahead = tile(state, i, tl.arange(0, BN), m, n, mm, mn).to(tl.float32)
     if BLEND:
-        ahead_g = tile(start, i, tl.arange(0, BN), m, n, sm, sn)
+        ahead_g = tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         value = ahead
-        ahead = tile(state, i, j + BN, m, n, mm, mn)
+        ahead = tile(state, i, j + BN, m, n, mm, mn).to(tl.float32)
         if BLEND:
             value = a * value + b * ahead_g
-            ahead_g = tile(start, i, j + BN, m, n, sm, sn)
+            ahead_g = tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
             value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, WIDE)

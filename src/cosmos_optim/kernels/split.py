@@ -1,6 +1,7 @@
-"""U = U1 + U2 (+ U3) in bfloat16, the form in which thin factors enter the other kernels (see `tiles`).
+"""U = U1 + U2 in half precision, the form in which thin factors enter the other kernels (see `tiles`).
 
-(B, k, r) float32 -> (parts, B, k, R), R the next power of two, zeros beyond r. With one part: U rounded to `dtype`.
+(B, k, r) float32 -> (2, B, k, R), R the next power of two, zeros beyond r. float16 parts are those of c U, with a power
+of two c that keeps them normal numbers: 2^8 for a basis, whose entries are at most 1; from the largest entry otherwise.
 """
 
 from __future__ import annotations
@@ -9,40 +10,46 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.backend import available, jit, power_of_two, tl
+from cosmos_optim.kernels.tiles import bring, exponent
+
+# c for the factors whose entries are at most 1.
+BASIS_SCALE = 256.0
 
 
 @jit
-def _split(x, y, total, r, step, sign, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _split(x, y, peak, total, k, r, step, scale, BLOCK: tl.constexpr, R: tl.constexpr, PEAK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     col = tl.arange(0, R)
     inside = row[:, None] < total
     at = row[:, None].to(tl.int64) * R + col[None, :]
-    rest = tl.load(x + row[:, None].to(tl.int64) * r + col[None, :], mask=inside & (col[None, :] < r), other=0.0) * sign
-    for k in tl.static_range(PARTS):
-        lead = rest.to(y.dtype.element_ty)
-        tl.store(y + k * step + at, lead, mask=inside)
-        rest = rest - lead.to(tl.float32)
+    value = tl.load(x + row[:, None].to(tl.int64) * r + col[None, :], mask=inside & (col[None, :] < r), other=0.0) * scale
+    if PEAK:
+        value = value * bring(exponent(tl.load(peak + row // k, mask=row < total, other=1.0)))[:, None]
+    lead = value.to(y.dtype.element_ty)
+    tl.store(y + at, lead, mask=inside)
+    tl.store(y + step + at, (value - lead.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
 
 
-def split(U: Tensor, parts: int, dtype: torch.dtype = torch.bfloat16, sign: float = 1.0) -> Tensor:
-    """The parts of sign U, (parts, B, k, R)."""
+def split(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | None = None) -> Tensor:
+    """The two parts of c U, (2, B, k, R), with c = scale, or c = scale 2^(9 - exponent of peak) by matrix."""
+    if not available(U.device):
+        return split_torch(U, dtype, scale=scale, peak=peak)
     batch, k, r = U.shape
     R = power_of_two(r)
-    if not available(U.device):
-        return split_torch(sign * U, parts, dtype)
     U = U.contiguous()
-    Y = torch.empty(parts, batch, k, R, dtype=dtype, device=U.device)
-    block = max(1, 4096 // R)
-    grid = (-(-batch * k // block),)
-    _split[grid](U, Y, batch * k, r, Y.stride(0), sign, BLOCK=block, R=R, PARTS=parts, num_warps=4)
+    Y = torch.empty(2, batch, k, R, dtype=dtype, device=U.device)
+    block = max(1, 2048 // R)
+    _split[(-(-batch * k // block),)](
+        U, Y, U if peak is None else peak, batch * k, k, r, Y.stride(0), scale, BLOCK=block, R=R,
+        PEAK=peak is not None, num_warps=4,
+    )  # fmt: skip
     return Y
 
 
-def split_torch(U: Tensor, parts: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def split_torch(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | None = None) -> Tensor:
     """The same in plain torch."""
-    rest = torch.nn.functional.pad(U.float(), (0, power_of_two(U.shape[-1]) - U.shape[-1]))
-    out = []
-    for _ in range(parts):
-        out.append(rest.to(dtype))
-        rest = rest - out[-1].float()
-    return torch.stack(out)
+    value = torch.nn.functional.pad(U.float() * scale, (0, power_of_two(U.shape[-1]) - U.shape[-1]))
+    if peak is not None:
+        value = torch.ldexp(value, 10 - torch.frexp(peak.view(-1, 1, 1)).exponent)
+    lead = value.to(dtype)
+    return torch.stack([lead, (value - lead.float()).to(dtype)])

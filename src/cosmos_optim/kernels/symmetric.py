@@ -133,6 +133,6 @@ class SymmetricProducts:
         """A B = A'B."""
         return symmetric_product(A, B)
 
-    def times(self, X: Tensor, Q: Tensor) -> Tensor:
-        """X Q."""
-        return torch.bmm(X, Q, out=like(X, X.shape[1]))
+    def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
+        """X Q, by torch: nothing is symmetric here."""
+        return torch.bmm(X, Q, out=like(X, X.shape[1]) if out is None else out)

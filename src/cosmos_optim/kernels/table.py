@@ -79,7 +79,8 @@ class Matrices:
     def source(self) -> dict[str, Any]:
         """The arguments by which a kernel reads it: table, strides, element type, alignment."""
         t = self.tensors[0]
-        aligned = all(x.data_ptr() % 16 == 0 for x in self.tensors)
+        pitch = max(t.stride()) * t.element_size()
+        aligned = pitch % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in self.tensors)
         return {"x": self.table, "stride": 0, "sm": t.stride(0), "sn": t.stride(1),
                 "TABLE": True, "ELEMENT": getattr(tl, _ELEMENT[t.dtype]), "ALIGNED": aligned}  # fmt: skip
 

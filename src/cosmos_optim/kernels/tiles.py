@@ -1,9 +1,13 @@
-"""What the thin kernels share: where a matrix of a list begins, and a product of nearly single precision.
+"""What the thin kernels share: where a matrix of a list begins, and products of nearly single precision.
 
-x = x1 + x2 + ... with bfloat16 parts x1 = bf16(x), x2 = bf16(x - x1), ...: two parts hold 16 bits of x, three hold 24.
-A product keeps the terms that matter: x1 y2 + x2 y1 + x1 y1 with two parts (relative error about 2^-17), and
-x1 y3 + x2 y2 + x3 y1 more with three (2^-23). Tensor cores take bfloat16 at full rate and sum in float32, so this is
-several times as fast as float32 arithmetic, and bfloat16 keeps float32's range: no gradient over- or underflows.
+A float32 number is split in two half-precision parts, x = x1 + x2 with x1 = half(x), x2 = half(x - x1), and a product
+keeps x1 y1 + x1 y2 + x2 y1. Tensor cores multiply the parts at full rate and sum in float32; that is several times as
+fast as float32 arithmetic. Two kinds of half serve:
+
+- float16 parts hold 22 bits, but only numbers of moderate size: each tile is first brought near 2^10 by a power of two
+  of its own. The tile's product starts a sum of its own, too, because tensor cores cut what falls off the end of a
+  long sum instead of rounding it. Error about 2^-22: for everything that tracks the eigenbasis.
+- bfloat16 parts hold 16 bits of any number. Error about 2^-17: for adding P U' to a matrix.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ def matrix(x, batch, stride, TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED
 
 
 @jit
-def part(x):  # type: ignore[no-untyped-def]
-    """The leading bfloat16 part of x and what is left."""
-    lead = x.to(tl.bfloat16)
-    return lead, x - lead.to(tl.float32)
+def tile(start, i, j, m, n, si, sj):  # type: ignore[no-untyped-def]
+    """The entries (i, j) of a matrix, 0 outside."""
+    inside = (i[:, None] < m) & (j[None, :] < n)
+    return tl.load(start + i[:, None] * si + j[None, :] * sj, mask=inside, other=0.0)
 
 
 @jit
@@ -39,44 +43,46 @@ def mac(a, b, acc, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def mac_parts(a, b, step, mask, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a b for float32 a and pre-split b, whose parts lie `step` apart.
-
-    PARTS = 1: a is a half-precision matrix already and b has one part of the same type.
-    """
-    b1 = tl.load(b, mask=mask, other=0.0)
-    if PARTS == 1:
-        return mac(a, b1, acc, WIDE)
-    a1, rest = part(a.to(tl.float32))
-    a2, rest = part(rest)
-    b2 = tl.load(b + step, mask=mask, other=0.0)
-    if PARTS == 3:
-        a3 = rest.to(tl.bfloat16)
-        acc = mac(a3, b1, acc, WIDE)
-        acc = mac(a1, tl.load(b + 2 * step, mask=mask, other=0.0), acc, WIDE)
-        acc = mac(a2, b2, acc, WIDE)
-    acc = mac(a2, b1, acc, WIDE)
-    acc = mac(a1, b2, acc, WIDE)
-    return mac(a1, b1, acc, WIDE)
+def exponent(peak):  # type: ignore[no-untyped-def]
+    """The biased exponent of a largest entry, kept where both powers of two below are normal numbers."""
+    return tl.maximum((peak.to(tl.int32, bitcast=True) >> 23) & 0xFF, 10)
 
 
 @jit
-def mac_left(b, a, step, mask, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + b'a for pre-split b and float32 a: the same product seen from the other side."""
-    b1 = tl.trans(tl.load(b, mask=mask, other=0.0))
-    if PARTS == 1:
-        return mac(b1, a, acc, WIDE)
-    a1, rest = part(a.to(tl.float32))
-    a2, rest = part(rest)
-    b2 = tl.trans(tl.load(b + step, mask=mask, other=0.0))
-    if PARTS == 3:
-        a3 = rest.to(tl.bfloat16)
-        acc = mac(b1, a3, acc, WIDE)
-        acc = mac(tl.trans(tl.load(b + 2 * step, mask=mask, other=0.0)), a1, acc, WIDE)
-        acc = mac(b2, a2, acc, WIDE)
-    acc = mac(b1, a2, acc, WIDE)
-    acc = mac(b2, a1, acc, WIDE)
-    return mac(b1, a1, acc, WIDE)
+def bring(e):  # type: ignore[no-untyped-def]
+    """The power of two that brings numbers of exponent e to [2^9, 2^10)."""
+    return ((263 - e) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def undo(e):  # type: ignore[no-untyped-def]
+    """Its inverse."""
+    return ((e - 9) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def mac_tile(a, peak, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + a b, or acc + b'a (LEFT), for a float32 tile a with this largest entry and split b.
+
+    NARROW: a was stored in 8 bits of mantissa, so its second part is zero.
+    """
+    e = exponent(peak)
+    x = a * bring(e)
+    a1 = x.to(tl.float16)
+    a2 = (x - a1.to(tl.float32)).to(tl.float16)
+    own = tl.zeros_like(acc)
+    if LEFT:
+        b1, b2 = tl.trans(b1), tl.trans(b2)
+        if not NARROW:
+            own = mac(b1, a2, own, WIDE)
+        own = mac(b2, a1, own, WIDE)
+        own = mac(b1, a1, own, WIDE)
+    else:
+        if not NARROW:
+            own = mac(a2, b1, own, WIDE)
+        own = mac(a1, b2, own, WIDE)
+        own = mac(a1, b1, own, WIDE)
+    return acc + own * undo(e)
 
 
 @jit
@@ -87,10 +93,3 @@ def add_outer(acc, p1, p2, u, step, mask, WIDE: tl.constexpr):  # type: ignore[n
     acc = mac(p2, u1, acc, WIDE)
     acc = mac(p1, u2, acc, WIDE)
     return mac(p1, u1, acc, WIDE)
-
-
-@jit
-def tile(start, i, j, m, n, si, sj):  # type: ignore[no-untyped-def]
-    """The entries (i, j) of a matrix in float32, 0 outside."""
-    inside = (i[:, None] < m) & (j[None, :] < n)
-    return tl.load(start + i[:, None] * si + j[None, :] * sj, mask=inside, other=0.0).to(tl.float32)

@@ -14,9 +14,20 @@ LAUNCH = Launch(64, 64, warps=4, stages=2)
 
 
 @jit
+def dither(value, index, seed):  # type: ignore[no-untyped-def]
+    """The float32 that rounds to the bfloat16 which `rounding.stochastic_bfloat16` draws for this index and seed."""
+    x = index * 0x9E3779B + seed * -2048144789
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2048144789
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -1028477387
+    x = (x ^ ((x >> 16) & 0xFFFF)) & 0xFFFF
+    cut = (value.to(tl.int32, bitcast=True) + x) & ~0xFFFF
+    return tl.where(tl.abs(value) < float("inf"), cut.to(tl.float32, bitcast=True), value)
+
+
+@jit
 def _update(  # type: ignore[no-untyped-def]
-    x, work, p, u, coefficients, skip, stride, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr,
+    x, work, p, u, coefficients, skip, seeds, stride, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr, SEEDED: tl.constexpr,
     TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
@@ -26,34 +37,41 @@ def _update(  # type: ignore[no-untyped-def]
     write = True
     if SKIP:
         write = tl.load(skip) == 0
+    seed = 0
+    if SEEDED:
+        seed = tl.load(seeds + batch)
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
     if THIN:
         at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
         p1 = tl.load(at_p, mask=i[:, None] < m, other=0.0)
         p2 = tl.load(at_p + p_step, mask=i[:, None] < m, other=0.0)
-    ahead_w = tile(start, i, tl.arange(0, BN), m, n, sm, sn)
-    ahead_b = tile(source, i, tl.arange(0, BN), m, n, wm, wn)
+    ahead_w = tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
+    ahead_b = tile(source, i, tl.arange(0, BN), m, n, wm, wn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         value = decay * ahead_w - gain * ahead_b
-        ahead_w = tile(start, i, j + BN, m, n, sm, sn)
-        ahead_b = tile(source, i, j + BN, m, n, wm, wn)
+        ahead_w = tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
+        ahead_b = tile(source, i, j + BN, m, n, wm, wn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
             value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, WIDE)
         inside = (i[:, None] < m) & (j[None, :] < n) & write
+        if SEEDED:
+            value = dither(value, i[:, None] * n + j[None, :], seed)
         tl.store(start + i[:, None] * sm + j[None, :] * sn, value.to(ELEMENT), mask=inside)
 
 
 def update_(
-    W: Matrices, B: Tensor, P: Tensor | None, U: Tensor | None, coefficients: Tensor, skip: Tensor | None
-) -> None:
+    W: Matrices, B: Tensor, P: Tensor | None, U: Tensor | None, coefficients: Tensor, skip: Tensor | None,
+    seeds: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update W in place; nothing is written where `skip` holds.
 
     Args:
         B: the tall work buffer (B, long, short).
         P, U: pre-split thin factors (2, B, m or n, R), or None; P carries its sign and size.
         coefficients: (B, 2) float32: decay, b.
+        seeds: (B,) int32; given, bfloat16 parameters are rounded stochastically.
     """
     (m, n), batch = W.shape, len(W)
     R = 16 if U is None else U.shape[-1]
@@ -61,9 +79,9 @@ def update_(
     wm, wn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
     _update[(-(-m // how.rows), batch)](
         **W.source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
-        skip=coefficients if skip is None else skip, work_stride=B.stride(0), p_step=0 if P is None else P.stride(0),
+        skip=coefficients if skip is None else skip, seeds=coefficients if seeds is None else seeds, work_stride=B.stride(0), p_step=0 if P is None else P.stride(0),
         u_step=0 if U is None else U.stride(0), m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
-        SKIP=skip is not None, WIDE=INTERPRET, **how.options,
+        SKIP=skip is not None, SEEDED=seeds is not None, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
 
 

@@ -93,8 +93,8 @@ class Products(Protocol):
     def product(self, A: Tensor, B: Tensor) -> Tensor:
         """A B for symmetric matrices that commute."""
 
-    def times(self, X: Tensor, Q: Tensor) -> Tensor:
-        """X Q for symmetric Q."""
+    def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
+        """X Q for symmetric Q, in `out` if given."""
 
 
 class TorchProducts:
@@ -114,9 +114,9 @@ class TorchProducts:
         """A B."""
         return torch.bmm(A, B)
 
-    def times(self, X: Tensor, Q: Tensor) -> Tensor:
+    def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
         """X Q."""
-        return torch.bmm(X, Q)
+        return torch.bmm(X, Q) if out is None else torch.bmm(X, Q, out=out)
 
 
 def fresh_at(length: int, width: int, steps: int, dtype: torch.dtype) -> set[int]:
@@ -129,7 +129,7 @@ def fresh_at(length: int, width: int, steps: int, dtype: torch.dtype) -> set[int
 
 def iterate(
     X: Tensor, rows: list[Row], products: Products, *, weight: Tensor | None = None, scale: float = 1.0,
-    fresh: set[int] | None = None,
+    fresh: set[int] | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """All iterations on a stack X (B, l, s), l >= s, which stands for X / |X|: returns |X| times the result.
 
@@ -137,6 +137,7 @@ def iterate(
         weight: scale^2 / |X|^2, (B, 1, 1); None where |X| = scale already.
         scale: R is kept times scale^2, so that half precision need not hold small numbers.
         fresh: iterations that form R from X; all by default.
+        out: where the result goes if it can; X itself is allowed, and is then overwritten once it is not needed.
     """
     fresh = set(range(len(rows))) if fresh is None else fresh
     b_unit, c_unit = 1 / scale**2, 1 / scale**4
@@ -144,12 +145,18 @@ def iterate(
     for k, (a, b, c) in enumerate(rows):
         if k in fresh:
             X = X if Q is None else products.times(X, Q)
-            Q, R = None, products.gram(X, weight)
+            R = Z = Q = None  # free them before the next ones are made
+            R = products.gram(X, weight)
+        assert R is not None
         Z = products.quadratic(R, a, b * b_unit, c * c_unit)
         if k + 1 < len(rows) and k + 1 not in fresh:
             R = products.product(products.product(R, Z), Z)
+        else:
+            R = None
         Q = Z if Q is None else products.product(Q, Z)
-    return X if Q is None else products.times(X, Q)
+    R = Z = None
+    assert Q is not None
+    return products.times(X, Q, None if out is X else out)
 
 
 def newton_schulz(X: Tensor, ns: NewtonSchulz, products: Products | None = None) -> Tensor:

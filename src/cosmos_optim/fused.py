@@ -1,0 +1,318 @@
+"""The algebra of large matrices on a GPU: kernels over lists of matrices, nothing stacked, as few passes as possible.
+
+What a rule writes as M = lerp(M, G), G U, M U, X = N - N U U', NS(X), b B + P U' becomes, per matrix:
+
+    read G          Y = G U                                       (project)
+    read G          G'Y                                           (correlate)
+    read G, M; write M      M <- lerp, G U_new, M U_new           (momentum)
+    read M; write X         X = M - M U U' in half precision      (residual)
+    products of X           Newton-Schulz, half the work where a product is symmetric
+    read B                  B U, |B|^2                            (overlap)
+    read B, W; write W      W <- decay W - lr (b B + P U')        (update)
+
+The operands below only remember what is asked for until a kernel can answer several questions in one pass. The thin
+factors U, S, V, P are ordinary stacked tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.algebra import Algebra, sum_of_squares
+from cosmos_optim.kernels import available
+from cosmos_optim.kernels.correlate import correlate
+from cosmos_optim.kernels.momentum import momentum_
+from cosmos_optim.kernels.project import overlap, project
+from cosmos_optim.kernels.residual import residual
+from cosmos_optim.kernels.split import BASIS_SCALE, split
+from cosmos_optim.kernels.streams import Lanes
+from cosmos_optim.kernels.symmetric import SymmetricProducts
+from cosmos_optim.kernels.symmetric import supports as symmetric_supports
+from cosmos_optim.kernels.table import Matrices, uniform
+from cosmos_optim.kernels.update import update_
+from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, fresh_at, iterate
+
+# The kernels keep a block of a thin factor in registers.
+MAX_RANK = 256
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Basis:
+    """A thin factor (B, n, r) and its parts, made when first asked for."""
+
+    def __init__(self, U: Tensor) -> None:
+        self.U, self.r = U, U.shape[-1]
+        self._half: Tensor | None = None
+        self._wide: Tensor | None = None
+
+    @property
+    def half(self) -> Tensor:
+        """float16 parts, for products with a matrix."""
+        if self._half is None:
+            self._half = split(self.U, torch.float16, scale=BASIS_SCALE)
+        return self._half
+
+    @property
+    def wide(self) -> Tensor:
+        """bfloat16 parts, for outer products."""
+        if self._wide is None:
+            self._wide = split(self.U, torch.bfloat16)
+        return self._wide
+
+
+@dataclass(eq=False)
+class Mean:
+    """M + w (G - M), written to M in place by the first kernel that reads it."""
+
+    M: Matrices
+    G: Matrices
+    w: float
+    peak: Tensor | None = None  # block maxima of M and G; None until M is written
+    products: dict[Basis, tuple[Tensor, Tensor]] = field(default_factory=dict)  # U -> (G U, M U)
+
+
+@dataclass(frozen=True, eq=False)
+class Blend:
+    """a M + b G."""
+
+    a: float
+    mean: Mean
+    b: float
+
+
+@dataclass(eq=False)
+class Residual:
+    """N + P U' (P with its sign) for N a mean or a blend, in a work buffer once `buffer` is set."""
+
+    N: Blend
+    P: Tensor | None = None
+    basis: Basis | None = None
+    buffer: Tensor | None = None
+    square: Tensor | None = None  # |buffer|^2
+    factor: Tensor | None = None  # buffer = factor X
+
+
+@dataclass(eq=False)
+class Polar:
+    """B = (buffer - (buffer U) U') / norm: the directions that X does not have are taken out of its rounding noise."""
+
+    buffer: Tensor
+    norm: Tensor
+    basis: Basis | None
+    BU: Tensor | None
+    square: Tensor  # |B|^2
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """s (b B + P U')."""
+
+    b: Tensor
+    B: Polar
+    P: Tensor | None
+    basis: Basis | None
+    s: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> bool:
+    """Whether kernels can run these equal-length lists of (m, n) matrices: parameters, gradients, momenta."""
+    t = lists[0][0]
+    if not available(t.device) or not all(uniform(x) for x in lists) or ns.dtype not in (None, *HALF):
+        return False
+    # Below 16 rows or columns nothing is left to save; r >= min(m, n) would make U look like a matrix.
+    return min(t.shape) >= 16 and 1 <= rank <= MAX_RANK and rank < min(t.shape)
+
+
+def bytes_per_matrix(m: int, n: int, r: int) -> int:
+    """Transient memory of one matrix in flight, from the shapes: work buffers, Gram matrices, thin factors."""
+    long, short = max(m, n), min(m, n)
+    large, square, thin = 2 * long * short, 2 * short * short, 4 * r * (5 * m + 4 * n)
+    # Two chunks are on the way at a time; one of them is in Newton-Schulz.
+    return 2 * (large + thin) + large + 5 * square
+
+
+def chunk_matrices(m: int, n: int, r: int, budget_bytes: int) -> int:
+    """How many matrices a chunk may hold for a transient of at most `budget_bytes`."""
+    return max(1, budget_bytes // bytes_per_matrix(m, n, r))
+
+
+class FusedAlgebra(Algebra):
+    """`Algebra` over lists of whole matrices on one GPU; one instance serves one chunk of one step."""
+
+    def __init__(self, m: int, n: int, *, skip: Tensor | None = None) -> None:
+        super().__init__(m, n, skip=skip)
+        self._bases: dict[int, Basis] = {}
+        self._mean: Mean | None = None
+        self._projected = False
+
+    # -- products and sums ------------------------------------------------------------------------------------------
+
+    def mm(self, X: Any, U: Tensor) -> Tensor:
+        """X U. The second projection of a gradient takes its momentum along: one pass for both."""
+        if isinstance(X, Tensor):
+            return super().mm(X, U)
+        basis = self._basis(U)
+        if isinstance(X, Blend):
+            return torch.add(X.a * self.mm(X.mean, U), self.mm(X.mean.G, U), alpha=X.b)
+        if isinstance(X, Mean):
+            return self._both(X, basis)[1]
+        mean = self._mean
+        if mean is not None and mean.G is X:
+            if basis in mean.products:
+                return mean.products[basis][0]
+            if mean.peak is None and self._projected:
+                return self._both(mean, basis)[0]
+        self._projected = True
+        return project(X, basis.half, basis.r)
+
+    def _both(self, mean: Mean, basis: Basis) -> tuple[Tensor, Tensor]:
+        """G U and M U, with M written on the way if it is not yet."""
+        if basis not in mean.products:
+            if mean.peak is None:
+                GU, MU, mean.peak = momentum_(mean.M, mean.G, mean.w, basis.half, basis.r, self.skip)
+            else:
+                GU, MU = project(mean.G, basis.half, basis.r), project(mean.M, basis.half, basis.r)
+            mean.products[basis] = (GU, MU)
+        return mean.products[basis]
+
+    def tn(self, X: Any, Y: Tensor) -> Tensor:
+        """X'Y."""
+        if isinstance(X, Tensor):
+            return super().tn(X, Y)
+        assert isinstance(X, Matrices), f"X'Y of a {type(X).__name__} is not needed by any rule"
+        peak = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
+        return correlate(X, split(Y, torch.float16, peak=peak), peak, Y.shape[-1])
+
+    def energy(self, X: Any) -> Tensor:
+        """|X|^2 in float64, from sums that a kernel left on its way where there are some."""
+        if isinstance(X, Tensor):
+            return sum_of_squares(X)
+        if isinstance(X, Residual):
+            square, factor = self._in_buffer(X, torch.float16)[1:]
+            return square / factor.double().square()
+        if isinstance(X, Polar):
+            return X.square
+        if isinstance(X, Direction):
+            total = X.b.double().square() * X.B.square
+            if X.P is not None:
+                assert X.basis is X.B.basis, "b B + P U' is only known to be orthogonal for the basis of the residual"
+                total = total + sum_of_squares(X.P)
+            return total if X.s is None else total * X.s.double().square()
+        M = X.M if isinstance(X, Mean) else X
+        assert isinstance(M, Matrices)
+        self._written(X)
+        return torch.stack(torch._foreach_norm(M.tensors, 2, torch.float64)).square().view(-1, 1, 1)
+
+    # -- m x n operands -----------------------------------------------------------------------------------------------
+
+    def lerp(self, M: Any, G: Any, weight: float) -> Any:
+        """M + weight (G - M), to be written to M by the pass that needs it first."""
+        self._mean, self._projected = Mean(M, G, weight), False
+        return self._mean
+
+    def blend(self, a: float, M: Any, b: float, G: Any) -> Any:
+        """a M + b G."""
+        assert isinstance(M, Mean) and M.G is G
+        return Blend(a, M, b)
+
+    def residual(self, X: Any, P: Tensor, U: Tensor) -> Any:
+        """X - P U', made when its energy or its polar factor is asked for."""
+        return Residual(_as_blend(X), P, self._basis(U))
+
+    def polar(self, X: Any, ns: NewtonSchulz) -> Any:
+        """Newton-Schulz of X / |X|_F in half precision, on the stream of the heavy products."""
+        dtype = ns.dtype or torch.float16
+        X = X if isinstance(X, Residual) else Residual(_as_blend(X))
+        buffer, square, _ = self._in_buffer(X, dtype)
+        X.buffer = None
+        scale = HALF_SCALE if dtype is torch.float16 else 1.0
+        weight = torch.where(square > 0, scale**2 / square, torch.zeros_like(square)).float()
+        fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
+        products = SymmetricProducts() if symmetric_supports(buffer) else TorchProducts()
+        with Lanes.of(buffer.device).heavy():
+            Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=buffer)
+        norm = square.sqrt()
+        safe = torch.where(square > 0, square, torch.ones_like(square))
+        if X.basis is None:
+            return Polar(Y, norm, None, None, sum_of_squares(Y) / safe)
+        BU, whole = overlap(Y if self.m >= self.n else Y.mT, X.basis.half, X.basis.r)
+        return Polar(Y, norm, X.basis, BU, (whole - sum_of_squares(BU)).clamp_min(0) / safe)
+
+    def combine(self, b: Tensor, B: Any, P: Tensor, U: Tensor) -> Any:
+        """b B + P U'."""
+        return Direction(b, B, P, self._basis(U))
+
+    def scale(self, D: Any, s: Tensor) -> Any:
+        """s D."""
+        if isinstance(D, Polar):
+            return Direction(s, D, None, None)
+        return replace(D, s=s if D.s is None else s * D.s)
+
+    def unit_rms(self, D: Any) -> Any:
+        """D at RMS 1."""
+        return self.scale(D, self.unit_gain(self.energy(D)).float())
+
+    def _basis(self, U: Tensor) -> Basis:
+        """The parts of U, made once; the entry keeps U alive, so that its id stays its own."""
+        return self._bases.setdefault(id(U), Basis(U))
+
+    def _written(self, X: Any) -> None:
+        """See to it that a mean is in memory."""
+        mean = X.mean if isinstance(X, Blend) else X
+        if isinstance(mean, Mean) and mean.peak is None:
+            mean.peak = momentum_(mean.M, mean.G, mean.w, None, 1, self.skip)[2]
+
+    def _in_buffer(self, X: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual in its work buffer, |buffer|^2 and the factor between them."""
+        if X.square is None or X.factor is None:
+            self._written(X.N)
+            mean = X.N.mean
+            assert mean.peak is not None
+            P = None if X.P is None else split(X.P, torch.bfloat16, scale=-1.0)
+            U = None if X.basis is None else X.basis.wide
+            X.buffer, X.square, X.factor = residual(mean.M, mean.G, X.N.a, X.N.b, P, U, mean.peak, dtype)
+        return X.buffer, X.square, X.factor  # type: ignore[return-value]
+
+    # -- the boundary to parameters and their state -------------------------------------------------------------------
+
+    def load(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:
+        """Matrices stay where they are; thin factors are stacked."""
+        if tuple(tensors[0].shape) == (self.m, self.n):
+            return Matrices.of(tensors)
+        return super().load(tensors, dtype)
+
+    def store_(self, tensors: Sequence[Tensor], value: Any) -> None:
+        """Write back; a mean is where it belongs once a kernel has run."""
+        if isinstance(value, Tensor):
+            super().store_(tensors, value)
+        elif isinstance(value, Mean):
+            self._written(value)
+
+    def apply_(
+        self, params: Sequence[Tensor], D: Any, lr: float | Tensor, decay: float | Tensor, *,
+        noise: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """W <- decay W - lr D in one pass."""
+        D = self.scale(D, torch.ones_like(D.norm)) if isinstance(D, Polar) else D
+        B = D.B
+        size = lr if D.s is None else lr * D.s
+        gain = torch.where(B.norm > 0, D.b / B.norm, torch.zeros_like(B.norm)).float() * size
+        coefficients = torch.cat([torch.zeros_like(gain) + decay, gain], dim=-1).view(-1, 2)
+        P = None if D.P is None else D.P * -size
+        if B.BU is not None:
+            P = B.BU * gain if P is None else torch.addcmul(P, B.BU, gain)
+        W = Matrices.of(params)
+        seeds = None if noise is None or W.dtype is not torch.bfloat16 else torch.stack(list(noise)).int().view(-1)
+        parts = None if P is None else split(P, torch.bfloat16)
+        basis = D.basis or B.basis
+        update_(W, B.buffer, parts, None if basis is None else basis.wide, coefficients, self.skip, seeds)
+
+
+def _as_blend(X: Any) -> Blend:
+    return X if isinstance(X, Blend) else Blend(1.0, X, 0.0)

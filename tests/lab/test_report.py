@@ -184,9 +184,10 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     make_run(tmp_path / "a", "cosmos", falling(2.5), rank=16)
     make_run(tmp_path / "b", "cosmos", falling(2.6), rank=64)
     make_run(tmp_path / "c", "cosmos", falling(2.6), rank=64)
-    make_run(tmp_path / "d", "cosmos", falling(1.0), model="other", width=9)
+    make_run(tmp_path / "d", "cosmos", falling(1.0), model="other")
+    make_run(tmp_path / "e", "cosmos", falling(1.0), model="other", width=9)
     tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
-    assert [task.title for task in tasks] == ["tiny · test · width null", "other · test · width 9"]
+    assert [task.title for task in tasks] == ["tiny · test", "other · test · width null", "other · test · width 9"]
     assert [group.label for group in tasks[0].groups] == [
         "cosmos (rank 16) 1e-3", "cosmos (rank 64) 1e-3", "cosmos (rank 64) 1e-3 #2"
     ]  # fmt: skip

@@ -170,4 +170,5 @@ def heat(run: Run, budget: int = MOST_CELLS) -> Heat | None:
 
 
 def _cell(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    """Four digits: more would give the rounding noise of a constant metric a colour, and the page more bytes."""
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from importlib import resources
@@ -58,7 +59,7 @@ def _lead(tasks: Sequence[Task], misfits: Sequence[Run]) -> str:
     lines = []
     for task in tasks:
         name = f"<b>{escape(task.title)}:</b> " if len(tasks) > 1 else ""
-        lines.append(f'<p class="lead">{name}{escape(words.summary(task))}</p>')
+        lines.append(f'<p class="lead">{name}{escape(words.summary(task)).replace(" %", "&nbsp;%")}</p>')
     runs = [run for task in tasks for group in task.groups for run in group.runs]
     parameters = sorted({run.stats["parameters"] for run in runs if "parameters" in run.stats})
     facts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}"]
@@ -66,7 +67,7 @@ def _lead(tasks: Sequence[Task], misfits: Sequence[Run]) -> str:
         facts.append(tasks[0].title)
     if parameters:
         facts.append(" / ".join(map(count, parameters)) + " parameters")
-    facts += [run.config["versions"]["gpu"] for run in runs[:1] if _has_gpu(run)]
+    facts += sorted({run.config["versions"]["gpu"] for run in runs if _has_gpu(run)})
     listed = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     if misfits:
         listed += f'<li><a href="#not-shown">{words.unreadable(misfits)}</a></li>'
@@ -86,32 +87,44 @@ def _navigation(tasks: Sequence[Task]) -> str:
 
 
 def _task(index: int, task: Task, figures: Mapping[str, str], titled: bool) -> str:
-    parts = []
-    if task.ranking:
-        notes = "".join(f"<li>{escape(note)}</li>" for note in words.cautions(task))
-        about = "Each optimizer at the best learning rate tried." if task.sweeps else ""
-        if len(task.ranking) > 1 or not task.sweeps:
-            parts.append(_section("Results", about, tables.best_table(task) + f'<ul class="cautions">{notes}</ul>'))
-    elif words.cautions(task):
-        notes = "".join(f"<li>{escape(note)}</li>" for note in words.cautions(task))
-        parts.append(f'<section><ul class="cautions">{notes}</ul></section>')
-    saved = _saved(figures, {f"{index}-loss-tokens": "by tokens", f"{index}-loss-time": "by time"})
-    parts.append(_section("Loss curves", f"Drag across a chart to zoom. {saved}", "", "curves"))
+    """The part of the page about one task; under a heading of its own where there are several."""
+    cautions = words.cautions(task)
+    notes = f'<ul class="cautions">{"".join(f"<li>{escape(note)}</li>" for note in cautions)}</ul>' if cautions else ""
+    about = "Each optimizer at the best learning rate tried." if task.sweeps else ""
+    loss = _saved(figures, {f"{index}-loss-tokens": "by tokens", f"{index}-loss-time": "by time"})
+    parts = [
+        _Part("Results", about, (tables.best_table(task) if task.ranking else "") + notes),
+        _Part("Loss curves", f"Drag across a chart to zoom. {loss}", _place("curves")),
+    ]
     if task.sweeps:
-        parts.append(_section("Learning-rate sweep", _saved(figures, {f"{index}-sweep": ""}), "", "sweep"))
+        parts.append(_Part("Learning-rate sweep", _saved(figures, {f"{index}-sweep": ""}), _place("sweep")))
     if payload.heats(task, 2):
         names = {f"{index}-heat-{metric}": metric.replace("_", " ") for metric in METRICS}
-        parts.append(_section("COSMOS diagnostics", _saved(figures, names), "", "heat"))
+        parts.append(_Part("COSMOS diagnostics", _saved(figures, names), _place("heat")))
     if len(task.ranking) != len(task.groups):
-        parts.append(_section("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))
-    parts.append(_section("Configurations", "What differs between runs is coloured.", tables.configurations(task)))
+        parts.append(_Part("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))
+    parts.append(_Part("Configurations", "What differs between runs is coloured.", tables.configurations(task)))
     heading = f"<h2>{escape(task.title)}</h2>" if titled else ""
-    return f'<section class="task" id="task-{index}" data-task="{index}">{heading}{"".join(parts)}</section>'
+    sections = "".join(part.html("h3" if titled else "h2") for part in parts if part.content)
+    return f'<section class="task" id="task-{index}" data-task="{index}">{heading}{sections}</section>'
 
 
-def _section(title: str, about: str, content: str, chart: str = "") -> str:
-    place = f'<div data-chart="{chart}"></div>' if chart else ""
-    return f'<section><div class="head"><h3>{title}</h3><p>{about}</p></div>{content}{place}</section>'
+@dataclass(frozen=True)
+class _Part:
+    """A section: its title, a line beside it, and what stands below; the last two are HTML."""
+
+    title: str
+    about: str
+    content: str
+
+    def html(self, level: str) -> str:
+        head = f"<{level}>{escape(self.title)}</{level}><p>{self.about}</p>"
+        return f'<section><div class="head">{head}</div>{self.content}</section>'
+
+
+def _place(chart: str) -> str:
+    """Where the script draws a chart."""
+    return f'<div data-chart="{chart}"></div>'
 
 
 def _saved(figures: Mapping[str, str], names: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from cosmos_lab.report import curves
 from cosmos_lab.report.results import Group, Task
 from cosmos_lab.report.style import HEAT, significant
 
-_X_DIGITS, _Y_DIGITS, _CELL_DIGITS = 7, 6, 4  # more than a screen can show
+_X_DIGITS, _Y_DIGITS = 7, 6  # more than a screen can show
 
 
 def embed(tasks: Sequence[Task]) -> str:
@@ -92,7 +92,8 @@ def _curve(curve: curves.Curve) -> dict[str, Any]:
 def _sweep_point(task: Task, group: Group) -> dict[str, Any]:
     spread = group.stat("final_val_ppl" if task.validated else "final_train_loss")
     if spread is None or group.status in ("diverged", "broken", "empty"):
-        return {"lr": group.lr, "y": None, "best": False, "text": group.status}
+        reason = "no number, or one too large to show" if group.finished else group.status
+        return {"lr": group.lr, "y": None, "best": False, "text": reason}
     note = f" ± {significant(spread.deviation, 2)} over {spread.n} seeds" if spread.n > 1 else ""
     state = "" if group.finished else f", {group.status}"
     return {
@@ -117,10 +118,7 @@ def _heat(label: str, heat: curves.Heat) -> dict[str, Any]:
                 "kind": panel.kind,
                 "layers": panel.layers,
                 "names": panel.names,
-                "values": {
-                    metric: [[_round(cell, _CELL_DIGITS) for cell in row] for row in panel.values[metric]]
-                    for metric in heat.metrics
-                },
+                "values": {metric: panel.values[metric] for metric in heat.metrics},
             }
             for panel in heat.panels
         ],

@@ -151,15 +151,14 @@ def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
 
 
 def _titles(keys: Sequence[tuple[str, ...]]) -> list[str]:
-    """Model and recipe, and whatever else is needed to tell tasks apart."""
+    """Model and recipe (the recipe alone where it names the model), and what else tells tasks of that name apart."""
     titles = []
-    for key in keys:
+    for model, recipe, *own in keys:
+        rivals = [other[2:] for other in keys if other[:2] == (model, recipe)]
         extra = [
-            f"{name} {key[index]}"
-            for index, name in enumerate(("", "", *_TASK))
-            if index > 1 and name != "model" and len({other[index] for other in keys}) > 1
+            f"{name} {own[index]}" for index, name in enumerate(_TASK) if len({rival[index] for rival in rivals}) > 1
         ]
-        titles.append(" · ".join(filter(None, (*key[:2], *extra))) or "runs")
+        titles.append(" · ".join(filter(None, ("" if recipe.startswith(model) else model, recipe, *extra))) or "runs")
     return titles
 
 

@@ -41,6 +41,8 @@ function ranges(lines, view, axis) {
           bottom = Math.min(bottom, a ?? y);
           top = Math.max(top, b ?? y);
         }
+  for (const line of lines)
+    for (const [x, y] of line.faint.flat()) if (x >= from && x <= high) bottom = Math.min(bottom, y);
   if (bottom > top) for (const line of lines) for (const [, y] of line.main) [bottom, top] = [Math.min(bottom, y), Math.max(top, y)];
   if (bottom > top) [bottom, top] = [1, 2];
   if (view.logY && bottom > 0) {

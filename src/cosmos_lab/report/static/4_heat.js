@@ -17,7 +17,9 @@ function heatScale(heat, metric) {
   let [low, high] = [at(0.01), at(0.99)];
   const log = low > 0 && high / low > 20;
   if (!(high > low)) [low, high] = [cells[0], cells.at(-1)];
+  const constant = low === high;
   const scale = makeScale([low, high], [0, 1], log);
+  scale.constant = constant;
   scale.clipped = [cells[0] < scale.domain[0], cells.at(-1) > scale.domain[1]];
   return scale;
 }
@@ -91,6 +93,7 @@ function heatMap(section, task, colours) {
     const strip = html("div", { class: "strip" });
     strip.style.background = `linear-gradient(to right, ${stops})`;
     const [low, high] = scale.domain, middle = scale.invert(0.5);
+    if (scale.constant) return ramp.replaceChildren(html("span", { text: `${significant(middle)} everywhere` }));
     ramp.replaceChildren(
       html("span", { text: (scale.clipped[0] ? "≤ " : "") + significant(low, 3) }), strip,
       html("span", { text: (scale.clipped[1] ? "≥ " : "") + significant(high, 3) }),

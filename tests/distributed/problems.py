@@ -1,0 +1,218 @@
+"""A small model with every kind of parameter, gradients for it, and the same optimizer run on one process."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from cosmos_optim import OPTIMIZERS, param_groups
+
+STEPS = 10
+Weights = dict[str, Tensor]
+FUSED = {"*.qkv.weight": {"split_sizes": (8, 8, 8)}}
+
+
+class Block(nn.Module):
+    """Matrices of several shapes and a norm; `wide` has a side long enough for an iterated first basis."""
+
+    def __init__(self, *shapes: str) -> None:
+        super().__init__()
+        layers = {"square": (12, 12), "tall": (12, 20), "wide": (48, 12), "qkv": (8, 24)}
+        for shape in shapes:
+            self.add_module(shape, nn.Linear(*layers[shape], bias=shape == "square"))
+        self.norm = nn.LayerNorm(12)
+
+
+class Even(nn.Module):
+    """Sizes that divide: tensor parallelism wants them."""
+
+    shapes = ("square", "tall", "wide", "qkv")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(*self.shapes) for _ in range(2))
+
+
+class Pair(Even):
+    """Two shapes are enough for the rules that have been tested alone."""
+
+    shapes = ("tall", "wide")
+
+
+class Tall(Even):
+    """No more columns than rows: SOAP divides noise by noise in directions without gradient."""
+
+    shapes = ("square", "tall")
+
+
+class Zoo(Even):
+    """What does not divide, too: odd sizes, fewer rows than ranks, experts, a convolution, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 12)
+        self.odd = nn.Linear(5, 7, bias=False)
+        self.thin = nn.Linear(6, 3, bias=False)
+        self.experts = nn.Parameter(torch.empty(3, 8, 6))
+        self.conv = nn.Conv2d(3, 5, 2)
+
+
+class Small(Zoo):
+    """The same with fewer shapes: eight ranks share two cores."""
+
+    shapes = ("square", "qkv")
+
+
+def build(kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
+    """A model with the same weights on every process."""
+    model = kind().to(dtype)
+    for i, p in enumerate(model.parameters()):
+        g = torch.Generator().manual_seed(1000 + i)
+        p.data.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) / math.sqrt(p.shape[-1]))
+    return model
+
+
+def gradient(index: int, shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of a parameter at a step: three leading directions that stay, and noise that does not."""
+    g = torch.Generator().manual_seed(7 * index + 1)
+    rows, cols = math.prod(shape[:-1]) or 1, shape[-1]
+    left = torch.randn(rows, 3, generator=g, dtype=torch.float64)
+    right = torch.randn(3, cols, generator=g, dtype=torch.float64) * torch.tensor([[4.0], [2.0], [1.0]])
+    g.manual_seed(10_000 * (step + 1) + index)
+    noise = torch.randn(rows, cols, generator=g, dtype=torch.float64)
+    return (left @ right + 0.3 * noise).reshape(shape).to(dtype)
+
+
+def placed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor cut by chunks, mesh dimension after mesh dimension, strided shards (FSDP2's) after all others."""
+    order = sorted(range(mesh.ndim), key=lambda dim: (isinstance(placements[dim], _StridedShard), dim))
+    part = whole
+    for dim in order:
+        placement = placements[dim]
+        if not placement.is_replicate():
+            chunks = part.chunk(mesh.size(dim), placement.dim)
+            at = mesh.get_local_rank(dim)
+            part = chunks[at] if at < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=whole.shape,
+                              stride=whole.stride())  # fmt: skip
+
+
+def shard_like(p: Tensor, whole: Tensor) -> Tensor:
+    """`whole` placed as p is."""
+    return placed(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+
+
+def steps(model: nn.Module, opt: torch.optim.Optimizer, dtype: torch.dtype, which: range = range(STEPS)) -> None:
+    """Optimizer steps on the made-up gradients."""
+    for step in which:
+        for i, p in enumerate(model.parameters()):
+            p.grad = shard_like(p, gradient(i, p.shape, step, dtype))
+        opt.step()
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer on a model: what one process and many must agree on."""
+
+    model: type[nn.Module] = Zoo
+    name: str = "cosmos"
+    dtype: torch.dtype = torch.float64
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, shard: Callable[[nn.Module], nn.Module] | None = None) -> tuple[nn.Module, Any]:
+        """The model, sharded or not, and its optimizer: Newton-Schulz in the case's precision, a small basis."""
+        model = build(self.model, self.dtype)
+        if shard is not None:
+            shard(model)
+        hyper: dict[str, Any] = {}
+        if self.name in ("cosmos", "muon", "muon-norm", "normuon"):
+            hyper["ns_dtype"] = self.dtype
+        if self.name in ("cosmos", "galore"):
+            hyper["rank"] = 2
+        fused = any(name.endswith("qkv.weight") for name, _ in model.named_parameters())
+        groups = param_groups(model, self.name, overrides=FUSED if fused else None)
+        return model, OPTIMIZERS[self.name](groups, lr=0.01, weight_decay=0.1, **hyper, **dict(self.options))
+
+    @functools.cache  # noqa: B019
+    def alone(self) -> Weights:
+        """The weights after STEPS steps on one process, without a mesh."""
+        model, opt = self.build()
+        steps(model, opt, self.dtype)
+        return {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    """FSDP2 over all ranks: each block, then the rest."""
+    return _fully(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def hsdp(model: nn.Module) -> nn.Module:
+    """Two replicas, each sharded over half of the ranks."""
+    return _fully(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+
+
+def _fully(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    """`square` and `tall` by output rows, `wide` by input columns."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"square": ColwiseParallel(), "tall": ColwiseParallel(), "wide": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, {key: how for key, how in plan.items() if hasattr(block, key)})
+    return model
+
+
+def fsdp_tensor_parallel(model: nn.Module) -> nn.Module:
+    """FSDP2 over tensor parallelism on two ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    return _fully(tensor_parallel(model, mesh["tensor"]), mesh["data"])
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    """DDP, of which the optimizer sees nothing."""
+    nn.parallel.DistributedDataParallel(model)
+    return model
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": data_parallel, "fsdp": fsdp, "hsdp": hsdp, "tp": tensor_parallel, "fsdp_tp": fsdp_tensor_parallel,
+}  # fmt: skip
+
+
+def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The whole weights of a sharded model, on every rank."""
+    for name, p in model.named_parameters():
+        yield name, (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+
+
+def together(rank: int, layout: str, cases: list[Case]) -> list[Weights] | None:
+    """What a rank does for each case: shard, step, gather. The first and the last rank show what they have."""
+    found = []
+    for case in cases:
+        model, opt = case.build(LAYOUTS[layout])
+        steps(model, opt, case.dtype)
+        found.append(dict(gathered(model)))
+    return found if rank in (0, dist.get_world_size() - 1) else None
+
+
+def distance(a: Weights, b: Weights) -> tuple[float, str]:
+    """The largest difference of two sets of weights relative to the largest weight, and where."""
+    found = {key: float((a[key] - b[key]).abs().max() / b[key].abs().max()) for key in b}
+    return max((value, key) for key, value in found.items())

@@ -52,8 +52,8 @@ class Rig:
 
     def free(self) -> None:
         """Give cached memory back, so that one measurement does not weigh on the next."""
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,8 @@ def lab_data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_run(tmp_path: Path, lab_data: str) -> RunConfig:
     """Eight steps of a one-block model."""
     return RunConfig().replace(
-        model="tiny", width=64, depth=1, mlp=96, vocab_size=VOCAB, data=lab_data, seq_len=16, cache_dir=str(tmp_path / "cache"),
+        model="tiny", width=64, depth=1, mlp=96, vocab_size=VOCAB,
+        data=lab_data, seq_len=16, cache_dir=str(tmp_path / "cache"),
         optimizer="cosmos", lr=2e-3, adam_lr=1e-2, rank=8, steps=8, batch=8, device="cpu", val_tokens=512,
         log_every=1, val_every=4, diagnostics_every=4, checkpoint_every=4, out=str(tmp_path / "runs"), name="run",
     )  # fmt: skip

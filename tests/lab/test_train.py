@@ -84,7 +84,8 @@ def test_clipping_bounds_the_gradient(tiny_run: RunConfig) -> None:
     still = tiny_run.replace(optimizer="adam", rank=None, lr=1e3, adam_lr=1e3, eps=1e3, val_every=1)
     train(still.replace(name="free"))
     train(still.replace(name="clipped", clip=1e-6))
-    free, clipped = ([r["val_loss"] for r in records(still.replace(name=name), "val_loss")] for name in ("free", "clipped"))
+    names = ("free", "clipped")
+    free, clipped = ([r["val_loss"] for r in records(still.replace(name=name), "val_loss")] for name in names)
     assert free[0] - free[-1] > 0.1 > 1e-3 > abs(clipped[0] - clipped[-1])
 
 

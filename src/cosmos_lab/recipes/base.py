@@ -88,14 +88,13 @@ def _with_rates(
 
 def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
     """An optimizer's distinct variants apart from the rate; adam_lr "lr" marks one that follows it."""
+    own = [variant for variant in grid if variant["optimizer"] == name]
+    follows = all(variant.get("adam_lr") == variant["lr"] for variant in own)
     found: list[dict[str, Any]] = []
-    for variant in grid:
-        if variant["optimizer"] == name:
-            like = {key: value for key, value in variant.items() if key != "lr"}
-            if like.get("adam_lr") == variant["lr"]:
-                like["adam_lr"] = "lr"
-            if like not in found:
-                found.append(like)
+    for variant in own:
+        like = {key: value for key, value in variant.items() if key != "lr"} | ({"adam_lr": "lr"} if follows else {})
+        if like not in found:
+            found.append(like)
     return found or [{"optimizer": name}]
 
 

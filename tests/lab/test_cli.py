@@ -1,0 +1,139 @@
+"""The command line: what it does, and that every mistake ends in one clear line and exit code 2."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cosmos_lab import commands, flags
+from cosmos_lab.cli import main
+from cosmos_lab.commands import CompareCommand, parse_lrs
+from cosmos_lab.config import RunConfig
+from cosmos_lab.profile import ProfileConfig
+from cosmos_lab.recipes import RECIPES
+
+tyro = pytest.importorskip("tyro")
+
+
+@pytest.fixture
+def small(tiny_run: RunConfig) -> list[str]:
+    """Flags that turn any recipe into a run of a second."""
+    c = tiny_run
+    return [
+        "--model", "tiny", "--width", "64", "--depth", "1", "--mlp", "96", "--vocab-size", "64", "--data", c.data.data,
+        "--seq-len", "16", "--steps", "4", "--batch", "4", "--val-tokens", "256", "--device", "cpu",
+        "--out", c.logging.out, "--cache-dir", str(c.data.cache_dir), "--checkpoint-every", "2", "--rank", "8",
+    ]  # fmt: skip
+
+
+def test_train_then_report_then_export(
+    small: list[str], tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "llama-130m", "--scale", "0.1", *small, "--lr", "3e-3", "--name", "mine"]) == 0
+    folder = Path(tiny_run.logging.out) / "mine"
+    about = json.loads((folder / "config.json").read_text())
+    assert about["lr"] == 3e-3 and about["recipe"] == "llama-130m" and about["config"]["schedule"] == "linear"
+    assert "done: final_val_loss" in capsys.readouterr().out
+    assert main(["report", str(folder), "-o", str(tmp_path / "page")]) == 0
+    assert "cosmos" in (tmp_path / "page" / "index.html").read_text().lower()
+    assert main(["export", str(folder), "-o", str(tmp_path / "llama")]) == 0
+    assert json.loads((tmp_path / "llama" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_compare_runs_the_grid_asked_for(
+    small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--optimizers", "adam,cosmos", "--lrs", "adam=1e-2;cosmos=1e-3,2e-3", "--seeds", "3"]
+    assert main(["compare", "tiny", *small, *asked]) == 0
+    result = json.loads((Path(tiny_run.logging.out) / "compare.json").read_text())
+    assert [(row["optimizer"], row["lr"], row["seeds"]) for row in result["rows"]] == [
+        ("adam", 1e-2, [3]), ("cosmos", 1e-3, [3]), ("cosmos", 2e-3, [3]),
+    ]  # fmt: skip
+    assert "best" in capsys.readouterr().out
+
+
+def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch", "1", "--accumulation", "1", "--seq-len", "16", "--iterations", "1", "--vocab-size", "64"]
+    assert main(["profile", "tiny", *sizes, "--tables", "memory", "--optimizers", "adam", "--device", "cpu"]) == 0
+    assert "forward_backward_s" in capsys.readouterr().out
+
+
+def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in (*RECIPES, "profile-memory"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tran"], "there is no command 'tran'; did you mean train?"),
+        (["train"], "the recipe comes first"),
+        (["train", "llama-130"], "unknown recipe 'llama-130'; did you mean llama-130m"),
+        (["train", "tiny", "--scale", "big"], "--scale takes a number"),
+        (["train", "tiny", "--scale", "7"], r"--scale must lie in (0, 1]; got 7.0"),
+        (["train", "tiny", "--warmup", "2"], "--warmup is a share"),
+        (["train", "llama-130m"], "missing shard"),
+        (["compare", "tiny", "--lr", "1"], "a comparison takes --lrs, not --lr"),
+        (["compare", "tiny", "--seeds", "a"], "--seeds takes numbers separated by commas; got 'a'"),
+        (["compare", "llama-130m", "--optimizers", "normuon"], "give them with --lrs"),
+        (["profile", "llama-2b"], "no preset 'llama-2b'"),
+        (["report"], "RUNS comes first"),
+        (["report", "nowhere"], "nowhere"),
+        (["export", "nowhere"], "nowhere has no checkpoint"),
+        (["data", "fetch", "c4"], "data has one verb, prepare"),
+        (["data", "prepare", "c4", "--val-fraction", "7"], "val_fraction is 7.0; it must lie between 0 and 1"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cosmos-lab: ") and message in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("with_tyro", [True, False])
+def test_a_wrong_flag(with_tyro: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not with_tyro:
+        monkeypatch.setitem(sys.modules, "tyro", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "tiny", "--stepz", "3"])
+    assert stop.value.code == 2 and "--stepz" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("default", [RunConfig(), CompareCommand(), ProfileConfig()])
+def test_without_tyro_the_flags_mean_the_same(default: object) -> None:
+    arguments = {
+        RunConfig: ["--lr", "0.25", "--width", "128", "--clip", "None", "--checkpointing", "--options", "a=1", "b=2"],
+        CompareCommand: ["--optimizers", "adam", "--parallel", "3", "--schedule", "wsd", "--no-deterministic"],
+        ProfileConfig: ["--optimizers", "adam", "muon", "--tables", "mfu", "--memory-cap-gb", "40"],
+    }[type(default)]
+    assert flags.parse_plain(default, arguments, prog="x") == flags.parse(default, arguments, prog="x")
+    assert flags.parse_plain(default, [], prog="x") == default == flags.parse(default, [], prog="x")
+
+
+def test_every_field_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "tiny", "--help"])
+    out = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in out for name in RunConfig().flat())
+
+
+def test_rates_on_the_command_line() -> None:
+    assert parse_lrs(None) is None
+    with pytest.raises(ValueError, match="--lrs takes numbers"):
+        parse_lrs("fast")
+
+
+def test_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0 and main([]) == 2
+    out = capsys.readouterr().out
+    assert all(name in out for name in commands.COMMANDS)

@@ -1,0 +1,114 @@
+"""Grids: made once, continued after a cut, ranked, in one process or several."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_lab import compare as module
+from cosmos_lab import runlog
+from cosmos_lab.compare import compare, format_result, rank
+from cosmos_lab.config import RunConfig
+
+
+def grid(base: RunConfig, *variants: dict[str, Any]) -> list[RunConfig]:
+    """Runs of a few steps without checkpoints, named by their number."""
+    quick = base.replace(steps=4, val_every=0, diagnostics_every=0, checkpoint_every=0)
+    return [quick.replace(name=f"run{i}", **variant) for i, variant in enumerate(variants)]
+
+
+ADAM = {"optimizer": "adam", "rank": None}
+COSMOS = {"optimizer": "cosmos"}
+
+
+def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
+    runs = grid(
+        tiny_run,
+        *({**ADAM, "lr": lr, "adam_lr": lr, "seed": seed} for lr in (1e-6, 1e-2) for seed in (0, 1)),
+        {**COSMOS, "lr": 2e-3},
+    )
+    result = compare(runs, show=False)
+    assert json.loads((Path(tiny_run.logging.out) / "compare.json").read_text()) == result
+    assert [row["label"] for row in result["rows"]] == ["adam lr 1e-06", "adam lr 0.01", "cosmos lr 0.002"]
+    assert result["best"] == {"adam": "adam lr 0.01", "cosmos": "cosmos lr 0.002"}
+    assert [row["best"] for row in result["rows"]] == [False, True, True]
+    slow = result["rows"][0]
+    summaries = (Path(tiny_run.logging.out) / name / "summary.json" for name in slow["runs"])
+    values = [json.loads(path.read_text())["final_val_loss"] for path in summaries]
+    assert slow["seeds"] == [0, 1] and slow["mean"] == pytest.approx(sum(values) / 2)
+    assert slow["spread"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    text = format_result(result).splitlines()
+    assert text[0].split()[:3] == ["run", "best", "final_val_loss"] and "*" in text[2] and "*" not in text[1]
+
+
+def test_finished_runs_are_skipped_and_half_finished_ones_resumed(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
+    runs = [run.replace(checkpoint_every=1, steps=6) for run in runs]
+    steps: list[tuple[str, int]] = []
+    real = module.train
+
+    def counted(config: RunConfig, progress: Any = None) -> Any:
+        def note(record: Any) -> None:
+            if "loss" in record:
+                steps.append((config.run_name, record["step"]))
+                if len(steps) == 9:
+                    raise KeyboardInterrupt
+            progress(record)
+
+        return real(config, progress=note)
+
+    monkeypatch.setattr(module, "train", counted)
+    with pytest.raises(KeyboardInterrupt):
+        compare(runs, show=False)
+    assert steps[-1] == ("run1", 3)
+    compare(runs, show=False)
+    assert steps[9:] == [("run1", 3), ("run1", 4), ("run1", 5), ("run1", 6)]  # step 3 was logged, not yet saved
+
+
+def test_runs_in_processes_give_the_same(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2, "adam_lr": 1e-2}, {**COSMOS, "options": ("ns_stepz=1",)})
+    result = compare(runs, parallel=2)
+    assert "failed" in capsys.readouterr().out
+    assert [row["status"] for row in result["rows"]] == [["done"], ["failed"]]
+    assert "ns_stepz" in result["rows"][1]["failures"][0]
+    here = compare([runs[0].replace(name="here")], show=False)
+    assert here["rows"][0]["values"] == result["rows"][0]["values"]
+
+
+def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e30, "adam_lr": 1e30, "warmup": 0.0}, {**ADAM, "lr": 1e-3, "warmup": 0.0})
+    result = compare(runs, show=False)
+    assert result["rows"][0]["status"] == ["diverged"] and result["best"] == {"adam": "adam lr 0.001"}
+    assert "diverged" in format_result(result)
+
+
+def test_variants_of_one_optimizer_are_told_apart(tiny_run: RunConfig) -> None:
+    runs = grid(tiny_run, {**COSMOS, "rank": 4}, {**COSMOS, "rank": 8}, {**ADAM})
+    result = rank(runs, "final_val_loss")
+    labels = [row["label"] for row in result["rows"]]
+    assert labels == ["cosmos lr 0.002 rank 4", "cosmos lr 0.002 rank 8", "adam lr 0.002 rank None"]
+    assert all(row["mean"] is None for row in result["rows"]) and result["best"] == {}
+
+
+def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.train
+
+    def scarce(config: RunConfig, progress: Any = None) -> Any:
+        if config.optimizer.optimizer == "cosmos":
+            raise RuntimeError("CUDA out of memory\nmore")
+        return real(config, progress=progress)
+
+    monkeypatch.setattr(module, "train", scarce)
+    result = compare(grid(tiny_run, COSMOS, ADAM), show=False)
+    assert result["rows"][0]["failures"] == ["CUDA out of memory"] and list(result["best"]) == ["adam"]
+    assert not (runlog.run_folder(tiny_run.replace(name="run0")) / "summary.json").exists()  # so that it is tried again
+
+
+def test_names_must_differ_and_something_must_be_left(tiny_run: RunConfig) -> None:
+    with pytest.raises(ValueError, match="two runs are called 'run'"):
+        compare([tiny_run, tiny_run], show=False)
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare([], show=False)

@@ -1,0 +1,141 @@
+"""Profiles on the CPU with a tiny model: rows, memory by count, the search for the largest batch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_lab.config import OptimizerOptions
+from cosmos_lab.meters import GB, Clock, mfu
+from cosmos_lab.profile import ProfileConfig, format_rows, largest_batch, profile
+from cosmos_lab.recipes import PROFILES
+from cosmos_lab.rig import Rig
+
+SMALL: dict[str, Any] = {
+    "model": "tiny", "vocab_size": 64, "batch": 2, "accumulation": 2, "seq_len": 16, "iterations": 1, "device": "cpu",
+}  # fmt: skip
+
+
+def quiet(line: str) -> None:
+    """Progress is not looked at here."""
+
+
+def test_the_three_tables(tmp_path: Path) -> None:
+    config = ProfileConfig(
+        **SMALL,
+        optimizers=("adam", "muon", "cosmos"),
+        tables=("memory", "throughput", "mfu"),
+        memory_cap_gb=0.01,
+        tokens_per_step=128,
+        out=str(tmp_path / "profile.json"),
+    )
+    result = profile(config, quiet)
+    assert json.loads((tmp_path / "profile.json").read_text())["memory"] == result["memory"]
+    memory = {row["optimizer"]: row for row in result["memory"]}
+    assert list(memory) == ["adam", "muon", "cosmos"]
+    for row in memory.values():
+        assert row["seconds"] == pytest.approx(row["forward_backward_s"] + row["optimizer_s"])
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["seconds"])
+        assert row["mfu"] is None  # a CPU's peak is not known
+    # Same model, gradients and activations: what differs is the state, and the paper's order of it.
+    assert memory["muon"]["peak_gb"] < memory["cosmos"]["peak_gb"] < memory["adam"]["peak_gb"]
+    extra = memory["adam"]["peak_gb"] - memory["muon"]["peak_gb"]
+    assert extra == pytest.approx(memory["adam"]["state_gb"] - memory["muon"]["state_gb"])
+    largest = [row["largest_batch"] for row in result["throughput"]]
+    assert largest[1] >= largest[2] >= largest[0] > 1
+    assert all(row["samples_per_s"] > 0 for row in result["throughput"])
+    assert all(row["micro_batch"] * row["accumulation"] * 16 >= 128 for row in result["mfu"])
+
+
+class FakeRig:
+    """A rig whose peak is base + slope * size, bent a little, as a real allocator's is."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, base: float, slope: float, bend: float) -> None:
+        self.base, self.slope, self.bend, self.tried = base, slope, bend, 0
+
+    def peak_gb(self, size: int) -> tuple[float, float]:
+        peak = self.base + self.slope * size**self.bend
+        return peak, peak
+
+    def fits(self, size: int, cap: float) -> bool:
+        self.tried += 1
+        return self.peak_gb(size)[0] <= cap
+
+    def free(self) -> None: ...
+    def reset_peak(self) -> None: ...
+
+
+@pytest.mark.parametrize("bend", [0.9, 1.0, 1.05])
+@pytest.mark.parametrize("slope", [0.11, 1.0, 4.9, 30.0])
+@pytest.mark.parametrize("base", [0.0, 21.7, 79.5])
+def test_the_largest_batch_is_the_largest(base: float, slope: float, bend: float) -> None:
+    rig: Any = FakeRig(base, slope, bend)
+    found = largest_batch(rig, ProfileConfig(), quiet)
+    assert found == sum(base + slope * size**bend <= 80.0 for size in range(1, 2000))
+    assert rig.tried <= 25  # each costs a compilation on a GPU
+
+
+def test_a_straight_line_needs_few_tries() -> None:
+    rig: Any = FakeRig(22.0, 3.9, 1.0)
+    assert largest_batch(rig, ProfileConfig(), quiet) == 14
+    assert rig.tried <= 4
+
+
+def test_nothing_fits() -> None:
+    rig: Any = FakeRig(90.0, 1.0, 1.0)
+    assert largest_batch(rig, ProfileConfig(), quiet) == 0
+
+
+def test_activations_are_counted_by_the_batch() -> None:
+    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled=False, bf16=False, vocab_size=64)
+    rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
+    weights = sum(p.numel() * 4 for p in rig.model.parameters())
+    one, two, four = (rig.peak_gb(size)[0] * GB for size in (1, 2, 4))
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)  # linear but for a few tensors of fixed size
+    assert one > 4 * weights  # weights, gradients, two moments
+
+
+def test_mfu_is_useful_work_over_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert mfu(1e5, 989e7, torch.device("cuda"), devices=2) == pytest.approx(0.5)
+    assert mfu(1e5, 1e9, torch.device("cpu")) is None
+
+
+def test_a_stopped_clock_stands_still() -> None:
+    clock = Clock(5.0)
+    assert clock.read() == 5.0
+    clock.start()
+    assert clock.stop() > 5.0
+    assert clock.read() == clock.read()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "llama-2b"}, "no preset 'llama-2b'"),
+        ({"optimizers": ("adam", "sgd")}, "unknown optimizer 'sgd'"),
+        ({"batch": 0}, "--batch must be positive; got 0"),
+        ({"tables": ("speed",)}, "--tables takes memory, throughput, mfu; got 'speed'"),
+    ],
+)
+def test_bad_input(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        profile(ProfileConfig(**{**SMALL, **change}), quiet)
+
+
+def test_the_papers_profiles() -> None:
+    memory = PROFILES["profile-memory"]()
+    assert (memory.model, memory.batch, memory.accumulation, memory.seq_len) == ("llama-1b", 10, 25, 1024)
+    assert memory.optimizers == ("adam", "soap", "muon", "cosmos")
+    assert PROFILES["profile-throughput"]().memory_cap_gb == 80
+
+
+def test_rows_as_text() -> None:
+    assert format_rows([{"optimizer": "adam", "mfu": 0.4512, "tokens_per_s": 123456.7}]).splitlines() == [
+        "optimizer     mfu  tokens_per_s",
+        "adam       45.1 %       123,457",
+    ]

@@ -1,0 +1,155 @@
+"""Recipes against the paper's text: tokens, rates, ranks; and what shrinking does."""
+
+import pytest
+
+import cosmos_optim
+from cosmos_lab.config import RunConfig
+from cosmos_lab.models import build, resolve
+from cosmos_lab.optimizers import build_optimizer
+from cosmos_lab.recipes import RECIPES, get_recipe, label
+
+# Sizes are whole numbers of heads, blocks and sequences, so a shrunk recipe is off by rounding.
+ROUNDING = 0.4
+
+
+def tokens(config: RunConfig) -> int:
+    return config.training.steps * config.training.batch * config.data.seq_len
+
+
+def rates(name: str, optimizer: str) -> set[float]:
+    return {variant["lr"] for variant in get_recipe(name).grid if variant["optimizer"] == optimizer}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_sound(name: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe.name == name == recipe.config.logging.recipe
+    runs = recipe.runs(seeds=(0, 1))
+    assert len({run.run_name for run in runs}) == len(runs) == 2 * len(recipe.grid)
+    for run in runs:
+        run.check()
+        resolve(run.model.model)
+        assert run.optimizer.optimizer in cosmos_optim.OPTIMIZERS
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_optimizer_of_a_recipe_can_be_built(name: str) -> None:
+    recipe = get_recipe(name)
+    preset = resolve(recipe.config.model.model)
+    model = build(preset, width=64, depth=1, mlp=96, vocab_size=128)
+    built = {}
+    for run in recipe.runs():
+        built.setdefault(run.optimizer.optimizer, build_optimizer(model, run.optimizer))
+    assert set(built) == {variant["optimizer"] for variant in recipe.grid}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "batch"),
+    [
+        ("llama-130m", 5, 960),
+        ("llama-350m", 10, 2000),
+        ("llama-1b", 26, 2000),
+        ("gpt2-small", 5, 1024),
+        ("llama-130m-256", 5, 3840),
+    ],
+)
+def test_tokens_are_the_papers(name: str, billions: float, batch: int) -> None:
+    config = get_recipe(name).config
+    assert tokens(config) / 1e9 == pytest.approx(billions, rel=0.05) and config.training.batch == batch
+
+
+def test_table_2_tunes_what_the_paper_tunes() -> None:
+    assert rates("llama-130m", "adam") == {2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3}
+    assert rates("llama-130m", "soap") == {5e-4, 1e-3, 2e-3, 4e-3}
+    assert rates("llama-350m", "soap") == rates("llama-350m", "adam")
+    assert rates("llama-130m", "adam-mini") == {2e-3}
+    assert rates("llama-130m", "galore") == {5e-3, 1e-2, 2e-2, 4e-2}
+    assert rates("llama-130m", "muon") == rates("llama-130m", "cosmos") == {1e-4, 2e-4, 5e-4, 1e-3, 2e-3}
+    for name, rank in (("llama-130m", 256), ("llama-350m", 384)):
+        galore = [run for run in get_recipe(name).runs() if run.optimizer.optimizer == "galore"]
+        assert {run.optimizer.rank for run in galore} == {rank}
+        assert {run.optimizer.options for run in galore} == {("update_gap=50", "scale=0.25")}
+    assert get_recipe("llama-1b").published == {"adam": 12.97, "muon": 12.57, "cosmos": 12.46}
+
+
+def test_common_hyper_parameters() -> None:
+    for name in ("llama-130m", "llama-350m", "llama-1b"):
+        config = get_recipe(name).config
+        o, s = config.optimizer, config.schedule
+        assert (o.beta1, o.beta2, o.eps, o.weight_decay, o.rank, o.adam_lr) == (0.9, 0.98, 1e-8, 0.0, 64, 2e-3)
+        assert (s.schedule, s.warmup, s.final_lr, config.data.seq_len) == ("linear", 0.1, 0.0, 1024)
+
+
+def test_one_rate_or_two() -> None:
+    for run in get_recipe("llama-130m").runs():
+        o = run.optimizer
+        assert o.adam_lr == (2e-3 if o.optimizer in ("muon", "cosmos") else o.lr)
+
+
+@pytest.mark.parametrize("name", ["llama-130m-lr", "llama-130m-rank-gamma"])
+def test_published_numbers_belong_to_runs(name: str) -> None:
+    recipe = get_recipe(name)
+    assert set(recipe.published) == {label(variant) for variant in recipe.grid}
+
+
+def test_the_normalization_ablation_uses_muons_rates() -> None:
+    assert rates("llama-130m-norm", "muon-norm") == rates("llama-130m-norm", "muon") == {1e-4, 2e-4, 5e-4, 1e-3, 2e-3}
+
+
+def test_nanogpt_350m_has_its_unusual_rates() -> None:
+    config = get_recipe("nanogpt-350m").config
+    model = build(resolve(config.model.model), width=64, depth=1, mlp=96, vocab_size=128)
+    optimizer = build_optimizer(model, config.optimizer)
+    groups = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    assert groups["embed.weight"]["lr"] == 0.3 and groups["embed.weight"]["betas"][0] == 0.8
+    assert groups["head.weight"]["lr"] == 3e-3 and groups["head.weight"]["betas"][0] == 0.8
+    hidden = groups["blocks.0.attn.q.weight"]
+    assert hidden["betas"] == (0.9, 0.95) and hidden["gamma"] == 0.2 and hidden["rule"] == "cosmos"
+
+
+def test_gpt2_is_compared_on_training_loss() -> None:
+    assert {get_recipe(name).metric for name in ("gpt2-small", "gpt2-medium")} == {"final_train_loss"}
+    assert get_recipe("llama-130m").metric == "final_val_loss"
+
+
+@pytest.mark.parametrize("name", ["llama-130m", "llama-1b", "gpt2-small", "nanogpt-350m"])
+@pytest.mark.parametrize("scale", [0.05, 0.25])
+def test_scale_shrinks_model_and_tokens_together(name: str, scale: float) -> None:
+    whole, small = get_recipe(name).config, get_recipe(name, scale).config.check()
+
+    def hidden(config: RunConfig) -> float:
+        model = resolve(config.model.model)
+        width, depth = config.model.width or model.width, config.model.depth or model.depth
+        return depth * (4 * width**2 + 3 * width * (config.model.mlp or model.mlp))
+
+    assert hidden(small) / hidden(whole) == pytest.approx(scale, rel=ROUNDING)
+    assert tokens(small) / tokens(whole) == pytest.approx(scale, rel=ROUNDING)
+    assert small.training.batch < whole.training.batch and small.optimizer == whole.optimizer
+    assert small.model.width % 64 == 0 and small.model.mlp % 8 == 0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1.5])
+def test_a_scale_outside_its_range(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"--scale must lie in \(0, 1\]"):
+        get_recipe("llama-130m", scale)
+
+
+def test_choosing_optimizers_rates_and_seeds() -> None:
+    recipe = get_recipe("llama-60m")
+    runs = recipe.runs(optimizers=["soap", "cosmos"], lrs={"soap": [3e-3], "cosmos": [7e-4, 8e-4]}, seeds=(1, 2))
+    assert [(r.optimizer.optimizer, r.optimizer.lr, r.training.seed) for r in runs] == [
+        ("soap", 3e-3, 1), ("soap", 3e-3, 2),
+        ("cosmos", 7e-4, 1), ("cosmos", 7e-4, 2), ("cosmos", 8e-4, 1), ("cosmos", 8e-4, 2),
+    ]  # fmt: skip
+    assert runs[0].optimizer.adam_lr == 3e-3 and runs[2].optimizer.adam_lr == 2e-3
+    assert len(recipe.runs(optimizers=["adam"])) == 4
+    assert len(get_recipe("llama-130m-rank-gamma").runs(lrs=[1e-3])) == 12
+    with pytest.raises(ValueError, match="has no rates for normuon: give them with --lrs"):
+        get_recipe("llama-130m").runs(optimizers=["normuon"])
+    added = get_recipe("llama-130m").runs(optimizers=["normuon"], lrs=[5e-4])
+    assert [(run.optimizer.optimizer, run.optimizer.lr) for run in added] == [("normuon", 5e-4)]
+
+
+def test_an_unknown_recipe_gets_the_close_ones() -> None:
+    with pytest.raises(ValueError, match="unknown recipe 'lama-130m'; did you mean llama-130m"):
+        get_recipe("lama-130m")

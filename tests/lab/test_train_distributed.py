@@ -1,0 +1,100 @@
+"""DDP and FSDP2 over two gloo processes on the CPU give the numbers of one process, and resume."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_lab import checkpoint, runlog
+from cosmos_lab.config import RunConfig
+from cosmos_lab.train import train
+
+# Sums over processes round otherwise than sums over micro-batches, and eight steps of training amplify it.
+DISTRIBUTED_TOLERANCE = 1e-4
+
+
+def on_ranks(count: int, work: Callable[[], Any], timeout: float = 120.0) -> None:
+    """Run ``work`` in ``count`` forked processes set up as torchrun would; any error fails the test."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    errors = context.SimpleQueue()
+
+    def body(rank: int) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.set_num_threads(1)
+        try:
+            work()
+        except BaseException:
+            errors.put(f"rank {rank}: {traceback.format_exc()}")
+            os._exit(1)
+        os._exit(0)
+
+    processes = [context.Process(target=body, args=(rank,)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout)
+    stuck = [process for process in processes if process.is_alive()]
+    for process in stuck:
+        process.kill()
+    messages = [] if errors.empty() else [errors.get()]
+    assert not stuck and all(process.exitcode == 0 for process in processes), messages or "a process hangs"
+
+
+def losses(config: RunConfig) -> list[float]:
+    lines = runlog.read_metrics(runlog.run_folder(config))
+    return [record.get("loss", record.get("val_loss")) for record in lines if "diagnostics" not in record]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "cosmos"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(tiny_run: RunConfig, sharding: str, optimizer: str) -> None:
+    rank = 8 if optimizer == "cosmos" else None
+    base = tiny_run.replace(optimizer=optimizer, rank=rank, micro_batch=2, clip=1.0)
+    train(base.replace(name="one"))
+    two = base.replace(name="two", sharding=sharding)
+    on_ranks(2, lambda: train(two))
+    assert losses(two) == pytest.approx(losses(base.replace(name="one")), rel=DISTRIBUTED_TOLERANCE)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_processes_resume(tiny_run: RunConfig, sharding: str) -> None:
+    config = tiny_run.replace(sharding=sharding, optimizer="cosmos")
+
+    def cut() -> None:
+        def fall(record: Any) -> None:
+            if record["step"] > 5:
+                os._exit(0)  # as good as a kill: no clean-up runs
+
+        try:
+            train(config, progress=fall)
+        except RuntimeError:  # the other process is gone
+            os._exit(0)
+
+    on_ranks(2, cut)
+    newest = checkpoint.latest(runlog.run_folder(config) / "checkpoints")
+    assert newest is not None and newest.name == "step_000004"
+    on_ranks(2, lambda: train(config))
+    on_ranks(2, lambda: train(config.replace(name="whole")))
+    assert losses(config) == losses(config.replace(name="whole"))
+
+
+def test_fsdp_alone_says_how_to_start_it(tiny_run: RunConfig) -> None:
+    with pytest.raises(ValueError, match="--sharding fsdp needs torchrun"):
+        train(tiny_run.replace(sharding="fsdp"))
+
+
+def test_a_sharded_checkpoint_is_not_taken_for_a_whole_one(tiny_run: RunConfig) -> None:
+    train(tiny_run)
+    Path(runlog.run_folder(tiny_run) / "summary.json").unlink()
+    with pytest.raises(AssertionError, match="written without --sharding fsdp"):
+        on_ranks(1, lambda: train(tiny_run.replace(sharding="fsdp")))

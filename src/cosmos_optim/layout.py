@@ -61,7 +61,7 @@ class Layout:
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
         self.kind: str = group.get("layout", "matrix")
-        self.permutation = _memory_order(p) if self.kind == "conv" else None
+        self.dtype = p.dtype
         if rule.elementwise:
             return
         if p.dim() < 2:
@@ -102,11 +102,19 @@ class Layout:
         """A gradient with the placement of its parameter."""
         return grad
 
+    def flat(self, tensor: Tensor) -> Tensor:
+        """A local tensor whose blocks are views of it: itself, or a copy where its strides forbid (channels-last)."""
+        return tensor.contiguous() if self.flattens else tensor
+
+    @property
+    def flattens(self) -> bool:
+        """Whether several dimensions become one, which only contiguous memory allows."""
+        return not self.rule.elementwise and (self.kind == "conv" or len(self.shape) > 3)
+
     def blocks(self, tensor: Tensor) -> list[Tensor]:
-        """2-D views (m, n) of a local tensor shaped like the parameter, one a matrix."""
+        """(m, n) matrices of a local tensor shaped like the parameter; views of it where it is `flat`."""
         if self.kind == "conv":
-            x = tensor.permute(self.permutation) if self.permutation else tensor
-            cut = [x.flatten(1)]
+            cut = [tensor.flatten(1)]
         elif self.kind == "in_out":
             cut = [tensor.mT]
         else:
@@ -152,14 +160,17 @@ class Layout:
         return {name: self.zeros(p, slot, slot.dtype or wide) for name, slot in self.slots(h).items()}
 
     def zeros(self, p: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """One zero state tensor; what is shaped as the parameter also has its memory order."""
+        """One zero state tensor; what is shaped as the parameter has its memory order too, unless that hides views."""
         if slot.axes == "*":
-            return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            order = torch.contiguous_format if self.flattens else torch.preserve_format
+            return torch.zeros_like(p, dtype=dtype, memory_format=order)
         return torch.zeros(slot.shape, dtype=dtype, device=p.device)
 
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
         """A copy of a loaded state tensor where the parameter is; no slot: a number that every process keeps."""
-        return value.to(p.device, copy=True)
+        if slot is None:
+            return value.to(p.device, copy=True)
+        return self.zeros(p, slot, value.dtype).copy_(value)
 
     def state_blocks(self, state: dict[str, Tensor], h: Hyper) -> list[dict[str, Tensor]]:
         """The state of each block: views, in the order of `blocks`."""
@@ -178,13 +189,3 @@ class Layout:
     def place(self, i: int) -> Place:
         """Where block i lies."""
         return HERE
-
-
-def _memory_order(p: Tensor) -> tuple[int, ...] | None:
-    """The permutation under which a convolution's weight is flattened without a copy (channels-last kernels)."""
-    if p.is_contiguous():
-        return None
-    order = (0, *sorted(range(1, p.dim()), key=lambda d: -p.stride()[d]))
-    if not p.permute(order).is_contiguous():
-        raise ValueError(f"a convolution weight of shape {tuple(p.shape)} has strides {p.stride()}: make it contiguous")
-    return order

@@ -75,7 +75,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
         self._recorder: dict[str, dict[str, float]] | None = None
-        super().__init__(as_groups(params, rule), {"lr": lr})
+        # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 where every group has it.
+        cycled = {"betas": hyper["betas"]} if "betas" in RULES[rule].hyper and "betas" in hyper else {}
+        super().__init__(as_groups(params, rule), {"lr": lr, **cycled})
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -145,6 +147,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         layout = self._layouts[p]
         self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **layout.allocate(p, group)}
 
+    def _follow(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Bring the state of a parameter that was moved or cast (model.to(...)) to its device and dtype."""
+        layout, state = self._layouts[p], self.state[p]
+        layout.dtype = p.dtype
+        wide = torch.promote_types(p.dtype, torch.float32)
+        dtypes = {"step": torch.float32} | {name: slot.dtype or wide for name, slot in layout.slots(group).items()}
+        self.state[p] = {name: value.to(p.device, dtypes[name]) for name, value in state.items()}
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     @overload
@@ -162,7 +172,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._update()
         return loss
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo
     def _update(self) -> None:
         entries = self._collect()
         if not entries:
@@ -187,10 +197,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 layout = self._layouts[p]
                 if p.grad.is_sparse:
                     raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
+                if p.shape != layout.shape:
+                    raise ValueError(
+                        f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
+                        f"{tuple(p.shape)} now: build the optimizer after whatever reshapes the model"
+                    )
                 if p not in self.state:
                     self._allocate(p, group)
-                elif self.state[p]["step"].device != p.device:
-                    self.state[p] = {k: v.to(p.device) for k, v in self.state[p].items()}
+                elif self.state[p]["step"].device != p.device or layout.dtype != p.dtype:
+                    self._follow(p, group)
                 entries.append(Entry(p, layout.gradient(p.grad), self.state[p], layout, group, rule))
         return entries
 

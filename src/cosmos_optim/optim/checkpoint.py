@@ -1,7 +1,8 @@
-"""Loading optimizer state: dtypes as saved, shapes checked, a wrong rank named."""
+"""Loading optimizer state: in the dtypes this optimizer keeps, shapes checked, a wrong rank named."""
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from cosmos_optim.optim.base import MatrixOptimizer
+
+
+# Hyper-parameters that decide what the state means: a checkpoint with others cannot be continued.
+STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows")
 
 
 def as_default_dict(state: Any) -> defaultdict[Tensor, Any]:
@@ -28,24 +33,30 @@ def started(optimizer: MatrixOptimizer) -> set[Tensor]:
 
 
 def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
-    """What torch's load_state_dict does, but state keeps its own dtype: torch would cast it to the parameter's."""
+    """What torch's load_state_dict does, but state has its slot's dtype: torch would cast it to the parameter's."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
-    saved = state_dict["param_groups"]
+    saved = copy.deepcopy(state_dict["param_groups"])
     _check_groups(optimizer, saved)
     ids = chain.from_iterable(group["params"] for group in saved)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    owner = {p: group for group in optimizer.param_groups for p in group["params"]}
+    hyper = {p: {**a, **b} for a, b in zip(optimizer.param_groups, saved, strict=True) for p in a["params"]}
     loaded: dict[Tensor, dict[str, Any]] = {}
+    unsaved = []
     for key, p in zip(ids, params, strict=True):
         if key in state_dict["state"]:
-            loaded[p] = _place(optimizer, p, owner[p], state_dict["state"][key])
+            loaded[p] = _place(optimizer, p, hyper[p], state_dict["state"][key])
+        else:
+            unsaved.append(p)
     for group, new in zip(optimizer.param_groups, saved, strict=True):
         names = group.get("param_names")
         group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
         if names is not None:
             group["param_names"] = names
     optimizer.state.update(loaded)
+    for p in unsaved:  # it had taken no step when the checkpoint was written
+        if not p.is_meta:
+            optimizer._allocate(p, hyper[p])
     optimizer._started = started(optimizer)
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
         post(optimizer)
@@ -58,23 +69,24 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         if len(a["params"]) != len(b["params"]):
             raise ValueError(f"group {i} has {len(b['params'])} parameters in the checkpoint, {len(a['params'])} here")
-        if "rule" in b and a["rule"] != b["rule"]:
-            raise ValueError(f"group {i} was saved by rule {b['rule']!r}, here it has {a['rule']!r}")
-        if "rank" in b and "rank" in a and a["rank"] != b["rank"]:
-            raise ValueError(
-                f"group {i} was saved with rank={b['rank']}, here it has rank={a['rank']}: "
-                f"build the optimizer with rank={b['rank']} to continue this checkpoint"
-            )
+        for key in STRUCTURE:
+            if key in a and key in b and a[key] != b[key]:
+                raise ValueError(
+                    f"group {i} was saved with {key}={b[key]!r}, here it has {key}={a[key]!r}: "
+                    f"build the optimizer with {key}={b[key]!r} to continue this checkpoint"
+                )
 
 
 def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Copies of one parameter's saved tensors on its device, each of the shape this optimizer keeps."""
     layout = optimizer._layouts[p]
     slots = layout.slots(group)
+    wide = torch.promote_types(p.dtype, torch.float32)
     shapes = {"step": (), **{name: slot.shape for name, slot in slots.items()}}
     if set(saved) != set(shapes):
         raise ValueError(
-            f"parameter {layout.name!r}: the checkpoint has {sorted(saved)}, this optimizer {sorted(shapes)}"
+            f"parameter {layout.name!r}: the checkpoint has state {sorted(saved)}, this optimizer keeps "
+            f"{sorted(shapes)}: load it into the optimizer class and options that wrote it"
         )
     placed = {}
     for name, shape in shapes.items():
@@ -83,7 +95,9 @@ def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: 
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
                 f"parameter {layout.name!r}: state {name!r} has shape {tuple(value.shape)} in the checkpoint, "
-                f"{tuple(shape)} here"
+                f"{tuple(shape)} here: load it into the same model and options that wrote it"
             )
-        placed[name] = layout.adopt(value.detach(), p, slots.get(name))
+        slot = slots.get(name)
+        dtype = torch.float32 if slot is None else slot.dtype or wide
+        placed[name] = layout.adopt(value.detach().to(dtype), p, slot)
     return placed

@@ -13,13 +13,18 @@ from torch import Tensor
 
 from cosmos_optim import distributed
 from cosmos_optim.algebra import Algebra, sum_of_squares
-from cosmos_optim.layout import Layout, Place
+from cosmos_optim.fused import FusedAlgebra, chunk_matrices, fusable
+from cosmos_optim.kernels.streams import Lanes
+from cosmos_optim.layout import HERE, Layout, Place
 from cosmos_optim.rounding import write_
 from cosmos_optim.rules import Rule
 from cosmos_optim.rules.base import State
+from cosmos_optim.rules.common import newton_schulz_of
 
 # Bytes of gradients stacked at a time: enough to fill the machine, little beside the model.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+# Bytes of work buffers that the kernels may have in flight.
+FUSED_BYTES = 900 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +63,26 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
         if not started and e.group["weight_decay"]:
             e.layout.local(e.p).mul_(decay_of(e.group))
     jobs: list[tuple[object, Callable[[], None]]] = []
-    for group_entries in by_group(live):
-        if group_entries[0].rule.elementwise:
-            run_elementwise(group_entries, found.skip)
-        else:
-            for (m, n), matrices in buckets(group_entries, fresh):
-                for chunk in chunks(matrices):
-                    job = partial(run_chunk, chunk, m, n, found.skip, record)
+    copies: list[tuple[Tensor, Tensor]] = []
+    elementwise = [held for held in by_group(live) if held[0].rule.elementwise]
+    for held in by_group(live):
+        if not held[0].rule.elementwise:
+            for (m, n), matrices in buckets(held, fresh, copies):
+                local = local_algebra(matrices)
+                for chunk in chunks(matrices, local):
+                    job = partial(run_chunk, chunk, m, n, found.skip, record, local)
                     jobs.append((chunk[0].place.team, job))
-    distributed.run(jobs, entries[0].p.device)
+    device = entries[0].p.device
+    lanes = Lanes.of(device)
+    with lanes.forked():
+        for k, here in enumerate([job for team, job in jobs if team is None]):
+            with lanes.lane(k):
+                here()
+        for held in elementwise:  # after the others are asked for: a GPU does both at once
+            run_elementwise(held, found.skip)
+    distributed.run([(team, job) for team, job in jobs if team is not None], device)
+    for home, flat in copies:
+        home.copy_(flat)
 
 
 def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
@@ -94,12 +110,21 @@ def signed_lr(group: dict[str, Any]) -> float | Tensor:
 # -- matrices ------------------------------------------------------------------------------------------------------
 
 
-def buckets(entries: Sequence[Entry], fresh: set[Tensor]) -> Iterator[tuple[tuple[int, int], list[Matrix]]]:
-    """All matrices of a group, those of equal shape, dtype and layout together."""
+def buckets(
+    entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[tuple[int, int], list[Matrix]]]:
+    """All matrices of a group, those of equal shape, dtype and layout together.
+
+    `copies` takes (parameter, copy) of those whose memory has no such matrices: their copies are to be written back.
+    """
     found: dict[Any, list[Matrix]] = defaultdict(list)
     for e in entries:
         local = e.layout.local
-        views = zip(e.layout.blocks(local(e.p)), e.layout.blocks(local(e.grad)),
+        home = local(e.p)
+        flat = e.layout.flat(home)
+        if flat is not home:
+            copies.append((home, flat))
+        views = zip(e.layout.blocks(flat), e.layout.blocks(local(e.grad)),
                     e.layout.state_blocks(e.state, e.group), e.layout.blocks_mn, strict=True)  # fmt: skip
         several = len(e.layout.blocks_mn) > 1
         for i, (p, g, state, mn) in enumerate(views):
@@ -111,24 +136,45 @@ def buckets(entries: Sequence[Entry], fresh: set[Tensor]) -> Iterator[tuple[tupl
         yield key[0], matrices
 
 
-def chunks(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """Parts of a bucket whose stacked gradients stay within the bound, as even as possible."""
+def local_algebra(matrices: list[Matrix]) -> type[Algebra]:
+    """Kernels where the rule, the shapes and the memory of a bucket allow them, plain torch otherwise."""
+    first = matrices[0]
+    if not first.entry.rule.lazy or first.place is not HERE or not first.p.is_cuda:
+        return Algebra
+    lists = [[x.p for x in matrices], [x.grad for x in matrices], [x.state["M"] for x in matrices]]
+    return FusedAlgebra if fusable(lists, rank_of(first), newton_schulz_of(first.entry.group)) else Algebra
+
+
+def rank_of(matrix: Matrix) -> int:
+    """Columns of the tracked basis, 1 without one."""
+    return matrix.state["U"].shape[-1] if "U" in matrix.state else 1
+
+
+def chunks(matrices: list[Matrix], local: type[Algebra]) -> Iterator[list[Matrix]]:
+    """Parts of a bucket whose stacks or work buffers stay within the bound, as even as possible."""
     p, place = matrices[0].p, matrices[0].place
     bound = place.stack_bytes or CHUNK_BYTES.get(p.device.type, 64 << 20)
     size = max(1, bound // max(1, place.numel(p) * 4))
+    if local is FusedAlgebra:
+        size = chunk_matrices(p.shape[0], p.shape[1], rank_of(matrices[0]), FUSED_BYTES)
     count = -(-len(matrices) // size)
     for i in range(count):
         yield matrices[i * len(matrices) // count : (i + 1) * len(matrices) // count]
 
 
 def run_chunk(
-    chunk: list[Matrix], m: int, n: int, skip: Tensor | None, record: dict[str, dict[str, float]] | None
+    chunk: list[Matrix],
+    m: int,
+    n: int,
+    skip: Tensor | None,
+    record: dict[str, dict[str, float]] | None,
+    local: type[Algebra],
 ) -> None:
     """The rule on one stack: load, start if new, direction, store, apply."""
     first, entry = chunk[0], chunk[0].entry
     rule, group = entry.rule, entry.group
     dtype = torch.promote_types(first.p.dtype, torch.float32)
-    alg = first.place.algebra(m, n, skip=skip, local=Algebra)
+    alg = first.place.algebra(m, n, skip=skip, local=local)
     lists = {name: [x.state[name] for x in chunk] for name in first.state}
     G = alg.load([x.grad for x in chunk], dtype)
     state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}
@@ -200,10 +246,14 @@ def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
 
 
 def _fusable(e: Entry, rule: Rule, group: dict[str, Any]) -> bool:
-    """Torch's kernel wants one dtype throughout, and divides 0 by 0 when eps is 0."""
-    wide = e.p.dtype in (torch.float32, torch.float64)
-    same = e.grad.dtype == e.p.dtype and group["eps"] > 0 and e.layout.local(e.p).numel() > 0
-    return rule.fused is not None and wide and same
+    """Torch's kernel wants one dtype throughout, runs over memory whatever the strides, and divides 0 by 0 at eps 0."""
+    if rule.fused is None or e.p.dtype not in (torch.float32, torch.float64) or group["eps"] == 0:
+        return False
+    local = e.layout.local
+    p = local(e.p)
+    # The state is dense, so whatever has its strides is dense too.
+    others = [local(e.grad), *(local(e.state[k]) for k in rule.slots(1, 1, group))]
+    return p.numel() > 0 and all(x.dtype == p.dtype and x.stride() == p.stride() for x in others)
 
 
 def run_one(e: Entry, skip: Tensor | None) -> None:

@@ -122,15 +122,19 @@ class AdamMini(MatrixOptimizer):
     @staticmethod
     def _groups(model: nn.Module, head_dim: int) -> list[dict[str, Any]]:
         """Heads, rows (embedding and output head too), and vectors, which Adam takes."""
-        groups: list[dict[str, Any]] = [
-            {"params": [], "rule": "adam-mini", "block_rows": head_dim},
-            {"params": [], "rule": "adam-mini"},
-            {"params": [], "rule": "adam"},
+        groups: dict[tuple[int, str], list[tuple[str, Tensor]]] = {}
+        for place, route in routes(model, "adam-mini"):
+            rows = 0 if place.p.dim() < 2 else head_dim if QUERY_KEY.search(place.name) else 1
+            # Every convolution has output rows here, the depthwise ones too, which are no matrices to other rules.
+            usual = "conv" if rows and isinstance(place.module, nn.modules.conv._ConvNd) else "matrix"
+            key = (rows, route.settings.get("layout", usual))
+            groups.setdefault(key, []).append((place.name, place.p))
+        return [
+            {"params": params, "rule": "adam-mini", "block_rows": rows, "layout": layout}
+            if rows
+            else {"params": params, "rule": "adam"}
+            for (rows, layout), params in groups.items()
         ]
-        for place, _ in routes(model, "adam-mini"):
-            kind = 2 if place.p.dim() < 2 else 0 if QUERY_KEY.search(place.name) else 1
-            groups[kind]["params"].append((place.name, place.p))
-        return [group for group in groups if group["params"]]
 
 
 class Adam(MatrixOptimizer):

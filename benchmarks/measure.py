@@ -1,0 +1,119 @@
+"""Timing, memory and profile of an optimizer's step, on a GPU by events, on a CPU by the clock."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def once(f: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of one call, the device idle before and after."""
+    synchronize(device)
+    begin = time.perf_counter()
+    f()
+    synchronize(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def median(f: Callable[[], Any], device: torch.device, repeat: int = 10, warm: int = 3) -> float:
+    """The median of several calls in milliseconds."""
+    for _ in range(warm):
+        f()
+    return statistics.median(once(f, device) for _ in range(repeat))
+
+
+def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
+    """Bytes of every storage the states hold, views counted once."""
+    storages = {}
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    storage = value.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def transient_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
+    """The most memory a step has beyond what is there before and after it."""
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def synchronizations(step: Callable[[], Any], device: torch.device) -> int | None:
+    """How often a step makes the host wait for the device."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in seen)
+
+
+KINDS = {
+    "symmetric products": ("_symmetric",),
+    "full products": ("gemm", "nvjet", "cutlass", "sm90_xmma"),
+    "thin products": ("_project", "_correlate", "_momentum", "_overlap", "_split"),
+    "residual and update": ("_residual", "_update"),
+    "adam": ("FusedAdam", "fused_adam"),
+    "magnitudes of the gradients": ("LpNorm", "lpnorm"),
+    "cholesky and solves": ("potrf", "trsm", "cholesky", "trtri", "triangular"),
+}
+
+
+def profile(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Milliseconds of device time by kind of kernel (they may overlap), and by kernel the largest."""
+    if device.type != "cuda":
+        return {}
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    step()
+    synchronize(device)
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as result:
+        step()
+        synchronize(device)
+    kernels: dict[str, list[float]] = {}
+    for event in result.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("cosmos", "Optimizer")):
+            kernels.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+    kinds = dict.fromkeys([*KINDS, "small kernels"], 0.0)
+    for name, times in kernels.items():
+        kinds[kind_of(name)] += sum(times)
+    largest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:40]
+    return {
+        "kinds_ms": {kind: round(ms, 3) for kind, ms in kinds.items()},
+        "launches": sum(map(len, kernels.values())),
+        "kernels": [{"name": name[:120], "count": len(t), "ms": round(sum(t), 3)} for name, t in largest],
+    }
+
+
+def kind_of(kernel: str) -> str:
+    """The kind a kernel's name belongs to."""
+    for kind, marks in KINDS.items():
+        if any(mark in kernel for mark in marks):
+            return kind
+    return "small kernels"

@@ -1,0 +1,55 @@
+"""What arithmetic and memory traffic allow: counted from the shapes, over rates measured in the same run."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.measure import median
+from benchmarks.shapes import Llama
+from cosmos_optim.linalg.newton_schulz import fresh_at
+
+
+def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
+    """Flops of Newton-Schulz with exactly half of each symmetric product, in the form the library chooses."""
+    long, short = max(m, n), min(m, n)
+    fresh = fresh_at(long, short, steps, torch.float16)
+    square, gram, full = short**3, long * short**2, 2 * long * short**2
+    # Per iteration Z; R <- R Z Z unless R is made afresh; Q <- Q Z unless Q is empty; X <- X Q at each fresh one and the end.
+    carried = steps - len(fresh)
+    return float(steps * square + 3 * carried * square + len(fresh) * (gram + full))
+
+
+def cosmos_flops(model: Llama, rank: int = 64, steps: int = 5) -> dict[str, float]:
+    """Flops of a step: Newton-Schulz, and the thin products at one multiplication each (not three parts)."""
+    shapes = model.matrices()
+    thin = sum(2.0 * m * n * rank * 7 for m, n in shapes)
+    return {"newton_schulz": sum(newton_schulz_flops(m, n, steps) for m, n in shapes), "thin": thin}
+
+
+def cosmos_bytes(model: Llama, momentum_bytes: int = 4) -> float:
+    """Fewest bytes of a step: G once to judge it and three times to use it, M, X, B and W as the passes need them."""
+    elements = sum(m * n for m, n in model.matrices())
+    others = sum(torch.Size(s).numel() for s in model.others())
+    passes = 4 * 4 + 3 * momentum_bytes + 2 + 2 + 2 + 8  # G x 4, M read twice and written, X, B read twice, W
+    return elements * passes + others * (28 + 4)
+
+
+def rates(device: torch.device) -> dict[str, float]:
+    """Flops per second of large half-precision products, and bytes per second of a large copy."""
+    large = device.type == "cuda"
+    batch, size = (16, 2048) if large else (1, 512)
+    dtype = torch.float16 if large else torch.float32
+    A = torch.randn(batch, size, size, device=device).to(dtype)
+    out = torch.empty_like(A)
+    product = median(lambda: [torch.bmm(A, A, out=out) for _ in range(10)], device)
+    x = torch.randn(1 << 28 if large else 1 << 24, device=device)
+    y = torch.empty_like(x)
+    copy = median(lambda: [y.copy_(x) for _ in range(4)], device)
+    return {"flops": 20 * batch * size**3 / product * 1e3, "bytes": 8 * x.numel() * 4 / copy * 1e3}
+
+
+def roofline(model: Llama, rate: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of arithmetic, of traffic, and of both one after the other."""
+    flops = sum(cosmos_flops(model).values()) / rate["flops"] * 1e3
+    traffic = cosmos_bytes(model) / rate["bytes"] * 1e3
+    return {"arithmetic_ms": flops, "traffic_ms": traffic, "sum_ms": flops + traffic}

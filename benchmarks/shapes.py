@@ -1,0 +1,48 @@
+"""The parameters of the LLaMA models of the paper, as shapes: what an optimizer sees of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Decoder with four width x width matrices, gate and up (mlp x width) and down (width x mlp) in each layer."""
+
+    width: int
+    mlp: int
+    depth: int
+    vocab: int = 32000
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """The hidden matrices, (out, in)."""
+        d, f = self.width, self.mlp
+        return [(d, d), (d, d), (d, d), (d, d), (f, d), (f, d), (d, f)] * self.depth
+
+    def others(self) -> list[tuple[int, ...]]:
+        """Embedding, head and norms."""
+        return [(self.vocab, self.width), (self.vocab, self.width), *[(self.width,)] * (2 * self.depth + 1)]
+
+
+MODELS = {
+    "llama-60m": Llama(512, 1376, 8),
+    "llama-130m": Llama(768, 2048, 12),
+    "llama-350m": Llama(1024, 2736, 24),
+    "llama-1b": Llama(2048, 5461, 24),
+    "tiny": Llama(64, 176, 2, vocab=256),
+}
+
+
+def parameters(model: Llama, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """(hidden matrices, the rest) with random values and gradients, the same for everyone who asks."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        p = torch.randn(shape, generator=generator, device=device).mul_(0.02).to(dtype).requires_grad_()
+        p.grad = torch.randn(shape, generator=generator, device=device).mul_(1e-3).to(dtype)
+        return p
+
+    return [draw(s) for s in model.matrices()], [draw(s) for s in model.others()]

@@ -1,0 +1,143 @@
+"""One optimizer step, timed: `python -m benchmarks.step --model llama-1b --against adamw,muon-torch`.
+
+Every row is measured in the same run on the same machine: a first step in this process (with compilation), a first
+step of a new optimizer (basis included, nothing to compile), then the median of many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.roofline import cosmos_bytes, cosmos_flops, rates, roofline
+from benchmarks.rows import ROWS
+from benchmarks.shapes import MODELS, parameters
+
+GIB = 2**30
+
+
+def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """All numbers of one optimizer."""
+    build, dtype = ROWS[name], getattr(torch, args.dtype)
+    hidden, rest = parameters(MODELS[args.model], device, dtype)
+
+    def fresh() -> list[torch.optim.Optimizer]:
+        return build(hidden, rest)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    optimizers = fresh()
+    begin = time.perf_counter()
+    for _ in range(2):
+        measure.once(step, device)
+    warm_up = time.perf_counter() - begin
+    del optimizers
+    gc.collect()
+    optimizers = fresh()
+    first = measure.once(step, device)
+    for _ in range(args.warm):
+        step()
+    times = sorted(measure.once(step, device) for _ in range(args.steps))
+    host = statistics.median(_host_time(step, device) for _ in range(5))
+    result: dict[str, Any] = {
+        "name": name, "median_ms": statistics.median(times), "min_ms": times[0], "max_ms": times[-1],
+        "first_ms": first, "warm_up_s": warm_up, "host_ms": host, "state_bytes": measure.state_bytes(optimizers),
+        "transient_bytes": measure.transient_bytes(step, device), "syncs": measure.synchronizations(step, device),
+    }  # fmt: skip
+    if args.profile:
+        result["profile"] = measure.profile(step, device)
+    del optimizers, hidden, rest
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def _host_time(step: Any, device: torch.device) -> float:
+    """Milliseconds until the call returns."""
+    measure.synchronize(device)
+    begin = time.perf_counter()
+    step()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def table(rows: list[dict[str, Any]], bound: dict[str, float]) -> str:
+    """The rows as text."""
+    head = f"{'optimizer':<18}{'median':>9}{'min':>9}{'max':>9}{'first':>9}{'warm-up':>9}{'host':>8}{'state':>8}{'transient':>11}{'syncs':>6}"
+    lines = [head, f"{'':<18}{'ms':>9}{'ms':>9}{'ms':>9}{'ms':>9}{'s':>9}{'ms':>8}{'GiB':>8}{'GiB':>11}"]
+    for r in rows:
+        transient = "-" if r["transient_bytes"] is None else f"{r['transient_bytes'] / GIB:.2f}"
+        syncs = "-" if r["syncs"] is None else str(r["syncs"])
+        lines.append(
+            f"{r['name']:<18}{r['median_ms']:>9.2f}{r['min_ms']:>9.2f}{r['max_ms']:>9.2f}{r['first_ms']:>9.1f}"
+            f"{r['warm_up_s']:>9.1f}{r['host_ms']:>8.1f}{r['state_bytes'] / GIB:>8.2f}{transient:>11}{syncs:>6}"
+        )
+    lines.append(
+        f"{'roofline (cosmos)':<18}{bound['sum_ms']:>9.2f}   arithmetic {bound['arithmetic_ms']:.2f}, "
+        f"traffic {bound['traffic_ms']:.2f}"
+    )
+    return "\n".join(lines)
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What ran."""
+    try:
+        import triton
+
+        compiler = triton.__version__
+    except ImportError:
+        compiler = "none"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {"torch": torch.__version__, "triton": compiler, "python": platform.python_version(), "device": name}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama-1b", choices=MODELS)
+    parser.add_argument("--rows", default="cosmos,cosmos-4,cosmos-bf16,muon", help="our rows")
+    parser.add_argument("--against", default="adamw,muon-torch", help="others' rows")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="where the time goes, in the JSON")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    names = [name for name in f"{args.rows},{args.against}".split(",") if name]
+    unknown = sorted(set(names) - set(ROWS))
+    if unknown:
+        parser.error(f"no such rows: {unknown}; there are {sorted(ROWS)}")
+    rate = rates(device)
+    rows = []
+    for name in names:
+        rows.append(row(name, args, device))
+        print(f"{name}: {rows[-1]['median_ms']:.2f} ms", flush=True)
+    bound = roofline(MODELS[args.model], rate)
+    print(table(rows, bound))
+    result = {
+        "date": datetime.date.today().isoformat(), "model": args.model, "dtype": args.dtype,
+        "versions": versions(device), "rows": rows, "rates": rate, "roofline": bound,
+        "flops": cosmos_flops(MODELS[args.model]), "bytes": cosmos_bytes(MODELS[args.model]),
+    }  # fmt: skip
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import torch
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -213,12 +215,17 @@ def parse_options(options: tuple[str, ...]) -> dict[str, Any]:
 
     >>> parse_options(("ns_steps=4", "side=smaller", "nesterov=True"))
     {'ns_steps': 4, 'side': 'smaller', 'nesterov': True}
+    >>> parse_options(("momentum_dtype=torch.bfloat16",))
+    {'momentum_dtype': torch.bfloat16}
     """
     parsed: dict[str, Any] = {}
     for option in options:
         name, equals, text = option.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--options takes name=value, for example ns_steps=4; got {option!r}")
+        if text.startswith("torch.") and isinstance(getattr(torch, text[6:], None), torch.dtype):
+            parsed[name] = getattr(torch, text[6:])
+            continue
         try:
             parsed[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):

@@ -4,7 +4,7 @@
     for run in recipe.runs(optimizers=["adam", "cosmos"]): train(run)
 """
 
-from cosmos_lab.recipes import gpt, llama, small  # noqa: F401  (importing registers)
+from cosmos_lab.recipes import gpt, llama, small, wiki  # noqa: F401  (importing registers)
 from cosmos_lab.recipes.base import RECIPES, Recipe, get_recipe, label, shrink
 from cosmos_lab.recipes.profiles import PROFILES
 

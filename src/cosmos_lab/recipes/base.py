@@ -105,7 +105,7 @@ def label(variant: Variant) -> str:
     'cosmos-lr0.0005-rank32-gamma0.1'
     """
     parts = [str(variant["optimizer"]), f"lr{variant['lr']:g}"]
-    for name, short in (("rank", "rank"), ("gamma", "gamma"), ("beta1", "momentum")):
+    for name, short in (("rank", "rank"), ("gamma", "gamma"), ("beta1", "momentum"), ("weight_decay", "decay")):
         if variant.get(name) is not None:
             parts.append(f"{short}{variant[name]:g}")
     parts += [option.replace("=", "") for option in variant.get("options", ())]

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.distributed import comm
-from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, fresh_at, iterate
+from cosmos_optim.kernels.symmetric import SymmetricProducts, supports
+from cosmos_optim.linalg.newton_schulz import (
+    HALF_SCALE,
+    NewtonSchulz,
+    TorchProducts,
+    fresh_at,
+    iterate,
+    newton_schulz,
+)
 
 if TYPE_CHECKING:
     from cosmos_optim.distributed.place import ShardedPlace
@@ -72,12 +80,9 @@ class ShardedAlgebra(Algebra):
 
     def polar(self, X: Any, ns: NewtonSchulz) -> Any:
         """Newton-Schulz of X / |X|_F."""
-        if self.place.team is None:
-            return self.local.polar(X, ns)
         energy = self.energy(X)
         self._known = (X, energy)
-        dtype = ns.working_dtype(X)
-        team = self.place.team
+        dtype, team = ns.working_dtype(X), self.place.team
         if self.place.long_side_only and by_sums(X.shape[0], self.m, self.n, team.size, ns.steps, dtype):
             return self._polar_by_sums(X, ns, energy, dtype, team)
         # A power of two, so that nothing is rounded; Newton-Schulz does not see a factor.
@@ -86,7 +91,7 @@ class ShardedAlgebra(Algebra):
         journey = self.place.journey(X.shape[0])
         (whole,) = journey.to_owners([(X * scale).to(dtype)])
         if whole.shape[0]:
-            whole = self.local.polar(whole, ns)
+            whole = whole_polar(whole, ns)
         (B,) = journey.to_shards([whole])
         return B.to(X.dtype)
 
@@ -144,6 +149,14 @@ class _SummedProducts(TorchProducts):
         """weight X'X over all ranks."""
         R = super().gram(X, weight)
         return comm.total(R.to(torch.promote_types(R.dtype, torch.float32)), self.team.group).to(R.dtype)
+
+
+def whole_polar(X: Tensor, ns: NewtonSchulz) -> Tensor:
+    """Newton-Schulz on an owner, with symmetric products by halves where the GPU has them."""
+    wider = X.shape[-2] < X.shape[-1]
+    tall = X.mT.contiguous() if wider else X
+    B = newton_schulz(tall, ns, SymmetricProducts() if tall.is_cuda and supports(tall) else None)
+    return B.mT if wider else B
 
 
 def by_sums(count: int, m: int, n: int, k: int, steps: int, dtype: torch.dtype) -> bool:

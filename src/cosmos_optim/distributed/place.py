@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,41 +25,34 @@ STACK_BYTES = 1 << 30
 class ShardedPlace(Place):
     """A matrix whose rows and columns are cut over a mesh: the rule runs on the shards."""
 
-    mesh: DeviceMesh
     rows: Cut
     cols: Cut
+    mesh_shape: tuple[int, ...]
+    here: tuple[int, ...]
+    whole_team: Team
+    row_team: Team | None
+    col_team: Team | None
     stack_bytes = STACK_BYTES
 
-    @cached_property
-    def row_team(self) -> Team | None:
-        """The ranks that divide the rows."""
-        return team_of(self.mesh, self.rows.over)
-
-    @cached_property
-    def col_team(self) -> Team | None:
-        """The ranks that divide the columns."""
-        return team_of(self.mesh, self.cols.over)
-
-    @cached_property
-    def team(self) -> Team | None:
+    @property
+    def team(self) -> Team:
         """The ranks that hold parts of the matrix."""
-        return team_of(self.mesh, sorted({*self.rows.over, *self.cols.over}))
+        return self.whole_team
 
     @cached_property
     def T(self) -> ShardedPlace:
         """The place of the transposed matrix."""
-        return replace(self, rows=self.cols, cols=self.rows)
+        return replace(self, rows=self.cols, cols=self.rows, row_team=self.col_team, col_team=self.row_team)
 
     @cached_property
     def tiles(self) -> Tiling:
         """Every rank's part of the matrix."""
-        assert self.team is not None
-        return tiling((self.rows, self.cols), self.mesh.shape, self.team)
+        return tiling((self.rows, self.cols), self.mesh_shape, self.team)
 
     @cached_property
     def my_columns(self) -> Interval:
         """The columns held here."""
-        return self.cols.part(self.mesh.shape, self.mesh.get_coordinate() or ())
+        return self.cols.part(self.mesh_shape, self.here)
 
     @property
     def long_side_only(self) -> bool:
@@ -69,10 +62,14 @@ class ShardedPlace(Place):
 
     def journey(self, count: int) -> Exchange:
         """To the owners of `count` such matrices and back."""
-        assert self.team is not None
         if count not in self._journeys:
-            self._journeys[count] = Exchange(self.team, count, [self.tiles])
+            self._journeys[count] = Exchange(self.team, count, self.travelling)
         return self._journeys[count]
+
+    @property
+    def travelling(self) -> list[Tiling]:
+        """What an owner needs."""
+        return [self.tiles]
 
     @cached_property
     def _journeys(self) -> dict[int, Exchange]:
@@ -80,8 +77,6 @@ class ShardedPlace(Place):
 
     def numel(self, p: Tensor) -> int:
         """Elements of the largest part."""
-        if self.team is None:
-            return p.numel()
         return max(torch.Size(shape).numel() for shape in self.tiles.shapes)
 
     def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
@@ -96,24 +91,19 @@ class OwnedPlace(ShardedPlace):
     state: the cuts of each state tensor; all of them are divided over the whole team.
     """
 
-    state: tuple[tuple[str, tuple[Cut, ...]], ...]
+    state: tuple[tuple[str, tuple[Cut, ...]], ...] = ()
 
     def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
         """Plain: the rule sees whole matrices."""
         return local(m, n, skip=skip)
 
-    def journey(self, count: int) -> Exchange:
-        """To the owners of `count` such matrices and their state, and back."""
-        assert self.team is not None
-        if count not in self._journeys:
-            tilings = [tiling(cuts, self.mesh.shape, self.team) for _, cuts in self.state]
-            self._journeys[count] = Exchange(self.team, count, [self.tiles, *tilings])
-        return self._journeys[count]
+    @property
+    def travelling(self) -> list[Tiling]:
+        """The gradient and the state."""
+        return [self.tiles, *(tiling(cuts, self.mesh_shape, self.team) for _, cuts in self.state)]
 
     def run(self, step: Step, alg: Algebra, G: Any, state: State, t: Tensor) -> tuple[Any, State]:
         """Step on the matrices owned here."""
-        if self.team is None:
-            return step(alg, G, state, t, slice(None))
         names = [name for name, _ in self.state]
         journey = self.journey(G.shape[0])
         whole, *values = journey.to_owners([G, *(state[name] for name in names)])
@@ -122,3 +112,20 @@ class OwnedPlace(ShardedPlace):
             whole, new = step(alg, whole, new, t[journey.mine], journey.mine)
         D, *values = journey.to_shards([whole, *(new[name] for name in names)])
         return D, dict(zip(names, values, strict=True))
+
+
+def sharded_place(mesh: DeviceMesh, rows: Cut, cols: Cut) -> ShardedPlace:
+    """The place of a matrix on a mesh. Makes groups of processes where they are missing: every rank must ask alike."""
+    team = team_of(mesh, sorted({*rows.over, *cols.over}))
+    assert team is not None, "nothing is cut"
+    return ShardedPlace(
+        rows, cols, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), team,
+        team_of(mesh, rows.over), team_of(mesh, cols.over),
+    )  # fmt: skip
+
+
+def owned_place(mesh: DeviceMesh, rows: Cut, cols: Cut, state: tuple[tuple[str, tuple[Cut, ...]], ...]) -> OwnedPlace:
+    """The same for a rule that wants whole matrices."""
+    base = sharded_place(mesh, rows, cols)
+    return OwnedPlace(**{f.name: getattr(base, f.name) for f in fields(base)}, state=state)
+

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cosmos_optim.distributed import comm
-from cosmos_optim.distributed.place import OwnedPlace, ShardedPlace
+from cosmos_optim.distributed.place import ShardedPlace, owned_place, sharded_place
 from cosmos_optim.distributed.shards import WORKS, Cut, cuts_of, team_of, whole
-from cosmos_optim.layout import Layout, Place
+from cosmos_optim.layout import HERE, Layout, Place
 from cosmos_optim.rules.base import Rule, Slot
 
 # Which sides of a matrix may be cut for a rule that says so.
@@ -83,22 +83,17 @@ class ShardedLayout(Layout):
         self.blocks_mn = self.sizes_mn * batch
         cut = {role for role in "mn" if self.by_role[role].over}
         self.owned = not cut <= set(SIDES[self.rule.shardable])
-        self.places = [self._place_of_block(i, group) for i in range(len(self.sizes_mn))]
-        # Groups of processes are made here, where all ranks are, and not in the middle of a step.
-        for place in self.places:
-            _ = place.team, place.row_team, place.col_team
+        self.places: list[Place] = [self._place_of_block(i, group) if cut else HERE for i in range(len(self.sizes_mn))]
 
-    def _bounds(self, i: int) -> tuple[int, int]:
-        """Rows of block i of a fused weight."""
-        assert self.splits is not None
-        return sum(self.splits[:i]), sum(self.splits[: i + 1])
+    def _rows(self, i: int, cut: Cut | None = None) -> Cut:
+        """The cut of the rows of block i."""
+        cut = cut or self.by_role["m"]
+        return cut.block(sum(self.splits[:i]), sum(self.splits[: i + 1])) if self.splits else cut
 
     def _place_of_block(self, i: int, group: dict[str, Any]) -> ShardedPlace:
-        rows, cols = self.by_role["m"], self.by_role["n"]
-        if self.splits:
-            rows = rows.block(*self._bounds(i))
+        rows, cols = self._rows(i), self.by_role["n"]
         if not self.owned:
-            return ShardedPlace(self.mesh, rows, cols)
+            return sharded_place(self.mesh, rows, cols)
         state: list[tuple[str, tuple[Cut, ...]]] = []
         for name, slot in self.slots(group).items():
             if slot.axes == "*":
@@ -106,9 +101,9 @@ class ShardedLayout(Layout):
                 continue
             cuts = cuts_of(slot.shape, self.mesh, self.placements_of(slot))[self._lead(slot) :]
             if self.splits and slot.axes.startswith("m"):
-                cuts[0] = cuts[0].block(*self._bounds(i))
+                cuts[0] = self._rows(i, cuts[0])
             state.append((name, tuple(cuts)))
-        return OwnedPlace(self.mesh, rows, cols, tuple(state))
+        return owned_place(self.mesh, rows, cols, tuple(state))
 
     def place(self, i: int) -> Place:
         """Where block i lies."""
@@ -133,8 +128,7 @@ class ShardedLayout(Layout):
 
     def split_rows(self, x: Tensor) -> list[Tensor]:
         """Row blocks of a fused weight, as far as they are stored here."""
-        lengths = [self._part(place.rows)[1] for place in self.places]
-        return list(x.split(lengths, dim=0))
+        return list(x.split([self._part(self._rows(i))[1] for i in range(len(self.sizes_mn))], dim=0))
 
     # -- state --------------------------------------------------------------------------------------------------------
 

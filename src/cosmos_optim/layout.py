@@ -34,6 +34,10 @@ class Place:
         """The processes whose messages a stack needs, if any."""
         return None
 
+    def after(self, others: int) -> Place:
+        """The same place where `others` matrices have been given to processes before these."""
+        return self
+
     def numel(self, p: Tensor) -> int:
         """Elements of a block that count for the size of a stack, the same on every process."""
         return p.numel()

@@ -1,6 +1,6 @@
 """Whole matrices from shards: each matrix of a stack travels to one rank, its owner, and the result travels back.
 
-Of N matrices on k ranks, rank j owns those from floor(N j / k) up to floor(N (j+1) / k): at most ceil(N / k). One
+Of N matrices on k ranks each rank owns floor(N / k), and N mod k of them one more, counted from a given first rank. One
 all-to-all takes every shard where it belongs; nothing is padded, so shards may be uneven or empty.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -53,14 +53,17 @@ def tiling(cuts: Sequence[Cut], mesh_shape: Sequence[int], team: Team) -> Tiling
 
 
 class Exchange:
-    """The journey of `count` matrices to their owners and back, each made of tensors with these tilings."""
+    """The journey of `count` matrices to their owners and back, each made of tensors with these tilings.
 
-    def __init__(self, team: Team, count: int, tilings: Sequence[Tiling]) -> None:
+    first: the rank from which on some ranks own a matrix more than others.
+    """
+
+    def __init__(self, team: Team, count: int, tilings: Sequence[Tiling], first: int = 0) -> None:
         self.team, self.tilings = team, tilings
         k = team.size
-        bounds = [count * j // k for j in range(k + 1)]
-        self.owned = [slice(bounds[j], bounds[j + 1]) for j in range(k)]
-        self.counts = [bounds[j + 1] - bounds[j] for j in range(k)]
+        self.counts = [count // k + ((j - first) % k < count % k) for j in range(k)]
+        ends = list(accumulate(self.counts))
+        self.owned = [slice(end - held, end) for end, held in zip(ends, self.counts, strict=True)]
         self.mine = self.owned[team.me]
         # Elements of one matrix on each rank, and neighbours with equal parts: those are moved by one copy.
         self.sizes = [sum(torch.Size(t.shapes[i]).numel() for t in tilings) for i in range(k)]

@@ -32,6 +32,7 @@ class ShardedPlace(Place):
     whole_team: Team
     row_team: Team | None
     col_team: Team | None
+    first: int = 0
     stack_bytes = STACK_BYTES
 
     @property
@@ -60,10 +61,21 @@ class ShardedPlace(Place):
         m, n = self.rows.high - self.rows.low, self.cols.high - self.cols.low
         return (self.col_team is None and m >= n) or (self.row_team is None and n >= m)
 
+    def after(self, others: int) -> ShardedPlace:
+        """The same place with the next ranks in turn as owners: stacks of few matrices keep different ranks busy."""
+        first = others % self.team.size
+        if first not in self._turns:
+            self._turns[first] = replace(self, first=first)
+        return self._turns[first]
+
+    @cached_property
+    def _turns(self) -> dict[int, ShardedPlace]:
+        return {}
+
     def journey(self, count: int) -> Exchange:
         """To the owners of `count` such matrices and back."""
         if count not in self._journeys:
-            self._journeys[count] = Exchange(self.team, count, self.travelling)
+            self._journeys[count] = Exchange(self.team, count, self.travelling, self.first)
         return self._journeys[count]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,14 +64,17 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
             e.layout.local(e.p).mul_(decay_of(e.group))
     jobs: list[tuple[object, Callable[[], None]]] = []
     copies: list[tuple[Tensor, Tensor]] = []
+    taken: Counter[object] = Counter()
     elementwise = [held for held in by_group(live) if held[0].rule.elementwise]
     for held in by_group(live):
         if not held[0].rule.elementwise:
             for (m, n), matrices in buckets(held, fresh, copies):
                 local = local_algebra(matrices)
                 for chunk in chunks(matrices, local):
-                    job = partial(run_chunk, chunk, m, n, found.skip, record, local)
-                    jobs.append((chunk[0].place.team, job))
+                    place = chunk[0].place
+                    turn = place.after(taken[place.team])
+                    taken[place.team] += len(chunk)
+                    jobs.append((place.team, partial(run_chunk, chunk, turn, m, n, found.skip, record, local)))
     device = entries[0].p.device
     lanes = Lanes.of(device)
     with lanes.forked():
@@ -164,6 +167,7 @@ def chunks(matrices: list[Matrix], local: type[Algebra]) -> Iterator[list[Matrix
 
 def run_chunk(
     chunk: list[Matrix],
+    place: Place,
     m: int,
     n: int,
     skip: Tensor | None,
@@ -174,7 +178,7 @@ def run_chunk(
     first, entry = chunk[0], chunk[0].entry
     rule, group = entry.rule, entry.group
     dtype = torch.promote_types(first.p.dtype, torch.float32)
-    alg = first.place.algebra(m, n, skip=skip, local=local)
+    alg = place.algebra(m, n, skip=skip, local=local)
     lists = {name: [x.state[name] for x in chunk] for name in first.state}
     G = alg.load([x.grad for x in chunk], dtype)
     state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}
@@ -190,7 +194,7 @@ def run_chunk(
             probe.update(alg.energy(D) / (m * n))
         return D, new
 
-    D, new = first.place.run(step, alg, G, state, t)
+    D, new = place.run(step, alg, G, state, t)
     for name, tensors in lists.items():
         alg.store_(tensors, new[name])
     alg.apply_([x.p for x in chunk], D, signed_lr(group), decay_of(group),

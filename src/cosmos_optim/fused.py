@@ -143,10 +143,14 @@ def chunk_matrices(m: int, n: int, r: int, budget_bytes: int) -> int:
 
 
 class FusedAlgebra(Algebra):
-    """`Algebra` over lists of whole matrices on one GPU; one instance serves one chunk of one step."""
+    """`Algebra` over lists of whole matrices on one GPU; one instance serves one chunk of one step.
+
+    `top` may be set to the largest |entry| of each gradient, (B,): who has looked for non-finite ones knows it.
+    """
 
     def __init__(self, m: int, n: int, *, skip: Tensor | None = None) -> None:
         super().__init__(m, n, skip=skip)
+        self.top: Tensor | None = None
         self._bases: dict[int, Basis] = {}
         self._mean: Mean | None = None
         self._projected = False
@@ -169,15 +173,17 @@ class FusedAlgebra(Algebra):
             if mean.peak is None and self._projected:
                 return self._both(mean, basis)[0]
         self._projected = True
-        return project(X, basis.half, basis.r)
+        return project(X, basis.half, basis.r, self.top)
 
     def _both(self, mean: Mean, basis: Basis) -> tuple[Tensor, Tensor]:
         """G U and M U, with M written on the way if it is not yet."""
         if basis not in mean.products:
             if mean.peak is None:
-                GU, MU, mean.peak = momentum_(mean.M, mean.G, mean.w, basis.half, basis.r, self.skip)
+                parts = (basis.half, basis.wide)
+                GU, MU, mean.peak = momentum_(mean.M, mean.G, mean.w, parts, basis.r, self.skip, self.top)
             else:
-                GU, MU = project(mean.G, basis.half, basis.r), project(mean.M, basis.half, basis.r)
+                GU = project(mean.G, basis.half, basis.r, self.top)
+                MU = project(mean.M, basis.half, basis.r)
             mean.products[basis] = (GU, MU)
         return mean.products[basis]
 
@@ -187,7 +193,7 @@ class FusedAlgebra(Algebra):
             return super().tn(X, Y)
         assert isinstance(X, Matrices), f"X'Y of a {type(X).__name__} is not needed by any rule"
         peak = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
-        return correlate(X, split(Y, torch.float16, peak=peak), peak, Y.shape[-1])
+        return correlate(X, split(Y, torch.float16, peak=peak), peak, Y.shape[-1], self.top)
 
     def energy(self, X: Any) -> Tensor:
         """|X|^2 in float64, from sums that a kernel left on its way where there are some."""

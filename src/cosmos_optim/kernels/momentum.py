@@ -11,7 +11,7 @@ from torch import Tensor
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
 from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import mac_tile, matrix, tile
+from cosmos_optim.kernels.tiles import exponent, mac_tile, mac_wide, matrix, tile
 
 
 LAUNCH = Launch(128, 32, stages=4)
@@ -20,9 +20,9 @@ ODD = Launch(64, 32, warps=4, stages=1)
 
 @jit
 def _momentum(  # type: ignore[no-untyped-def]
-    x, mom, u, gu, mu, peak, skip, stride, u_step, m, n, r, sm, sn, mm, mn, w, gain,
+    x, mom, u, v, gu, mu, peak, top, skip, stride, u_step, m, n, r, sm, sn, mm, mn, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr,
-    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, MOMENT: tl.constexpr,
+    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, MOMENT: tl.constexpr, KNOWN: tl.constexpr,
     NARROW: tl.constexpr, MNARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
@@ -34,10 +34,13 @@ def _momentum(  # type: ignore[no-untyped-def]
     i = block * BM + tl.arange(0, BM)
     if THIN:
         c = tl.arange(0, R)
-        base = u + batch.to(tl.int64) * n * R
+        base = batch.to(tl.int64) * n * R
         acc_g = tl.zeros((BM, R), dtype=tl.float32)
         acc_m = tl.zeros((BM, R), dtype=tl.float32)
-    top = 0.0
+    largest = tl.zeros((BM, BK), dtype=tl.float32)
+    e = 0
+    if KNOWN:
+        e = exponent(tl.load(top + batch))
     if not ALIGNED:
         ahead_g = tile(start, i, tl.arange(0, BK), m, n, sm, sn)
         ahead_m = tile(state, i, tl.arange(0, BK), m, n, mm, mn)
@@ -54,29 +57,34 @@ def _momentum(  # type: ignore[no-untyped-def]
         inside = (i[:, None] < m) & (j[None, :] < n) & write
         tl.store(state + i[:, None] * mm + j[None, :] * mn, new, mask=inside)
         new = new.to(tl.float32)
-        top_g, top_m = tl.max(tl.abs(g)), tl.max(tl.abs(new))
-        top = tl.maximum(top, tl.maximum(top_g, top_m))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(g), tl.abs(new)))
         if THIN:
+            if not KNOWN:
+                e = exponent(tl.max(tl.abs(g)))
             at = base + j[:, None] * R + c[None, :]
-            b1, b2 = tl.load(at, mask=j[:, None] < n, other=0.0), tl.load(at + u_step, mask=j[:, None] < n, other=0.0)
-            acc_g = mac_tile(g, top_g, b1, b2, acc_g, NARROW, False, WIDE)
-            acc_m = mac_tile(new, top_m, b1, b2, acc_m, MNARROW, False, WIDE)
-    tl.store(peak + batch * tl.num_programs(0) + block, top)
+            held = j[:, None] < n
+            u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
+            acc_g = mac_tile(g, e, u1, u2, acc_g, NARROW, False, WIDE)
+            v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
+            acc_m = mac_wide(new, v1, v2, acc_m, MNARROW, WIDE)
+    tl.store(peak + batch * tl.num_programs(0) + block, tl.max(largest))
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
         inside = (i[:, None] < m) & (c[None, :] < r)
         tl.store(gu + at, acc_g * gain, mask=inside)
-        tl.store(mu + at, acc_m * gain, mask=inside)
+        tl.store(mu + at, acc_m, mask=inside)
 
 
 def momentum_(
-    M: Matrices, G: Matrices, w: float, U: Tensor | None, r: int, skip: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    M: Matrices, G: Matrices, w: float, U: tuple[Tensor, Tensor] | None, r: int, skip: Tensor | None,
+    top: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Update M; return G U, M U (B, m, r), and the largest |entry| of G and M by row block (B, blocks).
 
-    U is split in float16 (2, B, n, R) with c = BASIS_SCALE, or None for the average alone (the products are empty).
+    U is split twice, in float16 with c = BASIS_SCALE for G and in bfloat16 for M, (2, B, n, R) each; None asks for the
+    average alone (the products are then empty). `top`: the largest |entry| of each G or a bound near it, (B,).
     """
-    (m, n), batch, R = M.shape, len(M), 16 if U is None else U.shape[-1]
+    (m, n), batch, R = M.shape, len(M), 16 if U is None else U[0].shape[-1]
     source, target = G.source(), M.source()
     source["ALIGNED"] = source["ALIGNED"] and target["ALIGNED"]
     how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
@@ -84,10 +92,10 @@ def momentum_(
     GU, MU = (torch.empty(batch, 0 if U is None else m, r, dtype=torch.float32, device=M.device) for _ in range(2))
     peak = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     _momentum[(blocks, batch)](
-        **source, mom=M.table, u=peak if U is None else U, gu=GU, mu=MU, peak=peak,
-        skip=peak if skip is None else skip, u_step=0 if U is None else U.stride(0), m=m, n=n, r=r,
+        **source, mom=M.table, u=peak if U is None else U[0], v=peak if U is None else U[1], gu=GU, mu=MU, peak=peak,
+        top=peak if top is None else top, skip=peak if skip is None else skip, u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r,
         mm=target["sm"], mn=target["sn"], w=w, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
-        THIN=U is not None, SKIP=skip is not None, MOMENT=target["ELEMENT"], NARROW=G.dtype is torch.bfloat16,
+        THIN=U is not None, SKIP=skip is not None, MOMENT=target["ELEMENT"], KNOWN=top is not None, NARROW=G.dtype is torch.bfloat16,
         MNARROW=M.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return GU, MU, peak

@@ -8,7 +8,7 @@ from torch import Tensor
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
 from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import mac, mac_tile, matrix, tile
+from cosmos_optim.kernels.tiles import exponent, mac, mac_tile, matrix, tile
 
 LAUNCH = Launch(128, 64, stages=4)
 ODD = Launch(64, 64, warps=4, stages=1)
@@ -16,15 +16,19 @@ ODD = Launch(64, 64, warps=4, stages=1)
 
 @jit
 def _project(  # type: ignore[no-untyped-def]
-    x, u, y, stride, u_step, m, n, r, sm, sn, gain,
+    x, u, y, top, stride, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
+    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, KNOWN: tl.constexpr,
+    NARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
     i, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
     base = u + batch.to(tl.int64) * n * R
     acc = tl.zeros((BM, R), dtype=tl.float32)
+    e = 0
+    if KNOWN:
+        e = exponent(tl.load(top + batch))
     if not ALIGNED:  # such loads are not worth an asynchronous copy; the next tile is asked for by hand
         ahead = tile(start, i, tl.arange(0, BK), m, n, sm, sn)
     for k in range(0, n, BK):
@@ -36,21 +40,26 @@ def _project(  # type: ignore[no-untyped-def]
             ahead = tile(start, i, j + BK, m, n, sm, sn)
         at = base + j[:, None] * R + c[None, :]
         b1, b2 = tl.load(at, mask=j[:, None] < n, other=0.0), tl.load(at + u_step, mask=j[:, None] < n, other=0.0)
-        acc = mac_tile(a, tl.max(tl.abs(a)), b1, b2, acc, NARROW, False, WIDE)
+        if not KNOWN:
+            e = exponent(tl.max(tl.abs(a)))
+        acc = mac_tile(a, e, b1, b2, acc, NARROW, False, WIDE)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
 
-def project(X: Matrices, U: Tensor, r: int) -> Tensor:
-    """X U (B, m, r) in float32; U is split in float16 (2, B, n, R) with c = BASIS_SCALE."""
+def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor:
+    """X U (B, m, r) in float32; U is split in float16 (2, B, n, R) with c = BASIS_SCALE.
+
+    `top`: the largest |entry| of each matrix or a bound not far above it, (B,); without it each tile looks for its own.
+    """
     _, batch, n, R = U.shape
     m = X.shape[0]
     source = X.source()
     how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     _project[(-(-m // how.rows), batch)](
-        **source, u=U, y=Y, u_step=U.stride(0), m=m, n=n, r=r, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
-        NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
+        **source, u=U, y=Y, top=U if top is None else top, u_step=U.stride(0), m=m, n=n, r=r, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
+        KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return Y
 

@@ -19,30 +19,55 @@ from cosmos_optim.kernels.backend import tl
 
 # Tables kept: gradients that move in memory at every step must not fill the device with tables.
 _KEPT = 512
-_tables: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()
-_captured: list[tuple[Tensor, Tensor]] = []
+_tables: OrderedDict[Any, Tensor] = OrderedDict()
+# A graph reads its tables, and the host memory they are copied from, at every replay.
+_captured: list[tuple[Tensor, Tensor | None]] = []
 
 _ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class _Arena:
+    """Pinned memory, taken piece by piece and never twice: none may be asked for while a graph is captured."""
+
+    SIZE = 1 << 16
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.int64)
+        self.used = 0
+
+    def take(self, values: Sequence[int]) -> Tensor:
+        """A pinned tensor with these values."""
+        if self.used + len(values) > self.memory.numel():
+            self.memory = torch.empty(max(self.SIZE, len(values)), dtype=torch.int64, pin_memory=True)
+            self.used = 0
+        piece = self.memory[self.used : self.used + len(values)]
+        self.used += len(values)
+        return piece.copy_(torch.tensor(values, dtype=torch.int64))
+
+
+_arena = _Arena()
 
 
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
     """The int64 table of where these tensors begin, on their device."""
     device = tensors[0].device
-    key = (device, *[t.data_ptr() for t in tensors])
-    if key in _tables:
+    where = tuple([t.data_ptr() for t in tensors])
+    if device.type != "cuda":
+        return torch.tensor(where, dtype=torch.int64)
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = (device, where)
+    table, host = _tables.get(key), None
+    if table is None:
+        host = _arena.take(where)
+        table = host.to(device, non_blocking=True)
+    if capturing:
+        _captured.append((table, host))
+    if not capturing or host is None:  # what a capture allocates holds values only once it is replayed
+        _tables[key] = table
         _tables.move_to_end(key)
-        return _tables[key][1]
-    host = torch.tensor(key[1:], dtype=torch.int64)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    entry = (host, host.to(device, non_blocking=True))
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(entry)  # the graph copies from this host buffer at every replay
-        return entry[1]
-    _tables[key] = entry
     if len(_tables) > _KEPT:
         _tables.popitem(last=False)
-    return entry[1]
+    return table
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,12 @@ A float32 number is split in two half-precision parts, x = x1 + x2 with x1 = hal
 keeps x1 y1 + x1 y2 + x2 y1. Tensor cores multiply the parts at full rate and sum in float32; that is several times as
 fast as float32 arithmetic. Two kinds of half serve:
 
-- float16 parts hold 22 bits, but only numbers of moderate size: each tile is first brought near 2^10 by a power of two
-  of its own. The tile's product starts a sum of its own, too, because tensor cores cut what falls off the end of a
-  long sum instead of rounding it. Error about 2^-22: for everything that tracks the eigenbasis.
-- bfloat16 parts hold 16 bits of any number. Error about 2^-17: for adding P U' to a matrix.
+- float16 parts hold 22 bits, but only numbers of moderate size: a power of two first brings the largest entry near
+  2^10, the matrix's where it is known, else the tile's. Error about 2^-22: for all that tracks the eigenbasis.
+- bfloat16 parts hold 16 bits of any number. Error about 2^-17: for the momentum, and for adding P U' to a matrix.
+
+Each tile's product starts a sum of its own, because tensor cores cut what falls off the end of a long sum instead of
+rounding it.
 """
 
 from __future__ import annotations
@@ -61,28 +63,40 @@ def undo(e):  # type: ignore[no-untyped-def]
 
 
 @jit
-def mac_tile(a, peak, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a b, or acc + b'a (LEFT), for a float32 tile a with this largest entry and split b.
+def mac_tile(a, e, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + a b, or acc + b'a (LEFT), for a float32 tile a of largest exponent e and b in float16 parts.
 
     NARROW: a was stored in 8 bits of mantissa, so its second part is zero.
     """
-    e = exponent(peak)
     x = a * bring(e)
     a1 = x.to(tl.float16)
     a2 = (x - a1.to(tl.float32)).to(tl.float16)
-    own = tl.zeros_like(acc)
+    return acc + undo(e) * mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, LEFT, WIDE)
+
+
+@jit
+def mac_wide(a, b1, b2, acc, NARROW: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + a b for a float32 tile a and b in bfloat16 parts."""
+    a1 = a.to(tl.bfloat16)
+    a2 = (a - a1.to(tl.float32)).to(tl.bfloat16)
+    return acc + mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, False, WIDE)
+
+
+@jit
+def mac_parts(a1, a2, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + a1 b1 + a1 b2 + a2 b1, or the same of b'a."""
     if LEFT:
         b1, b2 = tl.trans(b1), tl.trans(b2)
         if not NARROW:
-            own = mac(b1, a2, own, WIDE)
-        own = mac(b2, a1, own, WIDE)
-        own = mac(b1, a1, own, WIDE)
+            acc = mac(b1, a2, acc, WIDE)
+        acc = mac(b2, a1, acc, WIDE)
+        acc = mac(b1, a1, acc, WIDE)
     else:
         if not NARROW:
-            own = mac(a2, b1, own, WIDE)
-        own = mac(a1, b2, own, WIDE)
-        own = mac(a1, b1, own, WIDE)
-    return acc + own * undo(e)
+            acc = mac(a2, b1, acc, WIDE)
+        acc = mac(a1, b2, acc, WIDE)
+        acc = mac(a1, b1, acc, WIDE)
+    return acc
 
 
 @jit

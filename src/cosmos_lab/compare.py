@@ -103,8 +103,6 @@ def _one_by_one(runs: Sequence[RunConfig], display: Display) -> dict[str, str]:
             display.update(row, "failed")
             continue
         display.update(row, summary["status"], _as_record(summary))
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return failures
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -23,17 +24,19 @@ class Reader(Protocol):
 class Feed:
     """Iterates over a reader's (tokens, targets), ``depth`` batches ahead; ``position`` resumes after the last one."""
 
-    def __init__(self, reader: Reader, *, pin: bool, depth: int = 4) -> None:
+    def __init__(self, reader: Reader, device: torch.device, depth: int = 4) -> None:
         self.position: dict[str, Any] = dict(reader.state_dict())
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill, args=(reader, pin), daemon=True, name="batches")
+        self._thread = threading.Thread(target=self._fill, args=(reader, device), daemon=True, name="batches")
         self._thread.start()
 
-    def _fill(self, reader: Reader, pin: bool) -> None:
+    def _fill(self, reader: Reader, device: torch.device) -> None:
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread starts on GPU 0, where other processes work
             for tokens, targets in reader:
-                if pin:
+                if device.type == "cuda":
                     tokens, targets = tokens.pin_memory(), targets.pin_memory()
                 self._put((tokens, targets, dict(reader.state_dict())))
                 if self._stop.is_set():

@@ -6,6 +6,7 @@ A run under ``torchrun`` finds RANK, LOCAL_RANK and WORLD_SIZE in its environmen
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,14 @@ class World:
         """Wait until the device has done all it was given."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+
+    def forget(self) -> None:
+        """Free what an earlier run left behind, and start counting peak memory anew."""
+        if self.cuda:
+            torch.compiler.reset()  # compiled graphs hold on to their models
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def barrier(self) -> None:
         """Wait for every process."""

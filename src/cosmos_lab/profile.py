@@ -9,7 +9,7 @@ Needs neither tyro nor rich.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,8 @@ class ProfileConfig:
     """Memory cap of the throughput table, in GiB."""
     tokens_per_step: int = 262_144
     """Tokens of one step in the mfu table."""
+    micro_batches: tuple[int, ...] = (8, 16, 32, 64)
+    """Micro-batches tried for the mfu table, up to the first that does not fit."""
     iterations: int = 3
     """Timed iterations; the median counts."""
     rank: int | None = None
@@ -113,36 +115,35 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
         "parameters": rig.model.num_parameters(),
     }
     for table in config.tables:
-        rows: list[Row] = []
-        for name in config.optimizers:
-            rig.mount(OptimizerOptions(optimizer=name, rank=_rank(config, name), options=config.options))
-            rows.append({"optimizer": name, **_TABLES[table](rig, config, say)})
-            say(f"{table}: {_line(rows[-1])}")
-            result[table] = rows
+        result[table] = []
+        for row in _TABLES[table](rig, config, say):
+            result[table].append(row)
+            say(f"{table}: {_line(row)}")
             if config.out:
-                write_json(Path(config.out), runlog.finite(result))  # as soon as it exists: a lease may end at any time
-        say(format_rows(rows))
+                write_json(Path(config.out), runlog.finite(result))  # at once: a lease may end at any time
+        say(format_rows(result[table]))
     rig.unmount()
     return result
 
 
-def _rank(config: ProfileConfig, name: str) -> int | None:
-    return config.rank if name in ("cosmos", "galore") else None
+def _mount(rig: Rig, config: ProfileConfig, name: str) -> None:
+    rank = config.rank if name in ("cosmos", "galore") else None
+    rig.mount(OptimizerOptions(optimizer=name, rank=rank, options=config.options))
 
 
-def memory_row(rig: Rig, config: ProfileConfig, say: Say) -> Row:
-    """Peak memory and time of one iteration."""
+def _timed(rig: Rig, config: ProfileConfig, size: int, accumulation: int) -> Row:
+    """Warm up, then time and weigh iterations."""
     for _ in range(_WARM_UP):
-        rig.iterate(config.batch, min(2, config.accumulation))
+        rig.iterate(size, min(2, accumulation))
     rig.sync()
     rig.reset_peak()
-    passes, update = rig.time(config.batch, config.accumulation, config.iterations)
-    held, taken = rig.peak_gb(config.batch)
-    speed = config.batch * config.accumulation * config.seq_len / (passes + update)
+    passes, update = rig.time(size, accumulation, config.iterations)
+    held, taken = rig.peak_gb(size)
+    speed = size * accumulation * config.seq_len / (passes + update)
     return {
         "peak_gb": held,
         "reserved_gb": taken,
-        "state_gb": rig._state_bytes() / GB,
+        "state_gb": rig.state_bytes() / GB,
         "seconds": passes + update,
         "forward_backward_s": passes,
         "optimizer_s": update,
@@ -151,22 +152,32 @@ def memory_row(rig: Rig, config: ProfileConfig, say: Say) -> Row:
     }
 
 
-def throughput_row(rig: Rig, config: ProfileConfig, say: Say) -> Row:
-    """The largest batch under the cap, and samples per second at it with the same accumulation."""
-    size = largest_batch(rig, config, say)
-    if size == 0:
-        return {"largest_batch": 0, "samples_per_s": None, "seconds": None, "peak_gb": None, "mfu": None}
-    rig.iterate(size, 2)
-    rig.reset_peak()
-    passes, update = rig.time(size, config.accumulation, config.iterations)
-    samples = size * config.accumulation / (passes + update)
-    return {
-        "largest_batch": size,
-        "samples_per_s": samples,
-        "seconds": passes + update,
-        "peak_gb": rig.peak_gb(size)[0],
-        "mfu": mfu(samples * config.seq_len, rig.flops_per_token, rig.device),
-    }
+def memory_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
+    """Peak memory and time of one iteration at a fixed batch."""
+    for name in config.optimizers:
+        _mount(rig, config, name)
+        yield {"optimizer": name, **_timed(rig, config, config.batch, config.accumulation)}
+
+
+def throughput_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
+    """The largest batch under the cap, and samples per second at it with the same accumulation.
+
+    The search runs on one graph for all batch sizes, since each would take a minute to compile; the timing does not.
+    """
+    largest: dict[str, int] = {}
+    rig.recompile(dynamic=True)
+    for name in config.optimizers:
+        say(f"  {name}")
+        _mount(rig, config, name)
+        largest[name] = largest_batch(rig, config, say)
+    rig.recompile(dynamic=False)
+    for name, size in largest.items():
+        row: Row = {"optimizer": name, "largest_batch": size, "samples_per_s": None}
+        if size:
+            _mount(rig, config, name)
+            row |= _timed(rig, config, size, config.accumulation)
+            row["samples_per_s"] = row["tokens_per_s"] / config.seq_len
+        yield row
 
 
 def largest_batch(rig: Rig, config: ProfileConfig, say: Say) -> int:
@@ -213,41 +224,29 @@ def _straight_line_guess(rig: Rig, config: ProfileConfig) -> int:
     return max(1, int(large + (config.memory_cap_gb - peaks[1]) / slope))
 
 
-def mfu_row(rig: Rig, config: ProfileConfig, say: Say) -> Row:
-    """The best micro-batch, and a whole step at it."""
+def mfu_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
+    """A whole step at the best micro-batch, which is the same for all: the optimizer has no part in it."""
+    rig.unmount()
     sequences = max(1, config.tokens_per_step // config.seq_len)
     speeds: dict[int, float] = {}
-    for size in (2**k for k in range(2, 9) if 2**k <= sequences):
-        try:
-            rig.iterate(size, 1)
-            passes, _ = rig.time(size, max(1, min(4, sequences // size)), 2)
-        except torch.cuda.OutOfMemoryError:
-            rig.model.zero_grad(set_to_none=True)
-            rig.free()
+    for size in config.micro_batches:
+        speed = rig.pass_speed(size, max(1, min(4, sequences // size))) if size <= sequences else None
+        if speed is None:
             break
-        speeds[size] = size * max(1, min(4, sequences // size)) * config.seq_len / passes
-        say(f"  micro-batch {size}: {speeds[size]:,.0f} tokens/s without the optimizer")
-        if speeds[size] < 0.9 * max(speeds.values()):
-            break  # past the top
-    best = max(speeds, key=lambda size: speeds[size]) if speeds else 1
+        speeds[size] = speed
+        say(f"  micro-batch {size}: {speed:,.0f} tokens/s without the optimizer")
+    best = max(speeds, key=lambda size: speeds[size], default=1)
     accumulation = -(-sequences // best)
-    passes, update = rig.time(best, accumulation, config.iterations)
-    speed = best * accumulation * config.seq_len / (passes + update)
-    return {
-        "micro_batch": best,
-        "accumulation": accumulation,
-        "tokens_per_s": speed,
-        "mfu": mfu(speed, rig.flops_per_token, rig.device),
-        "seconds": passes + update,
-        "forward_backward_s": passes,
-        "optimizer_s": update,
-    }
+    for name in config.optimizers:
+        _mount(rig, config, name)
+        found = _timed(rig, config, best, accumulation)
+        yield {"optimizer": name, "micro_batch": best, "accumulation": accumulation, **found}
 
 
-_TABLES: dict[str, Callable[[Rig, ProfileConfig, Say], Row]] = {
-    "memory": memory_row,
-    "throughput": throughput_row,
-    "mfu": mfu_row,
+_TABLES: dict[str, Callable[[Rig, ProfileConfig, Say], Iterator[Row]]] = {
+    "memory": memory_rows,
+    "throughput": throughput_rows,
+    "mfu": mfu_rows,
 }
 
 
@@ -267,5 +266,5 @@ def _line(row: Row) -> str:
 
 def format_rows(rows: list[Row]) -> str:
     """Rows as an aligned table."""
-    head = list(rows[0])
+    head = list(dict.fromkeys(name for row in rows for name in row))
     return format_table(head, [[_show(name, row.get(name)) for name in head] for row in rows])

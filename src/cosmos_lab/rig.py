@@ -32,11 +32,17 @@ class Rig:
         self.model = build(model, device=device, **sizes)
         self.flops_per_token = self.model.flops_per_token(seq_len)
         self.runner: nn.Module = self.model
-        if compiled:
-            torch._dynamo.config.recompile_limit = _MORE_SHAPES
-            self.runner = cast(nn.Module, torch.compile(self.model, dynamic=False))
+        self.compiled = compiled
+        self.recompile(dynamic=False)
         self.optimizer: torch.optim.Optimizer | None = None
         self.forward_backward, self.update = Stopwatch(device), Stopwatch(device)
+
+    def recompile(self, dynamic: bool) -> None:
+        """Compile anew, for one graph a batch size, or for one graph for all of them (a little slower to run)."""
+        if self.compiled:
+            torch.compiler.reset()  # a graph for all sizes would otherwise serve every size from then on
+            torch._dynamo.config.recompile_limit = _MORE_SHAPES
+            self.runner = cast(nn.Module, torch.compile(self.model, dynamic=dynamic))
 
     def mount(self, options: OptimizerOptions) -> torch.optim.Optimizer:
         """Put another optimizer in; the old one's state is freed first."""
@@ -69,6 +75,21 @@ class Rig:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                 loss = self.runner(tokens, targets) / count
             loss.backward()
+
+    def pass_speed(self, size: int, count: int) -> float | None:
+        """Tokens per second of forward and backward passes without an optimizer; None if they do not fit."""
+        try:
+            self.passes(size, 1)
+            self.sync()
+            self.forward_backward.take()
+            with self.forward_backward.measure():
+                self.passes(size, count)
+            self.sync()
+            return size * count * self.seq_len / (self.forward_backward.take()[0] / 1e3)
+        except torch.cuda.OutOfMemoryError:
+            return None
+        finally:
+            self.model.zero_grad(set_to_none=True)
 
     def iterate(self, size: int, accumulation: int) -> None:
         """One iteration as the paper times it: all passes, then the optimizer."""
@@ -106,10 +127,11 @@ class Rig:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GB, torch.cuda.max_memory_reserved(self.device) / GB
         weights = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
-        total = (weights + self._state_bytes() + self._activation_bytes(size)) / GB
+        total = (weights + self.state_bytes() + self._activation_bytes(size)) / GB
         return total, total
 
-    def _state_bytes(self) -> int:
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state."""
         return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
 
     def _activation_bytes(self, size: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import statistics
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -26,11 +25,11 @@ from cosmos_lab.data.files import read_json
 from cosmos_lab.feed import Feed
 from cosmos_lab.optimizers import build_optimizer, optimizer_class
 from cosmos_lab.schedule import factor
+from cosmos_lab.summary import summarize
 
 Progress = Callable[[Mapping[str, Any]], None]
 
 _BAD_LOSSES = 2  # log lines in a row without a finite loss that end a run: weights do not come back from there
-_FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: single batches are noisy
 # Fields that may differ between a finished run and the one asked for: they change no number.
 _HARMLESS = {"out", "name", "device", "compile", "log_every", "tensorboard", "wandb", "resume", "keep", "cache_dir"}
 
@@ -56,6 +55,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
         return summary
     with launch.session(config.training.device, config.training.sharding) as world:
         assemble.seed_everything(config.training.seed, config.training.deterministic)
+        world.forget()
         try:
             with closing(Trainer(config, world, progress)) as trainer:
                 return trainer.run()
@@ -98,7 +98,7 @@ class Trainer:
         if world.main:
             about = assemble.header(config, self.model, self.optimizer)
             self.log = runlog.RunLog(config, about, resumed_at=self.at.step)
-        self.feed = Feed(batches, pin=world.cuda)
+        self.feed = Feed(batches, world.device)
 
     def _resume(self, batches: Batches) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -263,36 +263,6 @@ class Trainer:
         if self.log is not None:
             self.log.finish(summary)
         return summary
-
-
-def summarize(folder: Path, status: str, config: RunConfig) -> dict[str, Any]:
-    """A run's result, from its log: rates are medians over log lines, final_train_loss a mean over the last 5 %."""
-    records = list(runlog.read_metrics(folder))
-    losses = [r for r in records if "loss" in r]
-    values = [r for r in records if "val_loss" in r]
-    last = losses[-1]
-    late = [r["loss"] for r in losses if r["step"] > last["step"] - max(1, _FINAL_SHARE * config.training.steps)]
-    finite = [r["val_loss"] for r in values if r["val_loss"] is not None]
-    speed = _median([r["tokens_per_s"] for r in losses])
-    return {
-        "status": status,
-        "final_val_loss": values[-1]["val_loss"],
-        "final_val_ppl": values[-1]["val_ppl"],
-        "best_val_loss": min(finite, default=None),
-        "final_train_loss": None if None in late else sum(late) / len(late),
-        "tokens": last["tokens"],
-        "steps": last["step"],
-        "time": last["time"],
-        "tokens_per_s": speed,
-        "step_ms": 1e3 * config.training.batch * config.data.seq_len / speed if speed else None,
-        "optimizer_ms": _median([r["optimizer_ms"] for r in losses]),
-        "mfu": _median([r["mfu"] for r in losses]),
-    }
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
 
 
 def _due(step: int, every: int) -> bool:

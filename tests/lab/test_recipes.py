@@ -135,7 +135,7 @@ def test_a_scale_outside_its_range(scale: float) -> None:
 
 
 def test_choosing_optimizers_rates_and_seeds() -> None:
-    recipe = get_recipe("llama-60m")
+    recipe = get_recipe("wiki-60m")
     runs = recipe.runs(optimizers=["soap", "cosmos"], lrs={"soap": [3e-3], "cosmos": [7e-4, 8e-4]}, seeds=(1, 2))
     assert [(r.optimizer.optimizer, r.optimizer.lr, r.training.seed) for r in runs] == [
         ("soap", 3e-3, 1), ("soap", 3e-3, 2),

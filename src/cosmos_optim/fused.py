@@ -123,7 +123,7 @@ class Direction:
 def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> bool:
     """Whether kernels can run these equal-length lists of (m, n) matrices: parameters, gradients, momenta."""
     t = lists[0][0]
-    if not available(t.device) or not all(uniform(x) for x in lists) or ns.dtype not in (None, *HALF):
+    if not (t.is_cuda and available(t.device)) or not all(uniform(x) for x in lists) or ns.dtype not in (None, *HALF):
         return False
     # Below 16 rows or columns nothing is left to save; r >= min(m, n) would make U look like a matrix.
     return min(t.shape) >= 16 and 1 <= rank <= MAX_RANK and rank < min(t.shape)

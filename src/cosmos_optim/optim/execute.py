@@ -65,6 +65,7 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
     jobs: list[tuple[object, Callable[[], None]]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     taken: Counter[object] = Counter()
+    tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True))
     elementwise = [held for held in by_group(live) if held[0].rule.elementwise]
     for held in by_group(live):
         if not held[0].rule.elementwise:
@@ -74,7 +75,7 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
                     place = chunk[0].place
                     turn = place.after(taken[place.team])
                     taken[place.team] += len(chunk)
-                    jobs.append((place.team, partial(run_chunk, chunk, turn, m, n, found.skip, record, local)))
+                    jobs.append((place.team, partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)))
     device = entries[0].p.device
     lanes = Lanes.of(device)
     with lanes.forked():
@@ -173,12 +174,15 @@ def run_chunk(
     skip: Tensor | None,
     record: dict[str, dict[str, float]] | None,
     local: type[Algebra],
+    tops: dict[Tensor, Tensor],
 ) -> None:
     """The rule on one stack: load, start if new, direction, store, apply."""
     first, entry = chunk[0], chunk[0].entry
     rule, group = entry.rule, entry.group
     dtype = torch.promote_types(first.p.dtype, torch.float32)
     alg = place.algebra(m, n, skip=skip, local=local)
+    if isinstance(alg, FusedAlgebra):
+        alg.top = torch.stack([tops[x.entry.p] for x in chunk])
     lists = {name: [x.state[name] for x in chunk] for name in first.state}
     G = alg.load([x.grad for x in chunk], dtype)
     state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}

@@ -19,18 +19,20 @@ from cosmos_optim.optim.execute import Entry
 @dataclass(frozen=True)
 class Found:
     """skip_all: nothing may change. skip: the same as a boolean scalar on the device, unless known on the host.
-    started: for each entry, whether it has had a non-zero gradient by now. fresh: whether this one is the first."""
+    started: for each entry, whether it has had a non-zero gradient by now. fresh: whether this one is the first.
+    peaks: the largest |g| of each entry as held here, on the device."""
 
     skip_all: bool
     skip: Tensor | None
     started: list[bool]
     fresh: list[bool]
+    peaks: Tensor | None = None
 
 
 def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | None) -> Found:
     """Magnitudes of all gradients, and what follows from them."""
     old = [e.p in started for e in entries]
-    peaks = magnitudes(entries)
+    peaks = here = magnitudes(entries)
     device = peaks.device
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
     on_host = device.type != "cuda" or not all(old) or raising
@@ -45,14 +47,14 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
     if found_inf is not None:
         bad = bad | (found_inf.to(device) != 0)
     if not on_host:
-        return Found(False, bad.any(), old, [False] * len(entries))
+        return Found(False, bad.any(), old, [False] * len(entries), here)
     flags = bad.tolist()
     if any(flags):
         _raise_if_asked(entries, flags)
         return Found(True, None, old, [False] * len(entries))
     positive = (peaks > 0).tolist() if not all(old) else [True] * len(entries)
     now = [a or b for a, b in zip(old, positive, strict=True)]
-    return Found(False, None, now, [n and not o for n, o in zip(now, old, strict=True)])
+    return Found(False, None, now, [n and not o for n, o in zip(now, old, strict=True)], here)
 
 
 def entries_meshes(entries: Sequence[Entry]) -> list[object]:

@@ -103,8 +103,8 @@ def placed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
             chunks = part.chunk(mesh.size(dim), placement.dim)
             at = mesh.get_local_rank(dim)
             part = chunks[at] if at < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=whole.shape,
-                              stride=whole.stride())  # fmt: skip
+    part = part.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def shard_like(p: Tensor, whole: Tensor) -> Tensor:
@@ -161,7 +161,8 @@ def fsdp(model: nn.Module) -> nn.Module:
 
 def hsdp(model: nn.Module) -> nn.Module:
     """Two replicas, each sharded over half of the ranks."""
-    return _fully(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+    shape = (2, dist.get_world_size() // 2)
+    return _fully(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
 
 
 def _fully(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
-import torch.distributed.tensor.parallel  # noqa: F401
+import torch.distributed.tensor.parallel
 
 PATIENCE = 100.0
 

@@ -234,6 +234,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 storages[storage.data_ptr(), storage.device] = storage.nbytes()
         return sum(storages.values())
 
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's gives, with dtypes by their names: its gathering of sharded state takes none."""
+        saved = super().state_dict()
+        return saved | {"param_groups": checkpoint.with_names(saved["param_groups"])}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, keeping its dtypes; a checkpoint of another rank, rule or shape is an error."""
         checkpoint.load(self, state_dict)

@@ -32,11 +32,28 @@ def started(optimizer: MatrixOptimizer) -> set[Tensor]:
     return {p for (p, _), count in zip(held, counts, strict=True) if count > 0}
 
 
+def with_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups whose dtypes are written as "torch.float32"."""
+    return [{k: str(v) if isinstance(v, torch.dtype) else v for k, v in group.items()} for group in groups]
+
+
+def with_dtypes(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The opposite of `with_names`; tuples are tuples again, which torch's gathering of sharded state makes lists."""
+    names = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+    def restored(key: str, value: Any) -> Any:
+        if isinstance(value, list) and key not in ("params", "param_names"):
+            return tuple(value)
+        return names.get(value, value) if isinstance(value, str) else value
+
+    return [{k: restored(k, v) for k, v in group.items()} for group in groups]
+
+
 def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     """What torch's load_state_dict does, but state has its slot's dtype: torch would cast it to the parameter's."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
-    saved = copy.deepcopy(state_dict["param_groups"])
+    saved = with_dtypes(copy.deepcopy(state_dict["param_groups"]))
     _check_groups(optimizer, saved)
     ids = chain.from_iterable(group["params"] for group in saved)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -1,0 +1,155 @@
+"""What a sharded COSMOS step sends and computes, from shapes alone; run it for the projection in docs/distributed.md.
+
+tests/distributed/test_traffic.py holds these formulas to the bytes that a run really sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cosmos_optim.linalg.newton_schulz import fresh_at
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`count` matrices of m x n in a model."""
+
+    m: int
+    n: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes sent by one rank in a step."""
+
+    sums: float
+    exchange: float
+
+
+def part(size: int, k: int, j: int) -> int:
+    """Elements of a dimension on rank j of k: torch.chunk's."""
+    chunk = -(-size // k)
+    return max(0, min(chunk, size - chunk * j))
+
+
+def owned(count: int, k: int, j: int, first: int = 0) -> int:
+    """Matrices that rank j of k owns; `first` is the rank whose turn it is."""
+    return count // k + ((j - first) % k < count % k)
+
+
+def ring(payload: float, k: int) -> float:
+    """Bytes that each of k ranks sends to add up `payload` bytes."""
+    return 2 * (k - 1) / k * payload
+
+
+def rows_sharded(
+    s: Shape, r: int, k: int, j: int, *, first: int = 0, word: int = 4, travel: int = 2, rows: int | None = None
+) -> Cost:
+    """FSDP2: rows over k ranks. Sums of n x r, of r x r and of five float64 numbers a matrix; X to owners, B back."""
+    mine, here = owned(s.count, k, j, first), (part(s.m, k, j) if rows is None else rows) * s.n
+    payload = s.count * ((s.n * r + r * r) * word + 5 * 8)
+    return Cost(ring(payload, k), travel * ((s.count - mine) * here + mine * (s.m * s.n - here)))
+
+
+def columns_sharded(s: Shape, r: int, k: int, j: int, *, first: int = 0, word: int = 4, travel: int = 2) -> Cost:
+    """Columns over k ranks: three sums of m x r, five of r x r and three numbers a matrix; X to owners, B back."""
+    mine, here = owned(s.count, k, j, first), s.m * part(s.n, k, j)
+    payload = s.count * ((3 * s.m * r + 5 * r * r) * word + 3 * 8)
+    return Cost(ring(payload, k), travel * ((s.count - mine) * here + mine * (s.m * s.n - here)))
+
+
+def grid_sharded(
+    s: Shape, r: int, rows: int, cols: int, i: int, j: int, *, first: int = 0, word: int = 4, travel: int = 2
+) -> Cost:
+    """Rows over `rows` ranks and columns over `cols`: both kinds of sums, each over its own ranks."""
+    k = rows * cols
+    mine, m, n = owned(s.count, k, i * cols + j, first), part(s.m, rows, i), part(s.n, cols, j)
+    over_rows = s.count * ((n * r + r * r) * word + 2 * 8)
+    over_cols = s.count * ((3 * m * r + 5 * r * r) * word)
+    over_both = s.count * 3 * 8
+    sums = ring(over_rows, rows) + ring(over_cols, cols) + ring(over_both, k)
+    return Cost(sums, travel * ((s.count - mine) * m * n + mine * (s.m * s.n - m * n)))
+
+
+def newton_schulz_flops(m: int, n: int, steps: int = 5, dtype: torch.dtype = torch.float16) -> float:
+    """Flops of one matrix with symmetric products by halves."""
+    long, short = max(m, n), min(m, n)
+    f = len(fresh_at(long, short, steps, dtype))
+    return (3.0 * f * long / short + steps + 3 * (steps - f)) * short**3
+
+
+# -- the projection -------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "7B": [Shape(4096, 4096, 128), Shape(11008, 4096, 64), Shape(4096, 11008, 32)],
+    "70B": [Shape(8192, 8192, 160), Shape(1024, 8192, 160), Shape(28672, 8192, 160), Shape(8192, 28672, 80)],
+}
+PARAMETERS = {"7B": 6.7e9, "70B": 69e9}
+RANK = 64
+NODE = 8  # GPUs with NVLink between them
+NIC = 50e9 * 0.8  # bytes per second and GPU: 400 Gb/s, four fifths of it reached
+NVLINK = 450e9 * 0.8
+HALF_RATE = 500e12  # flop/s of large half-precision products
+HBM = 3.35e12 * 0.8
+LATENCY = 20e-6  # a message, plus 5 us for each doubling of the ranks
+MESSAGES = 9
+TOKENS = 4e6
+MODEL_RATE = 400e12  # flop/s of the model itself
+
+
+def reduce_time(payload: float, k: int) -> float:
+    """All-reduce across nodes: a node's sum leaves it once, over all its NICs."""
+    return ring(payload, k) * max(1 / (NODE * NIC), 1 / NVLINK)
+
+
+def makespan(shapes: list[Shape], k: int) -> float:
+    """Flops in a row on two lanes: stacks on one GPU share it, those of different owners run side by side."""
+    jobs = [-(-s.count // k) * newton_schulz_flops(s.m, s.n) for s in shapes]
+    if sum(s.count for s in shapes) > k:
+        return sum(jobs)
+    lanes = [0.0, 0.0]
+    for job in jobs:
+        lanes[lanes.index(min(lanes))] += job
+    return max(lanes)
+
+
+def project(model: str, k: int) -> dict[str, float]:
+    """Milliseconds and megabytes of one step on k GPUs with the optimizer's shards over all of them."""
+    shapes = LLAMA[model]
+    turns = [sum(s.count for s in shapes[:i]) % k for i in range(len(shapes))]
+    cost = [[rows_sharded(s, RANK, k, j, first=f) for s, f in zip(shapes, turns, strict=True)] for j in range(k)]
+    sums, exchange = sum(c.sums for c in cost[0]), max(sum(c.exchange for c in rank) for rank in cost)
+    latency = len(shapes) * MESSAGES * (LATENCY + 5e-6 * (k - 1).bit_length())
+    talk = sums * max(1 / (NODE * NIC), 1 / NVLINK) + exchange / NIC + latency
+    compute = makespan(shapes, k) / HALF_RATE
+    everything = sum(s.count * newton_schulz_flops(s.m, s.n) for s in shapes)
+    matrices = sum(s.count * s.m * s.n for s in shapes)
+    gather = 2 * matrices * (k - 1) / k
+    return {
+        "sums": sums / 1e6, "exchange": exchange / 1e6, "talk": talk * 1e3, "compute": compute * 1e3,
+        "adamw": 28 * PARAMETERS[model] / k / HBM * 1e3,
+        "gather": gather / 1e6, "gather_talk": gather * max(1 / (NODE * NIC), 1 / NVLINK) * 1e3,
+        "gather_compute": everything / HALF_RATE * 1e3,
+        "step": 6 * PARAMETERS[model] * TOKENS / k / MODEL_RATE * 1e3,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """The table, as markdown."""
+    print("| model | GPUs | sums | exchange | messages | Newton-Schulz | COSMOS, not overlapped | AdamW "
+          "| gather-everything Muon: bytes | its messages | its compute | model's own step |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for model in LLAMA:
+        for k in (64, 512, 4096):
+            p = project(model, k)
+            print(f"| LLaMA-{model} | {k:,} | {p['sums']:,.0f} MB | {p['exchange']:,.0f} MB | {p['talk']:,.1f} ms "
+                  f"| {p['compute']:,.1f} ms | **{p['talk'] + p['compute']:,.0f} ms** | {p['adamw']:,.2f} ms "
+                  f"| {p['gather']:,.0f} MB | {p['gather_talk']:,.0f} ms | {p['gather_compute']:,.0f} ms "
+                  f"| {p['step']:,.0f} ms |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

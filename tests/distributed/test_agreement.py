@@ -1,0 +1,121 @@
+"""Ranks decide alike and stay alike."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cosmos_optim import Cosmos
+from tests.distributed.problems import Case, Small, gathered, gradient, hsdp, placed, steps
+from tests.distributed.ranks import run_ranks
+
+CLOSE_64 = 1e-9
+SHAPE = torch.Size((6, 5))
+
+
+def matrix(mesh: Any, seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(placed(gradient(seed, SHAPE, 0, torch.float64), mesh, (Shard(0),)))
+
+
+def one_bad_rank(rank: int, nonfinite: str) -> Any:
+    """The second step has a NaN in the part of rank 1 only."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p, b = matrix(mesh), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    groups = [{"params": [p]}, {"params": [b], "rule": "adam"}]
+    opt = Cosmos(groups, lr=0.01, rank=2, gamma=0.25, nonfinite=nonfinite)
+    seen: list[Any] = []
+    for step in range(3):
+        p.grad = placed(gradient(0, SHAPE, step, torch.float64), mesh, (Shard(0),))
+        b.grad = torch.ones_like(b)
+        if step == 1 and rank == 1:
+            p.grad.to_local()[0, 0] = float("nan")
+        try:
+            opt.step()
+        except FloatingPointError as error:
+            seen.append(str(error))
+        seen.append((p.full_tensor().detach().clone(), b.detach().clone(), float(opt.state[p]["step"])))
+    return seen
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_bad_gradient_on_one_rank_is_bad_on_all(nonfinite: str) -> None:
+    """Nothing moves on any rank, in no group, and the next step is taken by all."""
+    for seen in run_ranks(3, one_bad_rank, nonfinite):
+        errors = [x for x in seen if isinstance(x, str)]
+        first, second, third = (x for x in seen if not isinstance(x, str))
+        assert len(errors) == (nonfinite == "raise")
+        assert all(torch.equal(a, b) for a, b in zip(first[:2], second[:2], strict=True))
+        assert (first[2], second[2], third[2]) == (1.0, 1.0, 2.0)
+        assert not torch.equal(second[0], third[0])
+        assert third[0].isfinite().all()
+
+
+def first_rows_zero(rank: int) -> torch.Tensor:
+    """A first gradient that is zero on rank 0 alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    start = gradient(0, SHAPE, 0, torch.float64)
+    p = nn.Parameter(start if mesh is None else placed(start, mesh, (Shard(0),)))
+    opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25, ns_dtype=torch.float64)
+    for step in range(3):
+        G = gradient(0, SHAPE, step, torch.float64)
+        if step == 0:
+            G[:2] = 0
+        p.grad = G if mesh is None else placed(G, mesh, (Shard(0),))
+        opt.step()
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+def test_a_zero_part_is_no_zero_gradient() -> None:
+    """All ranks take their first basis in the same step."""
+    expected = first_rows_zero(0)
+    for found in run_ranks(3, first_rows_zero):
+        assert float((found - expected).abs().max()) < CLOSE_64
+
+
+def fifty_steps(rank: int) -> dict[str, bytes]:
+    """Everything this rank holds, bit by bit: weights and state."""
+    case = Case(Small, dtype=torch.float32)
+    model, opt = case.build(hsdp)
+    steps(model, opt, case.dtype, range(50))
+    held = {}
+    for name, p in model.named_parameters():
+        for key, value in {"weight": p, **opt.state[p]}.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            held[f"{name} {key}"] = local.detach().contiguous().numpy().tobytes()
+    assert dict(gathered(model))["odd.weight"].isfinite().all()
+    return held
+
+
+def test_replicas_are_equal_bit_by_bit() -> None:
+    """HSDP on 2 x 2 ranks: replicas hold the same parts, and all ranks the same of what nobody divides."""
+    a, b, c, d = run_ranks(4, fifty_steps)
+    assert a == c
+    assert b == d
+    whole = [key for key in a if key.endswith(" step") or (key.startswith("blocks") and key[-2:] in (" U", " S"))]
+    assert len(whole) > 10
+    for key in whole:
+        assert a[key] == b[key], key
+
+
+def a_sum_to_be_made(rank: int) -> tuple[float, float]:
+    """Sequence parallelism leaves gradients of replicated parameters as partial sums."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = gradient(0, SHAPE, 0, torch.float64)
+    p, q = (nn.Parameter(placed(whole, mesh, (Replicate(),))) for _ in range(2))
+    opt = Cosmos([p, q], lr=0.01, rank=2, gamma=0.25)
+    p.grad = placed(whole, mesh, (Replicate(),))
+    share = whole * (0.25 if rank == 0 else 0.75)
+    q.grad = DTensor.from_local(share, mesh, (Partial(),), run_check=False)
+    opt.step()
+    return float((p.to_local() - q.to_local()).abs().max()), float((p.to_local() - whole).abs().max())
+
+
+def test_partial_gradients_are_summed() -> None:
+    """As if the sum had been made before."""
+    for between, moved in run_ranks(2, a_sum_to_be_made):
+        assert between < 1e-12
+        assert moved > 1e-3

@@ -96,7 +96,9 @@ def identity(config: RunConfig, model: Decoder, source: TokenSource) -> dict[str
     }
 
 
-def header(config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def header(
+    config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer, source: TokenSource
+) -> dict[str, Any]:
     """config.json of the run folder."""
     return {
         "name": config.run_name,
@@ -106,6 +108,7 @@ def header(config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer) 
         "lr": config.optimizer.lr,
         "adam_lr": config.optimizer.adam_lr,
         "seed": config.training.seed,
+        "data": {"tokens": len(source), "fingerprint": source.fingerprint, "vocab_size": source.vocab_size},
         "commit": runlog.commit(),
         "versions": runlog.versions(),
         "config": config.flat(),

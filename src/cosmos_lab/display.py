@@ -35,15 +35,17 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def describe(record: Mapping[str, Any]) -> str:
-    """A training record in one line: loss, tokens/s, MFU, memory."""
+def describe(record: Mapping[str, Any], left: float | None = None) -> str:
+    """A training record in one short line: loss, thousands of tokens a second, MFU, memory, time left."""
     parts = [f"loss {record['loss']:.3f}" if record.get("loss") is not None else "loss nan"]
     if record.get("tokens_per_s"):
-        parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+        parts.append(f"{record['tokens_per_s'] / 1e3:,.1f}k tok/s")
     if record.get("mfu"):
-        parts.append(f"MFU {100 * record['mfu']:.1f} %")
+        parts.append(f"MFU {100 * record['mfu']:.0f}%")
     parts.append(f"{record['memory_gb']:.1f} GB")
-    return ", ".join(parts)
+    if left is not None:
+        parts.append(f"ETA {clock(left)}")
+    return " ".join(parts)
 
 
 class TrainDisplay:
@@ -51,7 +53,7 @@ class TrainDisplay:
 
     def __init__(self, config: RunConfig) -> None:
         self.name, self.steps = config.run_name, config.training.steps
-        self.validation, self._shown, self._rates = "", 0.0, (0, 0.0)
+        self._shown, self._rates = 0.0, (0, 0.0)
         self._bar: Any = None
 
     def __enter__(self) -> TrainDisplay:
@@ -59,7 +61,8 @@ class TrainDisplay:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
             state = TextColumn("{task.fields[state]}")
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), state)
+            # Short enough for a terminal of 80 columns.
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), state)
             self._task = self._bar.add_task(self.name, total=self.steps, state="starting")
             self._bar.start()
         return self
@@ -70,14 +73,21 @@ class TrainDisplay:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Show a record."""
-        if "val_loss" in record:
+        if "about" in record:
+            self._say(record["about"])
+        elif "val_loss" in record:
             loss = record["val_loss"]
-            self.validation = f"val {loss:.3f} (ppl {record['val_ppl']:.2f})" if loss is not None else "val nan"
-            self._show(f"{self.validation}", record["step"], force=True)
+            text = f"val loss {loss:.4f}, ppl {record['val_ppl']:.2f}" if loss is not None else "val loss nan"
+            self._say(f"{self.name}  step {record['step']}/{self.steps}  {text}")
         elif "loss" in record:
-            left = self._eta(record)
-            state = describe(record) + (f", {clock(left)} left" if left is not None else "")
-            self._show(state, record["step"])
+            self._show(describe(record, self._eta(record)), record["step"])
+
+    def _say(self, line: str) -> None:
+        """A line that stays, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
 
     def _eta(self, record: Mapping[str, Any]) -> float | None:
         """Seconds left at the speed since the first record."""
@@ -88,11 +98,10 @@ class TrainDisplay:
         done = step - self._rates[0]
         return (seconds - self._rates[1]) / done * (self.steps - step) if done else None
 
-    def _show(self, state: str, step: int, force: bool = False) -> None:
+    def _show(self, state: str, step: int) -> None:
         if self._bar is not None:
-            text = state if force or not self.validation else f"{state}, {self.validation}"
-            self._bar.update(self._task, completed=step, state=text)
-        elif force or time.monotonic() - self._shown > _EVERY_S or step == self.steps:
+            self._bar.update(self._task, completed=step, state=state)
+        elif time.monotonic() - self._shown > _EVERY_S or step == self.steps:
             self._shown = time.monotonic()
             print(f"{self.name}  step {step}/{self.steps}  {state}", flush=True)
 

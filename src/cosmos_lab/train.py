@@ -42,7 +42,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
 
     Args:
         config: the run.
-        progress: called with every record of the log.
+        progress: called with every record of the log, and first with one whose "about" says what was opened.
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)
@@ -96,8 +96,10 @@ class Trainer:
         self.bad_losses = 0
         self.log = None
         if world.main:
-            about = assemble.header(config, self.model, self.optimizer)
+            about = assemble.header(config, self.model, self.optimizer, source)
             self.log = runlog.RunLog(config, about, resumed_at=self.at.step)
+            if progress is not None:
+                progress({"step": self.at.step, "about": f"{source}; {about['parameters']:,} parameters"})
         self.feed = Feed(batches, world.device)
 
     def _resume(self, batches: Batches) -> None:

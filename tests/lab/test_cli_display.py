@@ -1,0 +1,51 @@
+"""What is shown while runs go on, with rich and without."""
+
+import pytest
+
+from cosmos_lab import display
+from cosmos_lab.config import RunConfig
+from cosmos_lab.display import TableDisplay, TrainDisplay
+
+LINE = {"step": 5, "time": 1.0, "loss": 3.21, "tokens_per_s": 45_600.0, "mfu": 0.451, "memory_gb": 12.34}
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_run_shows_loss_speed_mfu_memory_and_time_left(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if rich:
+        pytest.importorskip("rich")
+        monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(display, "has_rich", lambda: rich)
+    monkeypatch.setattr(display, "_EVERY_S", -1.0)  # every line is due
+    with TrainDisplay(RunConfig().replace(steps=10, name="mine")) as show:
+        show({"step": 0, "about": "1,234 tokens"})
+        show({**LINE, "loss": 4.0})
+        show({**LINE, "step": 10, "time": 2.0})
+        show({"step": 10, "val_loss": 3.0, "val_ppl": 20.09})
+    out = capsys.readouterr().out
+    for text in ("mine", "1,234 tokens", "loss 3.210", "45.6k tok/s", "MFU 45%", "12.3 GB", "ETA 0:00", "ppl 20.09"):
+        assert text in out
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_table_follows_its_runs(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if rich:
+        pytest.importorskip("rich")
+        monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(display, "has_rich", lambda: rich)
+    with TableDisplay([RunConfig().replace(name=name, steps=10) for name in ("first", "second")]) as table:
+        table.update(0, "running", LINE)
+        table.update(0, "done", {"step": 10, "loss": None, "val_ppl": 20.09})
+        table.update(1, "failed")
+    out = capsys.readouterr().out
+    for text in ("first", "second", "done", "failed", "10/10", "3.210", "20.09", "45,600"):
+        assert text in out
+
+
+def test_the_time_left_comes_from_the_speed_so_far() -> None:
+    show = TrainDisplay(RunConfig().replace(steps=100))
+    assert show._eta({"step": 1, "time": 10.0}) is None
+    assert show._eta({"step": 11, "time": 30.0}) == pytest.approx(89 * 2.0)

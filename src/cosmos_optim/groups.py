@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "unembedding"})
 EMBEDDING_NAMES = ("embed", "wte", "wpe", "position", "pos_emb", "cls_token", "mask_token")
+# Modules that hold a plain matrix without being nn.Linear: a mixture's router, under its usual names.
+LINEAR_KINDS = ("linear", "router", "gate")
 # Row blocks of the fused weights of torch's own modules: one gate or projection each.
 RECURRENT_BLOCKS = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3, "RNN": 1, "RNNCell": 1}
 
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter and the module that owns it."""
+    """A parameter and the module that owns it. Under another name too (`aliases`) where it is tied."""
 
     name: str
     p: Tensor
     module: nn.Module
     attribute: str
     path: str
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def routes(
     found = []
     for place in _places(model):
         _refuse_flat(place)
-        matches = [pattern for pattern in asked if fnmatch.fnmatchcase(place.name, pattern)]
+        names = (place.name, *place.aliases)
+        matches = [pattern for pattern in asked if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
         used.update(matches)
         if not place.p.requires_grad:
             continue
@@ -114,14 +118,18 @@ def _as_settings(pattern: str, value: str | Mapping[str, Any], rule: str) -> dic
 
 def _places(model: nn.Module) -> list[Place]:
     """Each parameter once, under the first name it has."""
-    seen: set[int] = set()
-    places = []
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    found: dict[int, Place] = {}
+    for path, module in modules.items():
+        owner = module
+        if isinstance(module, nn.utils.parametrize.ParametrizationList):  # at owner.parametrizations.weight
+            owner = modules[path.rpartition(".")[0].rpartition(".")[0]]
         for attribute, p in module.named_parameters(recurse=False):
-            if id(p) not in seen:
-                seen.add(id(p))
-                places.append(Place(f"{path}.{attribute}" if path else attribute, p, module, attribute, path))
-    return places
+            name = f"{path}.{attribute}" if path else attribute
+            place = found.setdefault(id(p), Place(name, p, owner, attribute, path))
+            if place.name != name:
+                found[id(p)] = replace(place, aliases=(*place.aliases, name))
+    return list(found.values())
 
 
 def _heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
@@ -130,6 +138,7 @@ def _heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
     if head is None:
         return {path for path in modules if _is_head_name(path)}
     named = {path for path, module in modules.items() if module is head or path == head}
+    named |= {path for path in modules for top in named if path.startswith(f"{top}.")}
     if not named:
         raise ValueError(
             f"head={head!r} is no module of this model: give one of its modules, or a name such as 'lm_head'"
@@ -166,6 +175,8 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
         return Route("adam", "vector" if p.dim() else "scalar")
     if is_head:
         return Route("adam", "output head")
+    if p.numel() == max(p.shape) and place.attribute != "weight":  # the magnitudes of weight_norm, say
+        return Route("adam", "vector in effect")
     if "norm" in kind.lower():
         return Route("adam", "norm")
     if isinstance(module, nn.modules.conv._ConvNd):
@@ -175,9 +186,10 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
     if isinstance(module, nn.MultiheadAttention) and place.attribute == "in_proj_weight":
         return Route(rule, "fused query, key, value", {"split_sizes": (p.shape[0] // 3,) * 3})
     if kind in RECURRENT_BLOCKS and place.attribute.startswith("weight"):
-        count = RECURRENT_BLOCKS[kind]
+        count = 1 if place.attribute.startswith("weight_hr") else RECURRENT_BLOCKS[kind]
         return Route(rule, "recurrent", {"split_sizes": (p.shape[0] // count,) * count} if count > 1 else {})
-    if p.dim() == 2 and (isinstance(module, nn.Linear) or hasattr(module, "out_features") or "linear" in kind.lower()):
+    known = isinstance(module, nn.Linear) or hasattr(module, "out_features")
+    if p.dim() == 2 and (known or any(word in kind.lower() for word in LINEAR_KINDS)):
         return Route(rule, "linear")
     if any(word in place.name.lower() for word in EMBEDDING_NAMES) or 1 in p.shape[-2:]:
         return Route("adam", "embedding" if 1 not in p.shape[-2:] else "vector in effect")
@@ -215,6 +227,8 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     listed = []
     for group in groups:
         group = dict(group)
+        if "params" not in group:
+            raise ValueError(f"a parameter group with {sorted(group)} lacks 'params': list its parameters there")
         held = group["params"]
         group["params"] = [held] if isinstance(held, Tensor) else list(held)
         if group.get("rule", rule) != "adam":

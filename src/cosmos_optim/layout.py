@@ -74,7 +74,7 @@ class Layout:
                 "use param_groups(model), which gives vectors to Adam, or put it in a group with rule='adam'"
             )
         rows, n = self._matrix_shape()
-        self.batch = 1 if self.kind != "matrix" else math.prod(self.shape[:-2])
+        self.batch = 1 if self.kind == "conv" else math.prod(self.shape[:-2])
         self.splits = self._check_splits(group.get("split_sizes"), rows)
         sizes = self.splits or (rows,)
         self.flipped = group.get("side", "input") == "smaller" and self.splits is None and rows < n
@@ -89,7 +89,12 @@ class Layout:
     def _check_splits(self, sizes: Sequence[int] | None, rows: int) -> tuple[int, ...] | None:
         if not sizes:
             return None
-        if self.batch != 1 or sum(sizes) != rows or min(sizes) < 1:
+        if self.batch != 1:
+            raise ValueError(
+                f"split_sizes={list(sizes)} cannot cut parameter {self.name!r} of shape {self.shape}, a stack of "
+                "matrices: leave split_sizes out, or keep its blocks as parameters of their own"
+            )
+        if sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(
                 f"split_sizes={list(sizes)} do not cut parameter {self.name!r} of shape {self.shape}: "
                 f"they must be positive and add up to its {rows} output rows"
@@ -119,10 +124,9 @@ class Layout:
         """(m, n) matrices of a local tensor shaped like the parameter; views of it where it is `flat`."""
         if self.kind == "conv":
             cut = [tensor.flatten(1)]
-        elif self.kind == "in_out":
-            cut = [tensor.mT]
         else:
-            cut = list(tensor.flatten(0, -3).unbind(0)) if tensor.dim() > 2 else [tensor]
+            x = tensor.mT if self.kind == "in_out" else tensor
+            cut = list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
         if self.splits:
             return self.split_rows(cut[0])
         return [x.mT for x in cut] if self.flipped else cut
@@ -146,7 +150,7 @@ class Layout:
         if first.axes == "mn":
             return Slot("*", self.shape, first.dtype)
         if self.splits is None:
-            lead = self.shape[:-2] if self.kind == "matrix" else ()
+            lead = () if self.kind == "conv" else self.shape[:-2]
             return Slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
         rows = first.axes.startswith("m")
         if any(s.shape[1:] != first.shape[1:] or (not rows and s.shape != first.shape) for s in slots):

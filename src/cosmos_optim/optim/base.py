@@ -46,7 +46,11 @@ FOREIGN = (
     "min_lr",
     "max_momentum",
     "base_momentum",
+    # What people label their groups with, for loggers and layer-wise rates.
+    "name",
+    "lr_scale",
 )
+TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -90,7 +94,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
-            self._lay_out(group, rule)
+            self._lay_out(len(self.param_groups) - 1)
         except ValueError:
             self.param_groups.pop()
             for p in group["params"]:
@@ -128,20 +132,35 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 adam_lr,
                 "gamma=None means lr / adam_lr: give gamma, or a positive adam_lr",
             )
+            require(float(group["lr"]) > 0, "lr", group["lr"], "gamma=None means lr / adam_lr: give gamma, or a peak lr")
             group["gamma"] = float(group["lr"]) / float(adam_lr)
 
-    def _lay_out(self, group: dict[str, Any], rule: Rule) -> None:
-        count = len(self.param_groups) - 1
-        names = group.get("param_names") or [f"group {count}, parameter {i}" for i in range(len(group["params"]))]
+    def _lay_out(self, index: int) -> None:
+        """Layouts and state of the group's parameters that have none yet."""
+        group = self.param_groups[index]
+        names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
-            if p.is_complex():
-                raise ValueError(
-                    f"parameter {name!r} of shape {tuple(p.shape)} is complex: split it into two real ones"
-                )
-            self._layouts[p] = distributed.layout_of(name, p, rule, group)
-            if not p.is_meta:
+            if p in self._layouts:
+                continue
+            if p.dtype not in TRAINED:
+                hint = "is complex: split it into two real ones" if p.is_complex() else (
+                    f"has dtype {p.dtype}, in which nothing is trained: leave it out, or give a copy in bfloat16 or wider"
+                )  # fmt: skip
+                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
+            self._layouts[p] = distributed.layout_of(name, p, RULES[group["rule"]], group)
+            if p not in self.state and not p.is_meta:
                 self._allocate(p, group)
         distributed.check(list(self._layouts.values()))
+
+    def _meet(self) -> None:
+        """Lay out parameters that other code put into the groups (accelerate does, for FSDP2); forget those it took."""
+        held = {p for group in self.param_groups for p in group["params"]}
+        for p in [p for p in self._layouts if p not in held]:
+            del self._layouts[p]
+            self.state.pop(p, None)
+            self._started.discard(p)
+        for index in range(len(self.param_groups)):
+            self._lay_out(index)
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         layout = self._layouts[p]
@@ -192,9 +211,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             rule = RULES[group["rule"]]
             for p in group["params"]:
+                if p not in self._layouts:
+                    self._meet()
+                layout = self._layouts[p]
+                if p.is_meta:
+                    raise ValueError(
+                        f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
+                        "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
+                    )
                 if p.grad is None or p.numel() == 0:
                     continue
-                layout = self._layouts[p]
                 if p.grad.is_sparse:
                     raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
                 if p.shape != layout.shape:
@@ -202,8 +228,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
                         f"{tuple(p.shape)} now: build the optimizer after whatever reshapes the model"
                     )
-                if p not in self.state:
+                if not self.state.get(p):  # materialized since, or reset by hand
                     self._allocate(p, group)
+                    self._started.discard(p)
                 elif self.state[p]["step"].device != p.device or layout.dtype != p.dtype:
                     self._follow(p, group)
                 entries.append(Entry(p, layout.gradient(p.grad), self.state[p], layout, group, rule))
@@ -236,6 +263,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """What torch's gives, with dtypes by their names: its gathering of sharded state takes none."""
+        self._meet()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.with_names(saved["param_groups"])}
 
@@ -250,12 +278,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = checkpoint.as_default_dict(self.state)
-        self._recorder, self._layouts = None, {}
-        for group in self.param_groups:
-            rule = RULES[group["rule"]]
-            names = group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
-            for name, p in zip(names, group["params"], strict=True):
-                self._layouts[p] = distributed.layout_of(name, p, rule, group)
+        self._recorder, self._layouts, self._started = None, {}, set()
+        self._meet()
         self._started = checkpoint.started(self)
 
 

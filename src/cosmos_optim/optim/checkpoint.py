@@ -25,7 +25,7 @@ def as_default_dict(state: Any) -> defaultdict[Tensor, Any]:
 
 def started(optimizer: MatrixOptimizer) -> set[Tensor]:
     """Parameters that have had a non-zero gradient: their step count is not 0."""
-    held = [(p, s["step"]) for p, s in optimizer.state.items() if "step" in s]
+    held = [(p, s["step"]) for p, s in optimizer.state.items() if s and not s["step"].is_meta]
     if not held:
         return set()
     counts = torch.stack([optimizer._layouts[p].local(step).cpu() for p, step in held]).tolist()
@@ -54,6 +54,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     saved = with_dtypes(copy.deepcopy(state_dict["param_groups"]))
+    optimizer._meet()
     _check_groups(optimizer, saved)
     ids = chain.from_iterable(group["params"] for group in saved)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -97,6 +98,8 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
 def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Copies of one parameter's saved tensors on its device, each of the shape this optimizer keeps."""
     layout = optimizer._layouts[p]
+    if p.is_meta:
+        raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     slots = layout.slots(group)
     wide = torch.promote_types(p.dtype, torch.float32)
     shapes = {"step": (), **{name: slot.shape for name, slot in slots.items()}}

@@ -6,6 +6,7 @@ A recipe's values are the defaults of its flags, so the recipe and ``--scale`` a
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,18 +86,23 @@ def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
     return arguments[0], arguments[1:]
 
 
-def _take_scale(arguments: list[str]) -> tuple[float, list[str]]:
-    """--scale S, which decides the other flags' defaults, and the rest."""
+def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of a flag that decides other flags' defaults, and the rest."""
     rest = list(arguments)
     for index, word in enumerate(rest):
-        if word == "--scale" or word.startswith("--scale="):
-            text = word.partition("=")[2] or (rest[index + 1] if index + 1 < len(rest) else "")
+        if word == flag or word.startswith(flag + "="):
+            value = word.partition("=")[2] or (rest[index + 1] if index + 1 < len(rest) else "")
             del rest[index : index + (1 if "=" in word else 2)]
-            try:
-                return float(text), rest
-            except ValueError:
-                raise ValueError(f"--scale takes a number in (0, 1]; got {text!r}") from None
-    return 1.0, rest
+            return value, rest
+    return None, rest
+
+
+def _take_scale(arguments: list[str]) -> tuple[float, list[str]]:
+    text, rest = _take_flag(arguments, "--scale")
+    try:
+        return (1.0 if text is None else float(text)), rest
+    except ValueError:
+        raise ValueError(f"--scale takes a number in (0, 1]; got {text!r}") from None
 
 
 def _about(recipe: Any, scale: float) -> str:
@@ -115,10 +121,14 @@ def train_command(arguments: list[str]) -> None:
     name, rest = _take(arguments, "the recipe", usage)
     scale, rest = _take_scale(rest)
     recipe = get_recipe(name, scale)
-    config = flags.parse(recipe.config, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
+    optimizer, rest = _take_flag(rest, "--optimizer")
+    default = recipe.config if optimizer is None else recipe.start(optimizer)
+    config = flags.parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
     config.check()
     with TrainDisplay(config) as display:
         summary = train(config, progress=display)
+    if os.environ.get("RANK", "0") != "0":
+        return
     result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
     print(f"{summary['status']}: {result or 'no finite validation loss'}; in {run_folder(config)}")
 

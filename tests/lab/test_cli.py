@@ -35,6 +35,10 @@ def test_train_then_report_then_export(
     about = json.loads((folder / "config.json").read_text())
     assert about["lr"] == 3e-3 and about["recipe"] == "llama-130m" and about["config"]["schedule"] == "linear"
     assert "done: final_val_loss" in capsys.readouterr().out
+    quick = [flag for flag in small if flag not in ("--rank", "8")]
+    assert main(["train", "llama-130m", "--optimizer", "soap", *quick, "--name", "other"]) == 0
+    other = json.loads((folder.with_name("other") / "config.json").read_text())
+    assert (other["optimizer"], other["lr"], other["adam_lr"], other["config"]["rank"]) == ("soap", 2e-3, 2e-3, None)
     assert main(["report", str(folder), "-o", str(tmp_path / "page")]) == 0
     assert "cosmos" in (tmp_path / "page" / "index.html").read_text().lower()
     assert main(["export", str(folder), "-o", str(tmp_path / "llama")]) == 0

@@ -150,6 +150,15 @@ def test_choosing_optimizers_rates_and_seeds() -> None:
     assert [(run.optimizer.optimizer, run.optimizer.lr) for run in added] == [("normuon", 5e-4)]
 
 
+def test_another_optimizer_starts_as_the_recipe_runs_it() -> None:
+    recipe = get_recipe("llama-130m")
+    galore = recipe.start("galore").optimizer
+    assert (galore.lr, galore.adam_lr, galore.rank) == (2e-2, 2e-2, 256) and galore.options
+    assert recipe.start("adam").optimizer.lr == 2e-3 and recipe.start("adam").optimizer.rank is None
+    assert recipe.start("cosmos") == recipe.config
+    assert recipe.start("normuon").optimizer.rank is None  # not in the paper: the set-up's own rates
+
+
 def test_an_unknown_recipe_gets_the_close_ones() -> None:
     with pytest.raises(ValueError, match="unknown recipe 'lama-130m'; did you mean llama-130m"):
         get_recipe("lama-130m")

@@ -41,6 +41,13 @@ class Recipe:
         """The same recipe with model, batch and tokens shrunk together."""
         return self if scale == 1 else replace(self, config=shrink(self.config, scale))
 
+    def start(self, optimizer: str) -> RunConfig:
+        """The set-up with another optimizer, as the grid runs it, at the middle one of its rates."""
+        if optimizer == self.config.optimizer.optimizer:
+            return self.config
+        own = [variant for variant in self.grid if variant["optimizer"] == optimizer]
+        return self.config.replace(**(own[len(own) // 2] if own else _plain(optimizer)))
+
     def runs(
         self,
         config: RunConfig | None = None,
@@ -95,7 +102,12 @@ def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
         like = {key: value for key, value in variant.items() if key != "lr"} | ({"adam_lr": "lr"} if follows else {})
         if like not in found:
             found.append(like)
-    return found or [{"optimizer": name}]
+    return found or [_plain(name)]
+
+
+def _plain(name: str) -> dict[str, Any]:
+    """An optimizer the recipe does not run: without the hyper-parameters that belong to COSMOS."""
+    return {"optimizer": name, **({} if name == "cosmos" else {"rank": None, "gamma": None})}
 
 
 def label(variant: Variant) -> str:

@@ -152,7 +152,9 @@ def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
     folder = runlog.run_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asked.json").write_text(json.dumps(run.flat()))
-    environment = dict(os.environ)
+    # The workers import what this process imported, installed or not.
+    places = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     if gpu:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[seat] if visible else str(seat)

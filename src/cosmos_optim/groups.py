@@ -175,6 +175,8 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
         return Route("adam", "vector" if p.dim() else "scalar")
     if is_head:
         return Route("adam", "output head")
+    if place.attribute.endswith("bias"):  # of experts: one row each
+        return Route("adam", "biases")
     if p.numel() == max(p.shape) and place.attribute != "weight":  # the magnitudes of weight_norm, say
         return Route("adam", "vector in effect")
     if "norm" in kind.lower():
@@ -194,7 +196,9 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
     if any(word in place.name.lower() for word in EMBEDDING_NAMES) or 1 in p.shape[-2:]:
         return Route("adam", "embedding" if 1 not in p.shape[-2:] else "vector in effect")
     if p.dim() == 3:
-        return Route(rule, f"{p.shape[0]} stacked matrices")
+        # transformers' experts say so where they are stored (in, out).
+        stored = {"layout": "in_out"} if getattr(module, "is_transposed", False) else {}
+        return Route(rule, f"{p.shape[0]} stacked matrices", stored)
     if isinstance(module, nn.MultiheadAttention):
         return Route(rule, "projection")
     raise ValueError(

@@ -6,6 +6,7 @@ stay there once every parameter has started, so that a step costs no host synchr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,9 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
     peaks = here = magnitudes(entries)
     device = peaks.device
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
-    on_host = device.type != "cuda" or not all(old) or raising
+    # A flag on one device cannot steer the others.
+    several = any(e.p.device != device for e in entries)
+    on_host = device.type != "cuda" or not all(old) or raising or several
     if on_host and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
@@ -43,7 +46,7 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
         )
     # While parameters are still waiting for their first gradient the ranks must agree on each one, later on the worst.
     peaks = distributed.agree(peaks if not all(old) or raising else peaks.amax().view(1), entries_meshes(entries))
-    bad = ~peaks.isfinite()
+    bad = peaks > largest(entries)
     if found_inf is not None:
         bad = bad | (found_inf.to(device) != 0)
     if not on_host:
@@ -57,13 +60,24 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
     return Found(False, None, now, [n and not o for n, o in zip(now, old, strict=True)], here)
 
 
+def largest(entries: Sequence[Entry]) -> float:
+    """The largest |g| whose squares, summed over any one matrix, still fit the float32 second moments."""
+    sizes = [0.0]
+    for e in entries:
+        if "betas" in e.group and e.p.dtype is not torch.float64:
+            fresh = 1 - e.group["betas"][1]
+            sizes.append(max(1.0, fresh * (1 if e.rule.elementwise else e.p.numel())))
+    top = torch.finfo(torch.float32).max
+    return math.sqrt(top / max(sizes)) if max(sizes) else top
+
+
 def entries_meshes(entries: Sequence[Entry]) -> list[object]:
     """The distinct keys of the layouts, for `distributed.agree`."""
     return [e.layout for e in entries]
 
 
 def magnitudes(entries: Sequence[Entry]) -> Tensor:
-    """max |g| of each gradient as one float32 vector; inf where it is not finite (NaN included)."""
+    """max |g| of each gradient as one vector, float32 or wider; inf where it is not finite (NaN included)."""
     device = entries[0].p.device
     grads = [e.layout.local(e.grad) for e in entries]
     held = [g for g in grads if g.numel()]
@@ -71,8 +85,9 @@ def magnitudes(entries: Sequence[Entry]) -> Tensor:
         norms = iter([torch.maximum(-low, high) for low, high in map(torch.aminmax, held)])
     else:
         norms = iter(torch._foreach_norm(held, float("inf")) if held else [])
-    zero = torch.zeros((), device=device)
-    peaks = torch.stack([next(norms).float().to(device) if g.numel() else zero for g in grads])
+    wide = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
+    zero = torch.zeros((), device=device, dtype=wide)
+    peaks = torch.stack([next(norms).to(device, wide) if g.numel() else zero for g in grads])
     return torch.nan_to_num(peaks, nan=float("inf"), posinf=float("inf"))
 
 
@@ -82,6 +97,6 @@ def _raise_if_asked(entries: Sequence[Entry], flags: Sequence[bool]) -> None:
     for entry, flag in zip(entries, flags, strict=True):
         if flag and entry.group["nonfinite"] == "raise":
             raise FloatingPointError(
-                f"the gradient of parameter {entry.layout.name!r} (shape {tuple(entry.p.shape)}) is not finite; "
+                f"the gradient of parameter {entry.layout.name!r} (shape {tuple(entry.p.shape)}) is not finite or its square is not; "
                 "nothing was changed by this step. Use nonfinite='skip' to skip such steps instead"
             )

@@ -29,7 +29,7 @@ def direction(
     """Algorithm 2 (one-sided)."""
     (b1, b2), U = h["betas"], state["U"]
     M = torch.lerp(state["M"], G, 1 - b1)  # L4
-    L = b2 * state["L"] + (1 - b2) * alg.tn(G, G)  # L5
+    L = b2 * state["L"] + alg.tn((1 - b2) * G, G)  # L5
     U = turn(U, L, t, h["frequency"])  # L6
     MU = alg.mm(M, U)  # L7
     V = b2 * state["V"] + (1 - b2) * (MU if h["squares"] == "momentum" else alg.mm(G, U)).square()  # L8
@@ -43,8 +43,8 @@ def direction_two_sided(
     """The same with a basis on each side."""
     b1, b2 = h["betas"]
     M = torch.lerp(state["M"], G, 1 - b1)
-    L = b2 * state["L"] + (1 - b2) * alg.tn(G, G)
-    K = b2 * state["K"] + (1 - b2) * alg.T.tn(G.mT, G.mT)
+    L = b2 * state["L"] + alg.tn((1 - b2) * G, G)
+    K = b2 * state["K"] + alg.T.tn((1 - b2) * G.mT, G.mT)
     U, O = turn(state["U"], L, t, h["frequency"]), turn(state["O"], K, t, h["frequency"])
     OMU = O.mT @ M @ U
     V = b2 * state["V"] + (1 - b2) * (OMU if h["squares"] == "momentum" else O.mT @ G @ U).square()

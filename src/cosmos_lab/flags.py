@@ -62,8 +62,9 @@ def _add(parser: argparse.ArgumentParser, name: str, annotation: Any, value: Any
     if annotation is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=value)
     elif origin is tuple:
-        choices = typing.get_args(inner[0]) if typing.get_origin(inner[0]) is typing.Literal else None
-        parser.add_argument(flag, nargs="*", default=value, choices=choices, action=_AsTuple)
+        literal = typing.get_origin(inner[0]) is typing.Literal
+        choices, kind = (typing.get_args(inner[0]), str) if literal else (None, inner[0])
+        parser.add_argument(flag, nargs="*", type=kind, default=value, choices=choices, action=_AsTuple)
     elif origin is typing.Literal:
         parser.add_argument(flag, choices=inner, default=value)
     elif origin in (UnionType, typing.Union):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data.files import atomic_write, read_json, write_json
+from cosmos_lab.data.files import atomic_write, disk_error, read_json, write_json
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 
@@ -116,8 +116,12 @@ class RunLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
         clean = finite(record)
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(clean) + "\n")
+            self._file.flush()
+        except OSError as error:
+            advice = "free some space and start the same command again to continue"
+            raise disk_error(error, self.folder / METRICS, advice) from error
         if self._board is None and self._wandb is None:
             return
         scalars = {name: value for name, value in clean.items() if isinstance(value, (int, float)) and name != "step"}

@@ -118,7 +118,7 @@ def test_without_tyro_the_flags_mean_the_same(default: object) -> None:
     arguments = {
         RunConfig: ["--lr", "0.25", "--width", "128", "--clip", "None", "--checkpointing", "--options", "a=1", "b=2"],
         CompareCommand: ["--optimizers", "adam", "--parallel", "3", "--schedule", "wsd", "--no-deterministic"],
-        ProfileConfig: ["--optimizers", "adam", "muon", "--tables", "mfu", "--memory-cap-gb", "40"],
+        ProfileConfig: ["--optimizers", "adam", "muon", "--tables", "mfu", "--micro-batches", "8", "16", "--out", "x"],
     }[type(default)]
     assert flags.parse_plain(default, arguments, prog="x") == flags.parse(default, arguments, prog="x")
     assert flags.parse_plain(default, [], prog="x") == default == flags.parse(default, [], prog="x")

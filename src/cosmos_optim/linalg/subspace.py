@@ -76,7 +76,7 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor) -> Tensor:
     """
     whole = alg.n <= 2 * (r + OVERSAMPLING)
     k = alg.n if whole else r + OVERSAMPLING
-    Y = _start_columns(alg.n, k, whole, like)
+    Y = _start_columns(alg.n, k, r, like)
     Y = alg.slice_n(Y).expand(*like.shape[:-2], -1, -1).contiguous()
     Q, values = _ritz(G, Y, alg)
     for _ in range(0 if whole else START_STEPS.get(like.dtype, 8)):
@@ -92,9 +92,13 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor) -> Tensor:
     return Q[..., :r].contiguous()
 
 
-def _start_columns(n: int, k: int, whole: bool, like: Tensor) -> Tensor:
-    """Orthonormal columns to start from: the identity, or the same random ones on every machine."""
-    if whole:
+def _start_columns(n: int, k: int, r: int, like: Tensor) -> Tensor:
+    """Orthonormal columns to start from: the same random ones on every machine, or the identity for a whole basis.
+
+    Where the first gradient has fewer than r directions the other columns of the basis come from here. Unit vectors
+    may lie in inputs that are dead, where no power step finds them again.
+    """
+    if r == n:
         return torch.eye(n, dtype=like.dtype, device=like.device)
     generator = torch.Generator().manual_seed(0)
     Y = torch.randn(n, k, generator=generator, dtype=torch.float64)

@@ -155,6 +155,8 @@ def compare_command(arguments: list[str]) -> None:
         seeds=_numbers(options.seeds, int, "--seeds"),
     )
     compare(runs, metric=recipe.metric, parallel=options.parallel)
+    if recipe.published and scale == 1:
+        print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
 
 
 def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:

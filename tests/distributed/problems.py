@@ -73,6 +73,17 @@ class Small(Zoo):
     shapes = ("square", "qkv")
 
 
+class Few(Even):
+    """One shape that divides, one that does not, one with fewer rows than ranks."""
+
+    shapes = ("square",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Linear(5, 7, bias=False)
+        self.thin = nn.Linear(6, 3, bias=False)
+
+
 def build(kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
     """A model with the same weights on every process."""
     model = kind().to(dtype)

@@ -12,10 +12,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from cosmos_optim import SOAP, Cosmos
 from cosmos_optim.distributed.shards import Cut, cuts_of
-from tests.distributed.problems import STEPS, gradient, placed, shard_like
+from tests.distributed.problems import gradient, placed, shard_like
 from tests.distributed.ranks import run_ranks
 
 CLOSE_64 = 1e-9
+STEPS = 4
 R, S = Replicate(), Shard
 TENSOR_FIRST = _StridedShard(0, split_factor=2)  # FSDP2 over tensor parallelism on dimension 0
 

@@ -168,7 +168,7 @@ def _refuse_flat(place: Place) -> None:
 
 
 def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
-    p, module, kind = place.p, place.module, type(place.module).__name__
+    p, module, kind = place.p, place.module, type(place.module).__name__.removeprefix("FSDP")
     if is_embedding or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Route("adam", "embedding")
     if p.dim() < 2:

@@ -119,6 +119,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             group.setdefault(key, given.get(key, default))
         adam_lr = self._setup["adam_lr"]
         group.setdefault("lr", adam_lr if rule.name == "adam" else self.defaults["lr"])
+        if isinstance(group["lr"], Tensor) and group["lr"].dim() > 0:
+            require(group["lr"].numel() == 1, "lr", group["lr"], "a tensor must have one element")
+            group["lr"] = group["lr"].view(())  # the same memory, as a number
         require(float(group["lr"]) >= 0, "lr", group["lr"], "it must be 0 or positive")
         require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "it must be 0 or positive")
         require(group["nonfinite"] in NONFINITE, "nonfinite", group["nonfinite"], f"one of {NONFINITE}")
@@ -132,7 +135,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 adam_lr,
                 "gamma=None means lr / adam_lr: give gamma, or a positive adam_lr",
             )
-            require(float(group["lr"]) > 0, "lr", group["lr"], "gamma=None means lr / adam_lr: give gamma, or a peak lr")
+            hint = "gamma=None means lr / adam_lr: give gamma, or the peak lr"
+            require(float(group["lr"]) > 0, "lr", group["lr"], hint)
             group["gamma"] = float(group["lr"]) / float(adam_lr)
 
     def _lay_out(self, index: int) -> None:
@@ -143,9 +147,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if p in self._layouts:
                 continue
             if p.dtype not in TRAINED:
-                hint = "is complex: split it into two real ones" if p.is_complex() else (
-                    f"has dtype {p.dtype}, in which nothing is trained: leave it out, or give a copy in bfloat16 or wider"
-                )  # fmt: skip
+                narrow = f"has dtype {p.dtype}, in which nothing is trained: leave it out, or give a wider copy"
+                hint = "is complex: split it into two real ones" if p.is_complex() else narrow
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
             self._layouts[p] = distributed.layout_of(name, p, RULES[group["rule"]], group)
             if p not in self.state and not p.is_meta:

@@ -97,6 +97,6 @@ def _raise_if_asked(entries: Sequence[Entry], flags: Sequence[bool]) -> None:
     for entry, flag in zip(entries, flags, strict=True):
         if flag and entry.group["nonfinite"] == "raise":
             raise FloatingPointError(
-                f"the gradient of parameter {entry.layout.name!r} (shape {tuple(entry.p.shape)}) is not finite or its square is not; "
-                "nothing was changed by this step. Use nonfinite='skip' to skip such steps instead"
+                f"the gradient of parameter {entry.layout.name!r} (shape {tuple(entry.p.shape)}) is not finite, or its "
+                "square is not; nothing was changed by this step. Use nonfinite='skip' to skip such steps instead"
             )

@@ -15,6 +15,7 @@ ORDER = (
     "kernels",
     "rounding",
     "linalg.newton_schulz",
+    "linalg.orthonormal",
     "algebra",
     "fused",
     "linalg.subspace",

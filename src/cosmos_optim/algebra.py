@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, newton_schulz
+from cosmos_optim.linalg.orthonormal import orthonormalize
 from cosmos_optim.rounding import write_
 
 
@@ -54,6 +55,10 @@ class Algebra:
     def energy_m(self, P: Tensor) -> Tensor:
         """Sum of squares of a thin factor (..., m, k) over m and k."""
         return sum_of_squares(P)
+
+    def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
+        """Orthonormal columns spanning those of Y (..., n, r), or `fallback` where they are dependent."""
+        return orthonormalize(Y, self.un, fallback)
 
     def slice_n(self, Y: Tensor) -> Tensor:
         """The rows of a whole (n, k) matrix that belong to the columns held here."""

@@ -27,6 +27,8 @@ from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.momentum import momentum_
+from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
+from cosmos_optim.kernels.orthonormal import supports as orthonormal_supports
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual
 from cosmos_optim.kernels.split import BASIS_SCALE, split
@@ -190,10 +192,22 @@ class FusedAlgebra(Algebra):
     def tn(self, X: Any, Y: Tensor) -> Tensor:
         """X'Y."""
         if isinstance(X, Tensor):
-            return super().tn(X, Y)
+            return self.un(X, Y)
         assert isinstance(X, Matrices), f"X'Y of a {type(X).__name__} is not needed by any rule"
         peak = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
         return correlate(X, split(Y, torch.float16, peak=peak), peak, Y.shape[-1], self.top)
+
+    def un(self, A: Tensor, B: Tensor) -> Tensor:
+        """A'B of thin factors."""
+        if A.shape == B.shape and orthonormal_supports(A.shape[-1]):
+            return thin_gram(A, B)
+        return super().un(A, B)
+
+    def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
+        """Orthonormal columns spanning those of Y, in a few kernels."""
+        if orthonormal_supports(Y.shape[-1]):
+            return orthonormal(Y, fallback)
+        return super().orthonormalize(Y, fallback)
 
     def energy(self, X: Any) -> Tensor:
         """|X|^2 in float64, from sums that a kernel left on its way where there are some."""

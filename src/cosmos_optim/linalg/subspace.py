@@ -1,4 +1,4 @@
-"""The tracked eigenbasis: its first value, one power step, and the orthonormalization both use.
+"""The tracked eigenbasis: its first value and one power step.
 
 Letters: G (..., m, n) gradient, U (..., n, r) basis, S (..., r, r) the second moment in it, H = G'G. Everything goes
 through sums over rows or columns, so the same lines run on whole matrices and on shards.
@@ -6,7 +6,6 @@ through sums over rows or columns, so the same lines run on whole matrices and o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,57 +13,26 @@ from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
 
-Inner = Callable[[Tensor, Tensor], Tensor]
-
 # Columns beyond r in the first subspace iteration: they buy convergence where the spectrum is flat around r.
 OVERSAMPLING = 16
 # A first basis in float32 is as good as its rounding after this many steps wherever the spectrum has a real gap.
 START_STEPS = {torch.float32: 8, torch.float64: 100}
 
 
-def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
-    """QR(Y) with a positive diagonal, by Cholesky: Q = Y R^-1 where R'R = Y'Y. (..., n, r) -> the same.
-
-    The columns of a power step are nearly orthogonal but their norms span the whole spectrum, so they are scaled to
-    norm 1 first; that removes most of the ill-conditioning. The first of the three passes adds a shift to the Gram
-    matrix (shifted CholeskyQR3, Fukaya et al. 2020), which keeps the factorization positive up to condition 1/eps.
-    `inner(A, B)` is A'B summed over wherever the rows live. A matrix whose factorization fails all the same keeps
-    `fallback`: no host synchronization, no exception.
-    """
-    r = Y.shape[-1]
-    eps = torch.finfo(Y.dtype).eps
-    eye = torch.eye(r, dtype=Y.dtype, device=Y.device)
-    Q = _unit_columns(Y, inner)
-    ok = torch.ones(Y.shape[:-2], dtype=torch.bool, device=Y.device)
-    for shift in (10 * r * eps, 0.0, 0.0):
-        gram = inner(Q, Q)
-        L, info = torch.linalg.cholesky_ex(gram + shift * eye)
-        ok = ok & (info == 0)
-        # A failed factor would spread inf through the solve; the identity keeps that matrix finite until it is dropped.
-        L = torch.where(ok[..., None, None], L, eye)
-        Q = Q @ torch.linalg.solve_triangular(L, eye, upper=False).mT
-    ok = ok & (gram - eye).abs().amax((-2, -1)).lt(0.5) & gram.isfinite().all(-1).all(-1)
-    return torch.where(ok[..., None, None], Q, fallback)
-
-
-def _unit_columns(Y: Tensor, inner: Inner) -> Tensor:
-    """Scale each column to norm 1; a zero column stays zero."""
-    norm = inner(Y, Y).diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().unsqueeze(-2)
-    return torch.where(norm > 0, Y / norm, torch.zeros_like(Y))
-
-
 def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tensor:
     """QR(beta2 U S + (1 - beta2) G'G U): one power step on the running second moment.
 
-    Divided by its own scale c^2 (so that neither 1e18 nor 1e-30 leaves the number range), and with eps c^2 U added:
-    that is below rounding where the moment has full rank, and keeps the columns independent where it has not.
+    Divided by its own scale c^2 (so that neither 1e18 nor 1e-30 leaves the number range), and with eps (1 - beta2) c^2 U
+    added: above the rounding of G'G U, so that the columns stay independent where the moment has not full rank, and
+    below all that counts where it has.
     """
     GU = alg.mm(G, U)
     trace = S.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     c = (alg.energy_m(GU) + trace).sqrt().to(U.dtype)
     safe = torch.where(c > 0, c, torch.ones_like(c))
-    Y = beta2 * U @ (S / safe / safe) + (1 - beta2) * (alg.tn(G, GU / safe) / safe) + torch.finfo(U.dtype).eps * U
-    return orthonormalize(Y, alg.un, fallback=U)
+    HU = alg.tn(G, GU / safe) / safe + torch.finfo(U.dtype).eps * U
+    Y = beta2 * U @ (S / safe / safe) + (1 - beta2) * HU
+    return alg.orthonormalize(Y, fallback=U)
 
 
 def first_basis(G: Any, r: int, alg: Algebra, like: Tensor) -> Tensor:
@@ -83,7 +51,7 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor) -> Tensor:
         GQ = alg.mm(G, Q)
         c = alg.energy_m(GQ).sqrt().to(Q.dtype)
         safe = torch.where(c > 0, c, torch.ones_like(c))
-        Q_new = orthonormalize(alg.tn(G, GQ / safe) / safe + torch.finfo(Q.dtype).eps * Q, alg.un, fallback=Q)
+        Q_new = alg.orthonormalize(alg.tn(G, GQ / safe) / safe + torch.finfo(Q.dtype).eps * Q, fallback=Q)
         Q, new = _ritz(G, Q_new, alg)
         settled = (new - values).abs().amax() <= 4 * torch.finfo(Q.dtype).eps * new.abs().amax()
         values = new

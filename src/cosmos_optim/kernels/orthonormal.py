@@ -1,0 +1,204 @@
+"""Q = orthonormal columns of Y by Cholesky, (B, k, r) -> the same, and A'B of thin factors.
+
+The three passes of `linalg.orthonormal.orthonormalize` in eight launches instead of fifty: columns scaled to norm 1, then
+Q <- Q L^-T where L L' = Q'Q (+ a shift in the first pass). Products are of float16 parts with float32 sums (`tiles`),
+which is as exact as float32; the factorization itself is float32. Sums over rows are made in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.kernels.backend import INTERPRET, jit, power_of_two, tl
+from cosmos_optim.kernels.tiles import bring, exponent, mac_parts, mac_tile, undo
+
+# One block holds the Gram matrix and its inverse factor in registers.
+MAX_COLUMNS = 128
+# Rows that one block sums: few enough that a dozen matrices fill the machine, many enough that little is left to add.
+ROWS = 256
+BLOCK = 64
+
+
+@jit
+def _halves(x):  # type: ignore[no-untyped-def]
+    """The two float16 parts of x."""
+    lead = x.to(tl.float16)
+    return lead, (x - lead.to(tl.float32)).to(tl.float16)
+
+
+@jit
+def _load(x, row, col, k, r):  # type: ignore[no-untyped-def]
+    return tl.load(x + row[:, None] * r + col[None, :], mask=(row[:, None] < k) & (col[None, :] < r), other=0.0)
+
+
+@jit
+def _columns(y, out, k, r, ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of squares of the columns over ROWS rows."""
+    part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    col = tl.arange(0, R)
+    total = tl.zeros((R,), dtype=tl.float32)
+    for first in range(0, ROWS, BLOCK):
+        row = part * ROWS + first + tl.arange(0, BLOCK)
+        value = _load(y + batch.to(tl.int64) * k * r, row, col, k, r)
+        total += tl.sum(value * value, axis=0)
+    tl.store(out + (batch * parts + part) * R + col, total)
+
+
+@jit
+def _unit(columns, batch, parts, R: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / norm of each column, 0 for a zero one."""
+    p, col = tl.arange(0, PARTS), tl.arange(0, R)
+    at = columns + (batch * parts + p[:, None]) * R + col[None, :]
+    total = tl.sum(tl.load(at, mask=p[:, None] < parts, other=0.0), axis=0)
+    return tl.where(total > 0, 1 / tl.sqrt_rn(tl.maximum(total, 1e-37)), 0.0)
+
+
+@jit
+def _gram(  # type: ignore[no-untyped-def]
+    a, b, columns, out, k, r,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """A'B over ROWS rows; with UNIT, A = B and its columns are scaled to norm 1 first."""
+    part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    col = tl.arange(0, R)
+    acc = tl.zeros((R, R), dtype=tl.float32)
+    scale = tl.full((R,), 1.0, dtype=tl.float32)
+    if UNIT:
+        scale = _unit(columns, batch, parts, R, PARTS)
+    for first in range(0, ROWS, BLOCK):
+        row = part * ROWS + first + tl.arange(0, BLOCK)
+        x = _load(a + batch.to(tl.int64) * k * r, row, col, k, r) * scale[None, :]
+        e = exponent(tl.max(tl.abs(x)))
+        x1, x2 = _halves(x * bring(e))
+        if UNIT:
+            acc = acc + undo(e) * undo(e) * mac_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, WIDE)
+        else:
+            y = _load(b + batch.to(tl.int64) * k * r, row, col, k, r)
+            acc = acc + undo(e) * mac_tile(y, exponent(tl.max(tl.abs(y))), x1, x2, tl.zeros_like(acc), False, True, WIDE)
+    i = tl.arange(0, R)
+    tl.store(out + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
+
+
+@jit
+def _factor(  # type: ignore[no-untyped-def]
+    gram, factor, fine, parts, r, shift, R: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """L^-T of the Cholesky factor of the summed Gram matrix, by elimination on [G | I]; notes what fails in `fine`."""
+    batch = tl.program_id(0)
+    i, j = tl.arange(0, R), tl.arange(0, R)
+    diagonal = i[:, None] == j[None, :]
+    G = tl.zeros((R, R), dtype=tl.float32)
+    for part in range(parts):
+        G += tl.load(gram + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
+    beyond = (i >= r)[:, None] & diagonal
+    ok = 1
+    if LAST:
+        off = tl.where((i[:, None] < r) & (j[None, :] < r), tl.abs(G - tl.where(diagonal, 1.0, 0.0)), 0.0)
+        ok = tl.where(tl.max(off) < 0.5, 1, 0)  # false for NaN as well
+    G += tl.where(beyond, 1.0, tl.where(diagonal, shift, 0.0))
+    W = tl.where(diagonal, 1.0, 0.0)
+    root = tl.zeros((R,), dtype=tl.float32)
+    for p in range(R):
+        line = tl.sum(tl.where(i[:, None] == p, G, 0.0), axis=0)
+        side = tl.sum(tl.where(j[None, :] == p, G, 0.0), axis=1)
+        done = tl.sum(tl.where(i[:, None] == p, W, 0.0), axis=0)
+        pivot = tl.sum(tl.where(j == p, line, 0.0))
+        good = (pivot > 0) & (pivot < float("inf"))
+        ok = tl.where(good, ok, 0)
+        pivot = tl.where(good, pivot, 1.0)
+        ratio = tl.where(i > p, side / pivot, 0.0)
+        G -= ratio[:, None] * line[None, :]
+        W -= ratio[:, None] * done[None, :]
+        root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), root)
+    W = W * root[:, None]
+    tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], W)
+    if not FIRST:
+        ok = ok & tl.load(fine + batch)
+    tl.store(fine + batch, ok)
+
+
+@jit
+def _apply(  # type: ignore[no-untyped-def]
+    y, factor, columns, fine, fallback, out, gram, k, r,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Q = Y L^-T over ROWS rows and its Gram matrix there; at last the fallback where a factorization failed."""
+    part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    base = batch.to(tl.int64) * k * r
+    i, col = tl.arange(0, R), tl.arange(0, R)
+    scale = tl.full((R,), 1.0, dtype=tl.float32)
+    if FIRST:
+        scale = _unit(columns, batch, parts, R, PARTS)
+    T = tl.load(factor + (batch * R + i[:, None]) * R + col[None, :])
+    e_t = exponent(tl.max(tl.abs(T)))
+    t1, t2 = _halves(T * bring(e_t))
+    e = exponent(tl.full((), 1.0, dtype=tl.float32))
+    fit = tl.load(fine + batch) != 0
+    acc = tl.zeros((R, R), dtype=tl.float32)
+    for first in range(0, ROWS, BLOCK):
+        row = part * ROWS + first + tl.arange(0, BLOCK)
+        x = _load(y + base, row, col, k, r) * scale[None, :]
+        q = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, WIDE)
+        if LAST:
+            q = tl.where(fit, q, _load(fallback + base, row, col, k, r))
+        else:
+            q1, q2 = _halves(q * bring(e))
+            acc = acc + undo(e) * undo(e) * mac_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, WIDE)
+        tl.store(out + base + row[:, None] * r + col[None, :], q, mask=(row[:, None] < k) & (col[None, :] < r))
+    if not LAST:
+        tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
+
+
+def _plan(k: int, r: int) -> tuple[int, dict[str, int]]:
+    """The number of row blocks, and the constants of the kernels."""
+    rows, block = (32, 16) if INTERPRET else (ROWS, BLOCK)
+    parts = -(-k // rows)
+    return parts, {"ROWS": rows, "BLOCK": block, "R": power_of_two(r)}
+
+
+def _warps(R: int) -> int:
+    return 4 if R <= 64 else 8
+
+
+def supports(r: int) -> bool:
+    """Whether the factorization fits."""
+    return r <= MAX_COLUMNS
+
+
+def thin_gram(A: Tensor, B: Tensor) -> Tensor:
+    """A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
+    batch, k, r = A.shape
+    parts, how = _plan(k, r)
+    A, B = A.contiguous(), B.contiguous()
+    out = torch.empty(batch, parts, how["R"], how["R"], dtype=torch.float32, device=A.device)
+    _gram[(parts, batch)](A, B, out, out, k, r, PARTS=16, UNIT=False, WIDE=INTERPRET, **how, num_warps=_warps(how["R"]))
+    return out.sum(1)[:, :r, :r]
+
+
+def orthonormal(Y: Tensor, fallback: Tensor) -> Tensor:
+    """Orthonormal columns spanning those of Y in order; `fallback` for a matrix whose columns are dependent."""
+    batch, k, r = Y.shape
+    parts, how = _plan(k, r)
+    R, grid = how["R"], (parts, batch)
+    few = {**how, "PARTS": power_of_two(parts), "WIDE": INTERPRET, "num_warps": _warps(R)}
+    Y, fallback = Y.contiguous(), fallback.contiguous()
+    columns = Y.new_empty(batch, parts, R)
+    gram, factor = Y.new_empty(batch, parts, R, R), Y.new_empty(batch, R, R)
+    fine = torch.empty(batch, dtype=torch.int32, device=Y.device)
+    Q = torch.empty_like(Y)
+    _columns[grid](Y, columns, k, r, **how, num_warps=4)
+    _gram[grid](Y, Y, columns, gram, k, r, UNIT=True, **few)
+    shifts = (10 * r * torch.finfo(torch.float32).eps, 0.0, 0.0)
+    for turn, shift in enumerate(shifts):
+        turns = {"FIRST": turn == 0, "LAST": turn == 2}
+        _factor[(batch,)](gram, factor, fine, parts, r, shift, R=R, **turns, num_warps=_warps(R))
+        _apply[grid](Y if turn == 0 else Q, factor, columns, fine, fallback, Q, gram, k, r, **turns, **few)
+    return Q
+
+
+def thin_gram_torch(A: Tensor, B: Tensor) -> Tensor:
+    """The same as `thin_gram` in plain torch."""
+    return A.mT @ B

@@ -35,12 +35,12 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
     return Layout(name, p, rule, group)
 
 
-def check(layouts: Sequence[Layout]) -> None:
-    """Raise ValueError where the ranks that share these parameters could not agree on a step."""
+def prepare(layouts: Sequence[Layout]) -> None:
+    """Make the process groups that a step needs; ValueError where its ranks could not agree. All ranks call it."""
     if "torch.distributed.tensor" in sys.modules:
-        from cosmos_optim.distributed.sharded import meshes_nest
+        from cosmos_optim.distributed import sharded
 
-        meshes_nest(layouts)
+        sharded.prepare(layouts)
 
 
 def agree(values: Tensor, layouts: Sequence[Any]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class ShardedLayout(Layout):
             self.cuts = cuts_of(self.shape, self.mesh, self.placements)
             self._check_parts(p)
             if not rule.elementwise:
-                self._find_places(p, group)
+                self._assign_roles(group)
         except ValueError as error:
             raise ValueError(
                 f"parameter {name!r} of shape {self.shape} with placements {self.placements} on {self.mesh}: {error}"
@@ -70,7 +71,7 @@ class ShardedLayout(Layout):
             role = {last - 1: "m", last: "n"}.get(dim, "b")
         return {"m": "n", "n": "m", "b": "b"}[role] if self.flipped else role
 
-    def _find_places(self, p: DTensor, group: dict[str, Any]) -> None:
+    def _assign_roles(self, group: dict[str, Any]) -> None:
         roles = [self._role(dim) for dim in range(len(self.shape))]
         if self.kind == "conv" and any(cut.over for cut in self.cuts[1:]):
             raise ValueError("a convolution can be cut along its output channels (Shard(0)) only")
@@ -81,25 +82,28 @@ class ShardedLayout(Layout):
         for dim, role in enumerate(roles):
             batch *= self._part(self.cuts[dim])[1] if role == "b" else 1
         self.blocks_mn = self.sizes_mn * batch
-        cut = {role for role in "mn" if self.by_role[role].over}
-        self.owned = not cut <= set(SIDES[self.rule.shardable])
-        self.places: list[Place] = [self._place_of_block(i, group) if cut else HERE for i in range(len(self.sizes_mn))]
+        self.divided = {role for role in "mn" if self.by_role[role].over}
+        self.owned = not self.divided <= set(SIDES[self.rule.shardable])
+        self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
+                           for name, slot in self.slots(group).items()}  # fmt: skip
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where each block lies. Groups of processes that are missing are made: all ranks must ask together."""
+        return [self._place_of_block(i) if self.divided else HERE for i in range(len(self.sizes_mn))]
 
     def _rows(self, i: int, cut: Cut | None = None) -> Cut:
         """The cut of the rows of block i."""
         cut = cut or self.by_role["m"]
         return cut.block(sum(self.splits[:i]), sum(self.splits[: i + 1])) if self.splits else cut
 
-    def _place_of_block(self, i: int, group: dict[str, Any]) -> ShardedPlace:
+    def _place_of_block(self, i: int) -> ShardedPlace:
         rows, cols = self._rows(i), self.by_role["n"]
         if not self.owned:
             return sharded_place(self.mesh, rows, cols)
         state: list[tuple[str, tuple[Cut, ...]]] = []
-        for name, slot in self.slots(group).items():
-            if slot.axes == "*":
-                state.append((name, (rows, cols)))
-                continue
-            cuts = cuts_of(slot.shape, self.mesh, self.placements_of(slot))[self._lead(slot) :]
+        for name, (slot, whole_cuts) in self.state_cuts.items():
+            cuts = [rows, cols] if slot.axes == "*" else whole_cuts[self._lead(slot) :]
             if self.splits and slot.axes.startswith("m"):
                 cuts[0] = self._rows(i, cuts[0])
             state.append((name, tuple(cuts)))
@@ -200,8 +204,11 @@ class ShardedLayout(Layout):
         return self._as_dtensor(plain.to(p.device, copy=True).contiguous(), slot)
 
 
-def meshes_nest(layouts: Sequence[Layout]) -> None:
-    """All ranks of one optimizer must be able to agree: of its meshes, one must hold the ranks of every other."""
+def prepare(layouts: Sequence[Layout]) -> None:
+    """Make the process groups of these parameters, here where all ranks are and not in the middle of a step.
+
+    All ranks must be able to agree: of the meshes, one must hold the ranks of every other.
+    """
     sharded = [x for x in layouts if isinstance(x, ShardedLayout)]
     if not sharded:
         return
@@ -214,6 +221,10 @@ def meshes_nest(layouts: Sequence[Layout]) -> None:
                 f"(placements {other.placements} on {other.mesh}) lie on meshes of different ranks, so that the ranks "
                 "cannot agree on a step: use one optimizer for each mesh"
             )
+    for layout in sharded:
+        if not layout.rule.elementwise:
+            _ = layout.places
+    widest_team(sharded)
 
 
 def widest_team(layouts: Sequence[object]) -> Any:

@@ -153,7 +153,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._layouts[p] = distributed.layout_of(name, p, RULES[group["rule"]], group)
             if p not in self.state and not p.is_meta:
                 self._allocate(p, group)
-        distributed.check(list(self._layouts.values()))
+        distributed.prepare(list(self._layouts.values()))
 
     def _meet(self) -> None:
         """Lay out parameters that other code put into the groups (accelerate does, for FSDP2); forget those it took."""

@@ -103,8 +103,8 @@ def routes(
             found.append((place, _route(place, rule, id(place.p) in tied, place.path in heads)))
     unused = [pattern for pattern in asked if pattern not in used]
     if unused:
-        names = [place.name for place in _places(model)][:3]
-        raise ValueError(f"overrides that match no parameter: {unused}; names look like {names}")
+        known = [place.name for place in _places(model)][:3]
+        raise ValueError(f"overrides that match no parameter: {unused}; names look like {known}")
     return found
 
 

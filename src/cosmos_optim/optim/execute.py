@@ -237,31 +237,32 @@ class Probe:
 def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
     """An elementwise rule over whole (or local) tensors: its fused kernel where dtypes allow, else one by one."""
     rule, group = entries[0].rule, entries[0].group
-    plain = [e for e in entries if _fusable(e, rule, group)]
-    for device in {e.p.device for e in plain}:
-        here = [e for e in plain if e.p.device == device]
-        local = here[0].layout.local
-        names = rule.slots(1, 1, group)
+    names = list(rule.slots(1, 1, group))
+    plain: dict[Any, list[Entry]] = defaultdict(list)
+    for e in entries:
+        if rule.fused is not None and _fusable(e, names):
+            plain[e.p.device, e.p.dtype].append(e)
+        else:
+            run_one(e, skip)
+    for here in plain.values():
         assert rule.fused is not None
         rule.fused(
-            [local(e.p) for e in here], [local(e.grad) for e in here],
+            [e.layout.local(e.p) for e in here], [e.layout.local(e.grad) for e in here],
             {k: [e.layout.local(e.state[k]) for e in here] for k in names}, [e.state["step"] for e in here],
             h=group, lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"], skip=skip,
         )  # fmt: skip
-    for e in entries:
-        if e not in plain:
-            run_one(e, skip)
 
 
-def _fusable(e: Entry, rule: Rule, group: dict[str, Any]) -> bool:
+def _fusable(e: Entry, names: Sequence[str]) -> bool:
     """Torch's kernel wants one dtype throughout, runs over memory whatever the strides, and divides 0 by 0 at eps 0."""
-    if rule.fused is None or e.p.dtype not in (torch.float32, torch.float64) or group["eps"] == 0:
+    if e.p.dtype not in (torch.float32, torch.float64) or e.group["eps"] == 0:
         return False
     local = e.layout.local
     p = local(e.p)
+    dtype, stride = p.dtype, p.stride()
     # The state is dense, so whatever has its strides is dense too.
-    others = [local(e.grad), *(local(e.state[k]) for k in rule.slots(1, 1, group))]
-    return p.numel() > 0 and all(x.dtype == p.dtype and x.stride() == p.stride() for x in others)
+    others = [local(e.grad), *(local(e.state[name]) for name in names)]
+    return p.numel() > 0 and all(x.dtype is dtype and x.stride() == stride for x in others)
 
 
 def run_one(e: Entry, skip: Tensor | None) -> None:

@@ -243,3 +243,16 @@ def test_dead_inputs_do_not_hold_the_basis() -> None:
             with opt.diagnostics() as seen:
                 opt.step()
         assert seen["w"]["energy"] > 0.999
+
+
+def test_one_group_of_several_precisions() -> None:
+    params = [matrix((5,), dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32)]
+    apart = [nn.Parameter(p.detach().clone()) for p in params]
+    together = Cosmos([{"params": params, "rule": "adam"}])
+    singles = [Cosmos([{"params": [p], "rule": "adam"}]) for p in apart]
+    for step in range(3):
+        for p, q, opt in zip(params, apart, singles, strict=True):
+            p.grad = q.grad = gradient((5,), step, p.dtype)
+            opt.step()
+        together.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, apart, strict=True))

@@ -8,6 +8,7 @@ guess: in the trackers of every peer, silent misrouting is the most expensive bu
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,9 @@ HEAD_NAMES = frozenset({"lm_head", "head", "output", "output_layer", "embed_out"
 EMBEDDING_NAMES = ("embed", "wte", "wpe", "position", "pos_emb", "cls_token", "mask_token")
 # Modules that hold a plain matrix without being nn.Linear: a mixture's router, under its usual names.
 LINEAR_KINDS = ("linear", "router", "gate")
+# Queries and keys, as the common decoders name them, and rows of one of their heads: Adam-mini's blocks.
+QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
+HEAD_ROWS = 64
 # Row blocks of the fused weights of torch's own modules: one gate or projection each.
 RECURRENT_BLOCKS = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3, "RNN": 1, "RNNCell": 1}
 
@@ -100,7 +104,8 @@ def routes(
             settings = dict(asked[matches[0]])
             found.append((place, Route(settings.pop("rule"), f"override {matches[0]!r}", settings)))
         else:
-            found.append((place, _route(place, rule, id(place.p) in tied, place.path in heads)))
+            route = _route(place, rule, id(place.p) in tied, place.path in heads)
+            found.append((place, _by_rows(place, route) if rule == "adam-mini" else route))
     unused = [pattern for pattern in asked if pattern not in used]
     if unused:
         known = [place.name for place in _places(model)][:3]
@@ -205,6 +210,20 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
         f"parameter {place.name!r} of shape {tuple(p.shape)} in {kind} is claimed by no route: say what it is with "
         f"param_groups(model, overrides={{{place.name!r}: {rule!r}}}), or 'adam'"
     )
+
+
+def _by_rows(place: Place, route: Route) -> Route:
+    """Adam-mini's partition: heads of queries and keys, else rows, of all that has rows, embedding and head included.
+
+    Every convolution has output rows, the depthwise ones too, which are no matrices to other rules.
+    """
+    if place.p.dim() < 2:
+        return route
+    usual = "conv" if isinstance(place.module, nn.modules.conv._ConvNd) else "matrix"
+    settings = {"layout": route.settings.get("layout", usual)}
+    if QUERY_KEY.search(place.name):
+        return Route("adam-mini", "heads of queries or keys", settings | {"block_rows": HEAD_ROWS})
+    return Route("adam-mini", f"rows: {route.why}", settings)
 
 
 def _convolution(place: Place, module: nn.modules.conv._ConvNd, rule: str) -> Route:

@@ -99,7 +99,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
     routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
     if hyper.pop("two_sided", False):
-        rule = "cosmos-two-sided"
+        rule = f"{rule}-two-sided"
     if rule not in RULES:
         raise ValueError(f"there is no rule {rule!r}{close_to(rule, RULES)}; the rules are {sorted(RULES)}")
     known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "lr", "adam_lr"}

@@ -34,22 +34,11 @@ COMMON: dict[str, Any] = {
     "layout": "matrix",
 }
 NONFINITE = ("skip", "raise")
-# Keys that other code of torch's keeps in a group: schedulers, and the optimizer itself.
+# Keys that other code keeps in a group: the optimizer itself, torch's schedulers, and people's labels for loggers.
 FOREIGN = (
-    "params",
-    "param_names",
-    "lr",
-    "rule",
-    "initial_lr",
-    "swa_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    # What people label their groups with, for loggers and layer-wise rates.
-    "name",
-    "lr_scale",
-)
+    "params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
+    "name", "lr_scale",
+)  # fmt: skip
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,7 +63,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "two_sided"}
         for key in hyper:
             if key not in known:
-                raise ValueError(f"{type(self).__name__} has no argument {key!r}{close_to(key, known)}")
+                hint = f"{close_to(key, known)}; it has {sorted(known)}"
+                raise ValueError(f"{type(self).__name__} has no argument {key!r}{hint}")
         self._setup: dict[str, Any] = {"rule": rule, "adam_lr": adam_lr, "hyper": dict(hyper)}
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
@@ -113,7 +103,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         known = {**COMMON, **rule.hyper}
         for key in group:
             if key not in known and key not in FOREIGN:
-                raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{close_to(key, known)}")
+                hint = f"{close_to(key, known)}; it has {sorted(known)}"
+                raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}")
         given = self._setup["hyper"]
         for key, default in known.items():
             group.setdefault(key, given.get(key, default))

@@ -83,10 +83,16 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
 def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> None:
     ours = optimizer.param_groups
     if len(saved) != len(ours):
-        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this optimizer {len(ours)}")
+        raise ValueError(
+            f"the checkpoint has {len(saved)} parameter groups, this optimizer {len(ours)}: build it from the same "
+            "model, with the same overrides and groups"
+        )
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         if len(a["params"]) != len(b["params"]):
-            raise ValueError(f"group {i} has {len(b['params'])} parameters in the checkpoint, {len(a['params'])} here")
+            raise ValueError(
+                f"group {i} has {len(b['params'])} parameters in the checkpoint, {len(a['params'])} here: build the "
+                "optimizer from the same model, with the same parameters frozen"
+            )
         for key in STRUCTURE:
             if key in a and key in b and a[key] != b[key]:
                 raise ValueError(

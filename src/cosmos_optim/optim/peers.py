@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from cosmos_optim.groups import routes
+from cosmos_optim.groups import param_groups
 from cosmos_optim.optim.base import MatrixOptimizer
 
 Params = nn.Module | Iterable[Any]
@@ -98,12 +97,10 @@ class GaLore(MatrixOptimizer):
         )
 
 
-# Queries and keys, as the common decoders name them; their blocks are heads.
-QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
-
-
 class AdamMini(MatrixOptimizer):
     """Adam-mini: one second moment for each head of queries and keys, each row of other matrices, each token.
+
+    Vectors go to Adam: biases as in the authors' package, which has one second moment for the whole of a norm.
 
     Args:
         head_dim: rows of a head. Which parameters are queries and keys is told by name; other naming needs groups with
@@ -115,26 +112,10 @@ class AdamMini(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         if isinstance(params, nn.Module):
-            params = self._groups(params, head_dim)
+            groups = param_groups(params, "adam-mini")
+            params = [group | ({"block_rows": head_dim} if "block_rows" in group else {}) for group in groups]
         hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
         super().__init__(params, rule="adam-mini", lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
-
-    @staticmethod
-    def _groups(model: nn.Module, head_dim: int) -> list[dict[str, Any]]:
-        """Heads, rows (embedding and output head too), and vectors, which Adam takes."""
-        groups: dict[tuple[int, str], list[tuple[str, Tensor]]] = {}
-        for place, route in routes(model, "adam-mini"):
-            rows = 0 if place.p.dim() < 2 else head_dim if QUERY_KEY.search(place.name) else 1
-            # Every convolution has output rows here, the depthwise ones too, which are no matrices to other rules.
-            usual = "conv" if rows and isinstance(place.module, nn.modules.conv._ConvNd) else "matrix"
-            key = (rows, route.settings.get("layout", usual))
-            groups.setdefault(key, []).append((place.name, place.p))
-        return [
-            {"params": params, "rule": "adam-mini", "block_rows": rows, "layout": layout}
-            if rows
-            else {"params": params, "rule": "adam"}
-            for (rows, layout), params in groups.items()
-        ]
 
 
 class Adam(MatrixOptimizer):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from cosmos_optim import OPTIMIZERS, Adam, AdamMini, Cosmos, Muon, param_groups
+from cosmos_optim import OPTIMIZERS, Adam, AdamMini, Cosmos, Muon, param_groups, plan
 from cosmos_optim.groups import routes
 from tests.optim.helpers import decoder, gradient, matrix, train
 
@@ -270,3 +270,16 @@ def test_adam_mini_has_a_number_for_each_output() -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_plan_of_a_model_is_the_plan_of_its_optimizer(name: str) -> None:
+    model = decoder()
+    model.query, model.conv = nn.Linear(8, 128), nn.Conv2d(2, 2, 3, groups=2)
+    a, b = plan(model, name).rows, plan(OPTIMIZERS[name](model)).rows
+    assert {(row.name, row.rule, row.state_bytes) for row in a} == {(row.name, row.rule, row.state_bytes) for row in b}
+
+
+def test_the_plan_of_two_sided_rules() -> None:
+    assert {row.rule for row in plan(decoder(), "soap", two_sided=True).rows} == {"soap-two-sided", "adam"}
+    assert {row.rule for row in plan(decoder(), two_sided=True).rows} == {"cosmos-two-sided", "adam"}

@@ -41,6 +41,8 @@ from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchPro
 
 # The kernels keep a block of a thin factor in registers.
 MAX_RANK = 256
+# Where a work buffer is all zeros its norm is taken as this: what is divided by it stays finite, and then meets a zero.
+TINY = 1e-30
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -104,10 +106,17 @@ class Polar:
     """B = (buffer - (buffer U) U') / norm: the directions that X does not have are taken out of its rounding noise."""
 
     buffer: Tensor
-    norm: Tensor
-    basis: Basis | None
-    BU: Tensor | None
-    square: Tensor  # |B|^2
+    square: Tensor  # norm^2
+    basis: Basis | None = None
+    BU: Tensor | None = None
+    left: Tensor | None = None  # |buffer - (buffer U) U'|^2
+
+    @property
+    def energy(self) -> Tensor:
+        """|B|^2."""
+        if self.left is None:
+            self.left = sum_of_squares(self.buffer)
+        return self.left / self.square
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +163,7 @@ class FusedAlgebra(Algebra):
         super().__init__(m, n, skip=skip)
         self.top: Tensor | None = None
         self._bases: dict[int, Basis] = {}
+        self._loaded: dict[int, Tensor] = {}
         self._mean: Mean | None = None
         self._projected = False
 
@@ -217,11 +227,11 @@ class FusedAlgebra(Algebra):
             square, factor = self._in_buffer(X, torch.float16)[1:]
             return square / factor.double().square()
         if isinstance(X, Polar):
-            return X.square
+            return X.energy
         if isinstance(X, Direction):
-            total = X.b.double().square() * X.B.square
+            # X U = 0 makes B U = 0, up to the rounding that `Polar` takes out: no mixed term.
+            total = X.b.double().square() * X.B.energy
             if X.P is not None:
-                assert X.basis is X.B.basis, "b B + P U' is only known to be orthogonal for the basis of the residual"
                 total = total + sum_of_squares(X.P)
             return total if X.s is None else total * X.s.double().square()
         M = X.M if isinstance(X, Mean) else X
@@ -252,17 +262,16 @@ class FusedAlgebra(Algebra):
         buffer, square, _ = self._in_buffer(X, dtype)
         X.buffer = None
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
-        weight = torch.where(square > 0, scale**2 / square, torch.zeros_like(square)).float()
+        square = square.clamp_min(TINY)
+        weight = (scale**2 / square).float()
         fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
         products = SymmetricProducts() if symmetric_supports(buffer) else TorchProducts()
         with Lanes.of(buffer.device).heavy():
             Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=buffer)
-        norm = square.sqrt()
-        safe = torch.where(square > 0, square, torch.ones_like(square))
-        if X.basis is None:
-            return Polar(Y, norm, None, None, sum_of_squares(Y) / safe)
-        BU, whole = overlap(Y if self.m >= self.n else Y.mT, X.basis.half, X.basis.r)
-        return Polar(Y, norm, X.basis, BU, (whole - sum_of_squares(BU)).clamp_min(0) / safe)
+        if X.basis is None or dtype is not torch.float16:
+            return Polar(Y, square)
+        BU, left = overlap(Y if self.m >= self.n else Y.mT, X.basis.half, X.basis.r)
+        return Polar(Y, square, X.basis, BU, left)
 
     def combine(self, b: Tensor, B: Any, P: Tensor, U: Tensor) -> Any:
         """b B + P U'."""
@@ -305,24 +314,28 @@ class FusedAlgebra(Algebra):
         """Matrices stay where they are; thin factors are stacked."""
         if tuple(tensors[0].shape) == (self.m, self.n):
             return Matrices.of(tensors)
-        return super().load(tensors, dtype)
+        stack = super().load(tensors, dtype)
+        self._loaded[tensors[0].data_ptr()] = stack
+        return stack
 
     def store_(self, tensors: Sequence[Tensor], value: Any) -> None:
         """Write back; a mean is where it belongs once a kernel has run."""
-        if isinstance(value, Tensor):
-            super().store_(tensors, value)
-        elif isinstance(value, Mean):
+        if isinstance(value, Mean):
             self._written(value)
+            return
+        if self.skip is not None:
+            value = torch.where(self.skip, self._loaded[tensors[0].data_ptr()], value)
+        torch._foreach_copy_(list(tensors), list(value.unbind(0)))
 
     def apply_(
         self, params: Sequence[Tensor], D: Any, lr: float | Tensor, decay: float | Tensor, *,
         noise: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
         """W <- decay W - lr D in one pass."""
-        D = self.scale(D, torch.ones_like(D.norm)) if isinstance(D, Polar) else D
+        D = Direction(torch.ones_like(D.square), D, None, None) if isinstance(D, Polar) else D
         B = D.B
         size = lr if D.s is None else lr * D.s
-        gain = torch.where(B.norm > 0, D.b / B.norm, torch.zeros_like(B.norm)).float() * size
+        gain = (D.b * B.square.rsqrt() * size).float()
         coefficients = torch.cat([torch.zeros_like(gain) + decay, gain], dim=-1).view(-1, 2)
         P = None if D.P is None else D.P * -size
         if B.BU is not None:

@@ -10,18 +10,18 @@ from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.tiles import exponent, mac_tile, matrix, tile, undo
 
 LAUNCH = Launch(128, 32, warps=4, stages=4)
-ODD = Launch(64, 64, warps=4, stages=1)
+ODD = Launch(64, 32, warps=4, stages=1)
 
 
 @jit
 def _correlate(  # type: ignore[no-untyped-def]
-    x, y, out, peak, top, stride, y_step, m, n, r, sm, sn,
+    x, y, out, peak, top, y_step, m, n, r, sm, sn,
     BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, KNOWN: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, KNOWN: tl.constexpr,
     NARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
-    start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
+    start = matrix(x, batch, ELEMENT, ALIGNED)
     j, c = block * BN + tl.arange(0, BN), tl.arange(0, R)
     base = y + batch.to(tl.int64) * m * R
     acc = tl.zeros((R, BN), dtype=tl.float32)
@@ -54,7 +54,7 @@ def correlate(X: Matrices, Y: Tensor, peak: Tensor, r: int, top: Tensor | None =
     """
     _, batch, m, R = Y.shape
     n = X.shape[1]
-    source = X.source()
+    source = X.rows_source()
     how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
     C = torch.empty(batch, n, r, dtype=torch.float32, device=Y.device)
     _correlate[(-(-n // how.rows), batch)](

@@ -11,68 +11,101 @@ from torch import Tensor
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
 from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import exponent, mac_tile, mac_wide, matrix, tile
+from cosmos_optim.kernels.tiles import exponent, lead, mac_tile, mac_wide, matrix, tile, whole
 
 
-LAUNCH = Launch(128, 32, stages=4)
-ODD = Launch(64, 32, warps=4, stages=1)
+LAUNCH = Launch(64, 32, warps=4, stages=3)
+ODD = Launch(128, 32, stages=2)
 
 
 @jit
 def _momentum(  # type: ignore[no-untyped-def]
-    x, mom, u, v, gu, mu, peak, top, skip, stride, u_step, m, n, r, sm, sn, mm, mn, w, gain,
+    x, mom, u, v, gu, mu, peak, top, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr,
-    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, MOMENT: tl.constexpr, KNOWN: tl.constexpr,
+    ELEMENT: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, CLASSES: tl.constexpr, KNOWN: tl.constexpr,
     NARROW: tl.constexpr, MNARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    block, batch = tl.program_id(0), tl.program_id(1)
-    start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
-    state = matrix(mom, batch, stride, True, MOMENT, ALIGNED)
+    block, batch = tl.program_id(0) // CLASSES, tl.program_id(1)
+    first = tl.program_id(0) % CLASSES
+    q, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
+    i = first + CLASSES * q
+    start, state = matrix(x, batch, ELEMENT, ALIGNED), matrix(mom, batch, MOMENT, ALIGNED)
     write = True
     if SKIP:
         write = tl.load(skip) == 0
-    i = block * BM + tl.arange(0, BM)
-    if THIN:
-        c = tl.arange(0, R)
-        base = batch.to(tl.int64) * n * R
-        acc_g = tl.zeros((BM, R), dtype=tl.float32)
-        acc_m = tl.zeros((BM, R), dtype=tl.float32)
-    largest = tl.zeros((BM, BK), dtype=tl.float32)
+    base = batch.to(tl.int64) * n * R
+    acc_g, acc_m = tl.zeros((BM, R), dtype=tl.float32), tl.zeros((BM, R), dtype=tl.float32)
     e = 0
     if KNOWN:
         e = exponent(tl.load(top + batch))
-    if not ALIGNED:
-        ahead_g = tile(start, i, tl.arange(0, BK), m, n, sm, sn)
-        ahead_m = tile(state, i, tl.arange(0, BK), m, n, mm, mn)
-    for k in range(0, n, BK):
-        j = k + tl.arange(0, BK)
-        if ALIGNED:
-            g = tile(start, i, j, m, n, sm, sn).to(tl.float32)
-            new = tile(state, i, j, m, n, mm, mn).to(tl.float32)
-        else:
-            g, new = ahead_g.to(tl.float32), ahead_m.to(tl.float32)
-            ahead_g = tile(start, i, j + BK, m, n, sm, sn)
-            ahead_m = tile(state, i, j + BK, m, n, mm, mn)
-        new = (new + w * (g - new)).to(MOMENT)
-        inside = (i[:, None] < m) & (j[None, :] < n) & write
-        tl.store(state + i[:, None] * mm + j[None, :] * mn, new, mask=inside)
-        new = new.to(tl.float32)
-        largest = tl.maximum(largest, tl.maximum(tl.abs(g), tl.abs(new)))
-        if THIN:
-            if not KNOWN:
-                e = exponent(tl.max(tl.abs(g)))
-            at = base + j[:, None] * R + c[None, :]
-            held = j[:, None] < n
-            u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
-            acc_g = mac_tile(g, e, u1, u2, acc_g, NARROW, False, WIDE)
-            v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
-            acc_m = mac_wide(new, v1, v2, acc_m, MNARROW, WIDE)
-    tl.store(peak + batch * tl.num_programs(0) + block, tl.max(largest))
+    largest = 0.0
+    if ALIGNED:
+        # Rows of one class, from their first aligned column on; what is left over in front and behind comes last.
+        before = lead(first, sm, ELEMENT, CLASSES)
+        rows, body = (m - first + CLASSES - 1) // CLASSES, (n - before) // BK * BK
+        g_begin, g_pitch = start + (first * sm + before), CLASSES * sm
+        m_begin, m_pitch = state + (first * mm + before), CLASSES * mm
+        if CLASSES > 1:  # hints hold for values made here, not for arguments
+            g_begin, g_pitch = tl.multiple_of(g_begin, 16), tl.multiple_of(g_pitch, 128 // ELEMENT.primitive_bitwidth)
+            m_begin, m_pitch = tl.multiple_of(m_begin, 16), tl.multiple_of(m_pitch, 128 // MOMENT.primitive_bitwidth)
+        seen = tl.zeros((BM, BK), dtype=tl.float32)
+        for k in range(0, body, BK):
+            j = k + tl.arange(0, BK)
+            g = whole(g_begin, q, j, rows, g_pitch, sn).to(tl.float32)
+            new = whole(m_begin, q, j, rows, m_pitch, mn).to(tl.float32)
+            new = (new + w * (g - new)).to(MOMENT)
+            tl.store(m_begin + q[:, None] * m_pitch + j[None, :] * mn, new, mask=(q[:, None] < rows) & write)
+            new = new.to(tl.float32)
+            seen = tl.maximum(seen, tl.maximum(tl.abs(g), tl.abs(new)))
+            if THIN:
+                at = base + (before + j[:, None]) * R + c[None, :]
+                if not KNOWN:
+                    e = exponent(tl.max(tl.abs(g)))
+                acc_g = mac_tile(g, e, tl.load(u + at), tl.load(u + u_step + at), acc_g, NARROW, False, WIDE)
+                acc_m = mac_wide(new, tl.load(v + at), tl.load(v + u_step + at), acc_m, MNARROW, WIDE)
+        largest = tl.max(seen)
+        if body < n:
+            j = tl.arange(0, 2 * BK)
+            j = tl.where(j < before, j, j + body)
+            acc_g, acc_m, largest = _masked(
+                start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
+                R, THIN, MOMENT, KNOWN, NARROW, MNARROW, WIDE)  # fmt: skip
+    else:
+        for k in range(0, n, BK):
+            j = k + tl.arange(0, BK)
+            acc_g, acc_m, largest = _masked(
+                start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
+                R, THIN, MOMENT, KNOWN, NARROW, MNARROW, WIDE)  # fmt: skip
+    tl.store(peak + batch * tl.num_programs(0) + tl.program_id(0), largest)
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
         inside = (i[:, None] < m) & (c[None, :] < r)
         tl.store(gu + at, acc_g * gain, mask=inside)
         tl.store(mu + at, acc_m, mask=inside)
+
+
+@jit
+def _masked(  # type: ignore[no-untyped-def]
+    start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
+    R: tl.constexpr, THIN: tl.constexpr, MOMENT: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr,
+    MNARROW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile at the columns j, wherever they are: M written there, products and largest entry carried on."""
+    g, new = tile(start, i, j, m, n, sm, sn).to(tl.float32), tile(state, i, j, m, n, mm, mn).to(tl.float32)
+    new = (new + w * (g - new)).to(MOMENT)
+    inside = (i[:, None] < m) & (j[None, :] < n) & write
+    tl.store(state + i[:, None] * mm + j[None, :] * mn, new, mask=inside)
+    new = new.to(tl.float32)
+    largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(g), tl.abs(new))))
+    if THIN:
+        if not KNOWN:
+            e = exponent(tl.max(tl.abs(g)))
+        at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
+        u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
+        acc_g = mac_tile(g, e, u1, u2, acc_g, NARROW, False, WIDE)
+        v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
+        acc_m = mac_wide(new, v1, v2, acc_m, MNARROW, WIDE)
+    return acc_g, acc_m, largest
 
 
 def momentum_(
@@ -86,9 +119,12 @@ def momentum_(
     """
     (m, n), batch, R = M.shape, len(M), 16 if U is None else U[0].shape[-1]
     source, target = G.source(), M.source()
-    source["ALIGNED"] = source["ALIGNED"] and target["ALIGNED"]
+    same = G.dtype.itemsize == M.dtype.itemsize and source["sm"] == target["sm"]
+    alike = same or source["CLASSES"] == target["CLASSES"] == 1
+    if not (source["ALIGNED"] and target["ALIGNED"] and alike):
+        source |= {"ALIGNED": False, "CLASSES": 1}
     how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
-    blocks = -(-m // how.rows)
+    blocks = source["CLASSES"] * -(-m // (source["CLASSES"] * how.rows))
     GU, MU = (torch.empty(batch, 0 if U is None else m, r, dtype=torch.float32, device=M.device) for _ in range(2))
     peak = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     _momentum[(blocks, batch)](

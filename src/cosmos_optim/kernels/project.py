@@ -1,4 +1,4 @@
-"""Y = X U for a list of matrices, or a half-precision stack with |X|^2 from the same pass: (m, n), (n, r) -> (m, r)."""
+"""Y = X U for a list of matrices, (m, n), (n, r) -> (m, r); for a half-precision stack with |X - X U U'|^2 besides."""
 
 from __future__ import annotations
 
@@ -8,43 +8,67 @@ from torch import Tensor
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
 from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import exponent, mac, mac_tile, matrix, tile
+from cosmos_optim.kernels.tiles import exponent, lead, mac, mac_tile, matrix, tile, whole
 
-LAUNCH = Launch(128, 64, stages=4)
+LAUNCH = Launch(128, 32, stages=4)
 ODD = Launch(64, 64, warps=4, stages=1)
+OVERLAP = Launch(128, 64, stages=4)
 
 
 @jit
 def _project(  # type: ignore[no-untyped-def]
-    x, u, y, top, stride, u_step, m, n, r, sm, sn, gain,
-    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
-    TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, KNOWN: tl.constexpr,
-    NARROW: tl.constexpr, WIDE: tl.constexpr,
+    x, u, y, top, u_step, m, n, r, sm, sn, gain,
+    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
+    CLASSES: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    block, batch = tl.program_id(0), tl.program_id(1)
-    start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
-    i, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
+    block, batch = tl.program_id(0) // CLASSES, tl.program_id(1)
+    first = tl.program_id(0) % CLASSES
+    q, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
+    i = first + CLASSES * q
+    start = matrix(x, batch, ELEMENT, ALIGNED)
     base = u + batch.to(tl.int64) * n * R
     acc = tl.zeros((BM, R), dtype=tl.float32)
     e = 0
     if KNOWN:
         e = exponent(tl.load(top + batch))
-    if not ALIGNED:  # such loads are not worth an asynchronous copy; the next tile is asked for by hand
-        ahead = tile(start, i, tl.arange(0, BK), m, n, sm, sn)
-    for k in range(0, n, BK):
-        j = k + tl.arange(0, BK)
-        if ALIGNED:
-            a = tile(start, i, j, m, n, sm, sn).to(tl.float32)
-        else:
-            a = ahead.to(tl.float32)
-            ahead = tile(start, i, j + BK, m, n, sm, sn)
-        at = base + j[:, None] * R + c[None, :]
-        b1, b2 = tl.load(at, mask=j[:, None] < n, other=0.0), tl.load(at + u_step, mask=j[:, None] < n, other=0.0)
-        if not KNOWN:
-            e = exponent(tl.max(tl.abs(a)))
-        acc = mac_tile(a, e, b1, b2, acc, NARROW, False, WIDE)
+    if ALIGNED:
+        # Rows of one class, from their first aligned column on; what is left over in front and behind comes last.
+        skip = lead(first, sm, ELEMENT, CLASSES)
+        rows, body = (m - first + CLASSES - 1) // CLASSES, (n - skip) // BK * BK
+        begin, pitch = start + (first * sm + skip), CLASSES * sm
+        if CLASSES > 1:  # hints hold for values made here, not for arguments
+            begin, pitch = tl.multiple_of(begin, 16), tl.multiple_of(pitch, 128 // ELEMENT.primitive_bitwidth)
+        for k in range(0, body, BK):
+            j = k + tl.arange(0, BK)
+            a = whole(begin, q, j, rows, pitch, sn).to(tl.float32)
+            at = base + (skip + j[:, None]) * R + c[None, :]
+            if not KNOWN:
+                e = exponent(tl.max(tl.abs(a)))
+            acc = mac_tile(a, e, tl.load(at), tl.load(at + u_step), acc, NARROW, False, WIDE)
+        if body < n:
+            j = tl.arange(0, 2 * BK)
+            j = tl.where(j < skip, j, j + body)
+            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, WIDE)
+    else:
+        for k in range(0, n, BK):
+            j = k + tl.arange(0, BK)
+            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, WIDE)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
+
+
+@jit
+def _masked(  # type: ignore[no-untyped-def]
+    start, base, i, j, acc, e, u_step, m, n, sm, sn,
+    R: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """acc + the product over the columns j, wherever they are."""
+    a = tile(start, i, j, m, n, sm, sn).to(tl.float32)
+    if not KNOWN:
+        e = exponent(tl.max(tl.abs(a)))
+    at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
+    b1, b2 = tl.load(at, mask=held, other=0.0), tl.load(at + u_step, mask=held, other=0.0)
+    return mac_tile(a, e, b1, b2, acc, NARROW, False, WIDE)
 
 
 def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor:
@@ -53,13 +77,14 @@ def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor
     `top`: the largest |entry| of each matrix or a bound not far above it, (B,); without it each tile looks for its own.
     """
     _, batch, n, R = U.shape
-    m = X.shape[0]
-    source = X.source()
+    m, source = X.shape[0], X.source()
     how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
+    blocks = source["CLASSES"] * -(-m // (source["CLASSES"] * how.rows))
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
-    _project[(-(-m // how.rows), batch)](
-        **source, u=U, y=Y, top=U if top is None else top, u_step=U.stride(0), m=m, n=n, r=r, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
-        KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
+    _project[(blocks, batch)](
+        **source, u=U, y=Y, top=U if top is None else top, u_step=U.stride(0), m=m, n=n, r=r, gain=1 / BASIS_SCALE,
+        BM=how.rows, BK=how.cols, R=R, KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET,
+        **how.options,
     )  # fmt: skip
     return Y
 
@@ -82,14 +107,15 @@ def _overlap(  # type: ignore[no-untyped-def]
         acc = mac(a, tl.load(base + j[:, None] * R + c[None, :], mask=j[:, None] < n, other=0.0), acc, WIDE)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
-    tl.store(e + batch * tl.num_programs(0) + block, tl.sum(squares))
+    left = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
+    tl.store(e + batch * tl.num_programs(0) + block, left)
 
 
 def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """X U (B, m, r) to half precision and |X|^2 (B, 1, 1) in float64, for a float16 stack X with any strides."""
+    """X U (B, m, r) to half precision and |X - X U U'|^2 (B, 1, 1) in float64, for a float16 stack X of any strides."""
     _, batch, n, R = U.shape
     m = X.shape[1]
-    how = LAUNCH.fit(R)
+    how = OVERLAP.fit(R)
     blocks = -(-m // how.rows)
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     E = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)

@@ -14,7 +14,8 @@ from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.tiles import add_outer, exponent, matrix, tile
 
 
-LAUNCH = Launch(64, 64, warps=4, stages=2)
+LAUNCH = Launch(64, 64, warps=4, stages=3)
+ODD = Launch(64, 32, warps=4, stages=3)
 
 
 @jit
@@ -27,15 +28,15 @@ def unit(peak, batch, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def _residual(  # type: ignore[no-untyped-def]
-    x, mom, p, u, out, energy, scale, peak, stride, p_step, u_step, m, n, blocks, sm, sn, mm, mn, a, b,
+    x, mom, p, u, out, energy, scale, peak, p_step, u_step, m, n, blocks, sm, sn, mm, mn, a, b,
     out_stride, om, on,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, BLEND: tl.constexpr,
-    BLOCKS: tl.constexpr, TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
     MOMENT: tl.constexpr, MALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
-    start = matrix(x, batch, stride, TABLE, ELEMENT, ALIGNED)
-    state = matrix(mom, batch, stride, True, MOMENT, MALIGNED)
+    start = matrix(x, batch, ELEMENT, ALIGNED)
+    state = matrix(mom, batch, MOMENT, MALIGNED)
     c = unit(peak, batch, blocks, BLOCKS)
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
     if THIN:
@@ -75,15 +76,15 @@ def residual(
     """
     (m, n), batch = M.shape, len(M)
     R = 16 if U is None else U.shape[-1]
-    how = LAUNCH.fit(R)
+    target = M.rows_source()
+    how = (LAUNCH if target["ALIGNED"] else ODD).fit(R)
     X = work_buffer(batch, m, n, dtype, M.device)
     blocks = -(-m // how.rows)
     squares = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
     om, on = (X.stride(1), 1) if m >= n else (1, X.stride(1))
-    target = M.source()
     _residual[(blocks, batch)](
-        **G.source(), mom=M.table, p=X if P is None else P, u=X if U is None else U, out=X, energy=squares, scale=c,
+        **G.rows_source(), mom=M.table, p=X if P is None else P, u=X if U is None else U, out=X, energy=squares, scale=c,
         peak=peak, p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
         blocks=peak.shape[1], mm=target["sm"], mn=target["sn"], a=a, b=b, out_stride=X.stride(0), om=om, on=on,
         BM=how.rows, BN=how.cols, R=R, THIN=U is not None, BLEND=(a, b) != (1.0, 0.0), BLOCKS=power_of_two(peak.shape[1]),

@@ -7,6 +7,7 @@ captured CUDA graph which reads it stays valid.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,12 +103,24 @@ class Matrices:
         return len(self.tensors)
 
     def source(self) -> dict[str, Any]:
-        """The arguments by which a kernel reads it: table, strides, element type, alignment."""
+        """The arguments by which a kernel reads it: table, strides, element type, alignment.
+
+        CLASSES: rows that far apart begin at multiples of 16 bytes from each other, 1 if all do. ALIGNED: every matrix
+        begins at such a multiple, and wide loads are possible within a class.
+        """
         t = self.tensors[0]
-        pitch = max(t.stride()) * t.element_size()
-        aligned = pitch % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in self.tensors)
-        return {"x": self.table, "stride": 0, "sm": t.stride(0), "sn": t.stride(1),
-                "TABLE": True, "ELEMENT": getattr(tl, _ELEMENT[t.dtype]), "ALIGNED": aligned}  # fmt: skip
+        width = 16 // t.element_size()
+        classes = width // math.gcd(max(t.stride()), width)
+        aligned = (classes == 1 or t.stride(1) == 1) and all(x.data_ptr() % 16 == 0 for x in self.tensors)
+        return {"x": self.table, "sm": t.stride(0), "sn": t.stride(1), "ELEMENT": getattr(tl, _ELEMENT[t.dtype]),
+                "ALIGNED": aligned, "CLASSES": classes if aligned else 1}  # fmt: skip
+
+    def rows_source(self) -> dict[str, Any]:
+        """The same for a kernel whose tiles hold neighbouring rows: aligned if all rows are."""
+        source = self.source()
+        aligned = source["ALIGNED"] and source.pop("CLASSES") == 1
+        source.pop("CLASSES", None)
+        return source | {"ALIGNED": aligned}
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy as one tensor (B, m, n)."""

@@ -18,15 +18,27 @@ from cosmos_optim.kernels.backend import jit, tl
 
 
 @jit
-def matrix(x, batch, stride, TABLE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first element of matrix `batch`: from a table of addresses, or at a fixed stride."""
-    if TABLE:
-        start = tl.load(x + batch).to(tl.pointer_type(ELEMENT))
-        if ALIGNED:
-            start = tl.multiple_of(start, 16)
-    else:
-        start = x + batch.to(tl.int64) * stride
+def matrix(x, batch, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first element of matrix `batch` of a table of addresses."""
+    start = tl.load(x + batch).to(tl.pointer_type(ELEMENT))
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
     return start
+
+
+@jit
+def lead(row, pitch, ELEMENT: tl.constexpr, CLASSES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many columns of this row lie before the first multiple of 16 bytes."""
+    if CLASSES == 1:
+        return 0
+    width: tl.constexpr = 128 // ELEMENT.primitive_bitwidth  # elements in 16 bytes
+    return (width - (row * pitch) % width) % width
+
+
+@jit
+def whole(start, q, j, rows, pitch, sn):  # type: ignore[no-untyped-def]
+    """A tile without column mask: rows q of a class, `pitch` apart."""
+    return tl.load(start + q[:, None] * pitch + j[None, :] * sn, mask=q[:, None] < rows, other=0.0)
 
 
 @jit

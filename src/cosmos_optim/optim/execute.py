@@ -23,8 +23,8 @@ from cosmos_optim.rules.common import newton_schulz_of
 
 # Bytes of gradients stacked at a time: enough to fill the machine, little beside the model.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-# Bytes of work buffers that the kernels may have in flight.
-FUSED_BYTES = 900 << 20
+# Bytes of work buffers that the kernels may have in flight, by an estimate that is half as much again as they take.
+FUSED_BYTES = 1400 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,13 @@ class Matrix:
 
 def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]] | None) -> None:
     """One step of every entry. Those still waiting for a first gradient are only decayed."""
-    advance = 1.0 if found.skip is None else 1.0 - found.skip.float()
     live = [e for e, s in zip(entries, found.started, strict=True) if s]
     fresh = {e.p for e, f in zip(entries, found.fresh, strict=True) if f}
-    if live:
-        torch._foreach_add_([e.state["step"] for e in live], advance)
+    steps = [e.state["step"] for e in live]
+    if live and found.skip is None:
+        torch._foreach_add_(steps, 1.0)
+    elif live:  # without alpha the tensor would be taken as a number, which makes the host wait for it
+        torch._foreach_add_(steps, 1.0 - found.skip.float(), alpha=1.0)
     for e, started in zip(entries, found.started, strict=True):
         if not started and e.group["weight_decay"]:
             e.layout.local(e.p).mul_(decay_of(e.group))
@@ -182,7 +184,7 @@ def run_chunk(
     dtype = torch.promote_types(first.p.dtype, torch.float32)
     alg = place.algebra(m, n, skip=skip, local=local)
     if isinstance(alg, FusedAlgebra):
-        alg.top = torch.stack([tops[x.entry.p] for x in chunk])
+        alg.top = torch.stack([tops[x.entry.p] for x in chunk]).float()
     lists = {name: [x.state[name] for x in chunk] for name in first.state}
     G = alg.load([x.grad for x in chunk], dtype)
     state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}

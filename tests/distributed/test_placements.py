@@ -27,6 +27,7 @@ COSMOS: list[tuple[tuple[int, ...], dict[str, Any], tuple[Any, Any]]] = [
     ((9, 5), {}, (S(1), S(0))),
     ((9, 5), {}, (TENSOR_FIRST, S(0))),
     ((9, 5), {}, (R, R)),
+    ((3, 12), {"rank": 5}, (S(0), S(0))),  # fewer rows than tracked directions, and than ranks
     ((6, 9), {"side": "smaller"}, (S(0), S(1))),
     ((6, 9), {"layout": "in_out"}, (S(0), R)),
     ((7, 9), {"layout": "in_out"}, (TENSOR_FIRST, S(0))),

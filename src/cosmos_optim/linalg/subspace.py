@@ -71,14 +71,27 @@ def _start_columns(n: int, k: int, r: int, like: Tensor) -> Tensor:
     """
     if r == n:
         return torch.eye(n, dtype=like.dtype, device=like.device)
+    return _random_columns(n, k, like)
+
+
+def _random_columns(n: int, k: int, like: Tensor) -> Tensor:
+    """Orthonormal columns, the same on every machine."""
     generator = torch.Generator().manual_seed(0)
     Y = torch.randn(n, k, generator=generator, dtype=torch.float64)
     return torch.linalg.qr(Y)[0].to(dtype=like.dtype, device=like.device)
 
 
 def _ritz(G: Any, Y: Tensor, alg: Algebra) -> Tensor:
-    """Turn orthonormal Y to the eigenvectors of G'G within its span, largest first."""
+    """Turn orthonormal Y to the eigenvectors of G'G within its span, largest first.
+
+    Eigenvectors of the eigenvalue 0 are any, whatever rounding makes them: random columns made orthogonal to the others
+    stand for them, so that shards of a matrix with fewer rows than r go the same way as the whole of it.
+    """
     GY = alg.mm(G, Y)
     c = alg.energy_m(GY).sqrt().to(Y.dtype)
     GY = GY / torch.where(c > 0, c, torch.ones_like(c))
-    return Y @ torch.linalg.eigh(alg.tn(GY, GY)).eigenvectors.flip(-1)
+    values, vectors = torch.linalg.eigh(alg.tn(GY, GY))
+    Q, k = Y @ vectors.flip(-1), Y.shape[-1]
+    real = (values > 10 * k * torch.finfo(Y.dtype).eps * values[..., -1:]).flip(-1).unsqueeze(-2)
+    V, F = Q * real, alg.slice_n(_random_columns(alg.n, k, like=Y)).expand_as(Q)
+    return alg.orthonormalize(torch.where(real, Q, F - V @ alg.un(V, F)), fallback=Q)

@@ -94,15 +94,12 @@ NIC = 50e9 * 0.8  # bytes per second and GPU: 400 Gb/s, four fifths of it reache
 NVLINK = 450e9 * 0.8
 HALF_RATE = 500e12  # flop/s of large half-precision products
 HBM = 3.35e12 * 0.8
+THIN_RATE = 20e12  # flop/s of float32 products of thin factors
+PASS_BYTES = 40  # read and written for each element of a shard: G three times, M twice, X, B, W twice
 LATENCY = 20e-6  # a message, plus 5 us for each doubling of the ranks
 MESSAGES = 9
 TOKENS = 4e6
 MODEL_RATE = 400e12  # flop/s of the model itself
-
-
-def reduce_time(payload: float, k: int) -> float:
-    """All-reduce across nodes: a node's sum leaves it once, over all its NICs."""
-    return ring(payload, k) * max(1 / (NODE * NIC), 1 / NVLINK)
 
 
 def makespan(shapes: list[Shape], k: int) -> float:
@@ -114,6 +111,12 @@ def makespan(shapes: list[Shape], k: int) -> float:
     for job in jobs:
         lanes[lanes.index(min(lanes))] += job
     return max(lanes)
+
+
+def thin_time(shapes: list[Shape]) -> float:
+    """The thin factors of all matrices, which every rank works out for itself: 18 n r^2 flops, 30 passes over U."""
+    size = sum(s.count * s.n * RANK for s in shapes)
+    return 18 * RANK * size / THIN_RATE + 30 * 4 * size / HBM
 
 
 def project(model: str, k: int) -> dict[str, float]:
@@ -129,6 +132,7 @@ def project(model: str, k: int) -> dict[str, float]:
     matrices = sum(s.count * s.m * s.n for s in shapes)
     gather = 2 * matrices * (k - 1) / k
     return {
+        "local": (thin_time(shapes) + PASS_BYTES * matrices / k / HBM) * 1e3,
         "sums": sums / 1e6, "exchange": exchange / 1e6, "talk": talk * 1e3, "compute": compute * 1e3,
         "adamw": 28 * PARAMETERS[model] / k / HBM * 1e3,
         "gather": gather / 1e6, "gather_talk": gather * max(1 / (NODE * NIC), 1 / NVLINK) * 1e3,
@@ -139,15 +143,16 @@ def project(model: str, k: int) -> dict[str, float]:
 
 def main() -> None:
     """The table, as markdown."""
-    print("| model | GPUs | sums | exchange | messages | Newton-Schulz | COSMOS, not overlapped | AdamW "
-          "| gather-everything Muon: bytes | its messages | its compute | model's own step |")  # fmt: skip
+    print("| model | GPUs | sums | exchange | messages | Newton-Schulz | the rest | COSMOS, nothing overlapped | AdamW "
+          "| gather-everything Muon | its bytes | model's own step |")  # fmt: skip
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for model in LLAMA:
         for k in (64, 512, 4096):
             p = project(model, k)
             print(f"| LLaMA-{model} | {k:,} | {p['sums']:,.0f} MB | {p['exchange']:,.0f} MB | {p['talk']:,.1f} ms "
-                  f"| {p['compute']:,.1f} ms | **{p['talk'] + p['compute']:,.0f} ms** | {p['adamw']:,.2f} ms "
-                  f"| {p['gather']:,.0f} MB | {p['gather_talk']:,.0f} ms | {p['gather_compute']:,.0f} ms "
+                  f"| {p['compute']:,.1f} ms | {p['local']:,.1f} ms "
+                  f"| **{p['talk'] + p['compute'] + p['local']:,.0f} ms** | {p['adamw']:,.2f} ms "
+                  f"| {p['gather_talk'] + p['gather_compute']:,.0f} ms | {p['gather'] / 1e3:,.0f} GB "
                   f"| {p['step']:,.0f} ms |")  # fmt: skip
 
 

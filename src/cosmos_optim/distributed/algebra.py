@@ -15,7 +15,11 @@ from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.distributed import comm
-from cosmos_optim.kernels.symmetric import SymmetricProducts, supports
+from cosmos_optim.kernels import available
+from cosmos_optim.kernels.orthonormal import orthonormal
+from cosmos_optim.kernels.orthonormal import supports as orthonormal_supports
+from cosmos_optim.kernels.symmetric import SymmetricProducts
+from cosmos_optim.kernels.symmetric import supports as symmetric_supports
 from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,
     NewtonSchulz,
@@ -75,6 +79,13 @@ class ShardedAlgebra(Algebra):
         """The rows of a whole (n, k) matrix that belong to the columns held here."""
         start, length = self.place.my_columns
         return Y.narrow(0, start, length)
+
+    def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
+        """Orthonormal columns spanning those of Y (..., n, r); by kernels where all its rows are here."""
+        here = self.place.col_team is None and Y.is_cuda and Y.dtype is torch.float32 and available(Y.device)
+        if here and orthonormal_supports(Y.shape[-1]):
+            return orthonormal(Y, fallback)
+        return super().orthonormalize(Y, fallback)
 
     # -- Newton-Schulz --------------------------------------------------------------------------------------------
 
@@ -155,7 +166,7 @@ def whole_polar(X: Tensor, ns: NewtonSchulz) -> Tensor:
     """Newton-Schulz on an owner, with symmetric products by halves where the GPU has them."""
     wider = X.shape[-2] < X.shape[-1]
     tall = X.mT.contiguous() if wider else X
-    B = newton_schulz(tall, ns, SymmetricProducts() if tall.is_cuda and supports(tall) else None)
+    B = newton_schulz(tall, ns, SymmetricProducts() if tall.is_cuda and symmetric_supports(tall) else None)
     return B.mT if wider else B
 
 

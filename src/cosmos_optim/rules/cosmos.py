@@ -47,11 +47,12 @@ def direction(
     M = alg.lerp(M, G, 1 - b1)                                              # L4
     U = power_step(G, U_old, S, b2, alg)                                    # L5   QR(b2 U S + (1-b2) G'G U)
     GU, C = alg.mm(G, U), alg.un(U, U_old)
-    S = symmetric(b2 * C @ S @ C.mT + alg.tn((1 - b2) * GU, GU))            # L6
+    E = alg.tn((1 - b2) * GU, GU)
+    S = symmetric(b2 * C @ S @ C.mT + E)                                    # L6
     V = b2 * V + (1 - b2) * GU * GU                                         # L7
     N, c1 = momentum(M, G, t, h, alg)
     NU = alg.mm(N, U)
-    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, h)               # L8   A = P U'
+    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, E, h)            # L8   A = P U'
     X = alg.residual(N, NU, U)                                              #      M - M U U'
     B = alg.polar(X, newton_schulz_of(h))                                   # L9
     b = muon_gain(alg.energy(X), alg.energy_m(NU), alg.energy(B), h, alg)   #      gamma NORM sqrt(m)
@@ -71,12 +72,13 @@ def direction_two_sided(
     O = power_step(G.mT, O_old, state["R"], b2, alg.T)                      # L6   (paper: R O; meant: O R)
     GU, OG = alg.mm(G, U), alg.T.mm(G.mT, O)
     C, K = alg.un(U, U_old), alg.tn(O, O_old)
-    S = symmetric(b2 * C @ state["S"] @ C.mT + alg.tn((1 - b2) * GU, GU))   # L7
-    R = symmetric(b2 * K @ state["R"] @ K.mT + alg.un((1 - b2) * OG, OG))   # L8
+    E, F = alg.tn((1 - b2) * GU, GU), alg.un((1 - b2) * OG, OG)
+    S = symmetric(b2 * C @ state["S"] @ C.mT + E)                           # L7
+    R = symmetric(b2 * K @ state["R"] @ K.mT + F)                           # L8
     V = b2 * state["V"] + (1 - b2) * alg.tn(O, GU).square()                 # L9
     N, c1 = momentum(M, G, t, h, alg)
     NU = alg.tn(O, alg.mm(N, U))
-    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, h) * real_columns(R, h).mT  # L10  A = O P U'
+    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, E, h) * real_columns(R, F, h).mT  # L10  A = O P U'
     X = alg.residual(N, O @ NU, U)                                          #      (paper: O'O M; meant: O O'M)
     B = alg.polar(X, newton_schulz_of(h))                                   # L11
     b = muon_gain(alg.energy(X), sum_of_squares(NU), alg.energy(B), h, alg)
@@ -108,15 +110,16 @@ def root(V: Tensor, t: Tensor, h: Hyper) -> Tensor:
     return (V / c2).sqrt() + h["eps"]
 
 
-def real_columns(S: Tensor, h: Hyper) -> Tensor:
+def real_columns(S: Tensor, E: Tensor, h: Hyper) -> Tensor:
     """(..., 1, r): 1 for tracked directions that hold gradient, 0 for those that hold rounding, 1 with the guard off.
 
     Where the gradient has fewer than r directions, the others get quotients of rounding noise by rounding noise, as
-    large as any real one. In exact arithmetic they are 0/0.
+    large as any real one. In exact arithmetic they are 0/0. A direction is real that holds a share of the past, S, or
+    of this gradient, E: after one huge gradient the past alone would hide everything else for hundreds of steps.
     """
-    energy = S.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     floor = (64 * torch.finfo(S.dtype).eps) ** 2 if h["residual_guard"] > 0 else -1.0
-    return (energy > floor * energy.sum(-1, keepdim=True)).to(S.dtype)
+    past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (S, E))
+    return ((past > floor * past.sum(-1, keepdim=True)) | (now > floor * now.sum(-1, keepdim=True))).to(S.dtype)
 
 
 def muon_gain(residual: Tensor, tracked: Tensor, polar: Tensor, h: Hyper, alg: Algebra) -> Tensor:

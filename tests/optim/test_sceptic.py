@@ -256,3 +256,19 @@ def test_one_group_of_several_precisions() -> None:
             opt.step()
         together.step()
     assert all(torch.equal(p, q) for p, q in zip(params, apart, strict=True))
+
+
+@pytest.mark.parametrize("rank", [8, 32])
+def test_one_huge_gradient_does_not_hide_the_others(rank: int) -> None:
+    """A spike of 1e6 in one direction: when the momentum has forgotten it, the update follows the gradient again, while
+    the second moment still knows it."""
+    p, constant = nn.Parameter(torch.zeros(48, 32)), gradient((48, 32), 0)
+    opt = Cosmos([p], lr=1.0, rank=rank)
+    for step in range(1, 26):
+        p.grad = constant + gradient((48, 32), step)
+        if step == 5:
+            p.grad += 1e6 * torch.outer(gradient((48,), 0), gradient((32,), 1))
+        before = p.detach().clone()
+        opt.step()
+    update = before - p.detach()
+    assert float((update * constant).sum() / update.norm() / constant.norm()) > 0.4

@@ -1,65 +1,83 @@
 """C = alpha A'B + beta D + gamma I for stacks of matrices whose product is known to be symmetric.
 
 A and B are (K, s) with A = B (a Gram matrix), or symmetric (s, s) and commuting (factors of Newton-Schulz). Only the
-tiles on and above the diagonal are computed; a tile above it is also written transposed, below. That is 53 to 56 % of
-the work of a full product at s = 2048.
+tiles on and above the diagonal are computed; a tile above it is also written transposed, below. That is 53 % of the
+work of a full product at s = 2048.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cosmos_optim.kernels.backend import INTERPRET, TensorDescriptor, capability, jit, processors, tl, triton
+from cosmos_optim.kernels.backend import INTERPRET, TensorDescriptor, capability, jit, tl
 
 
 @jit
 def _symmetric(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, c_ptr, d_ptr, alpha_ptr, tile_ptr, tiles, total, K, s, stride, batch_stride, beta, gamma, alpha,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr,
-    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, WIDE: tl.constexpr,
+    a_desc, b_desc, half_desc, c_ptr, d_ptr, alpha_ptr, tile_ptr, tiles, K, s, stride, batch_stride, beta, gamma, alpha,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE):
-        batch = t // tiles
-        pair = tl.load(tile_ptr + t % tiles)
-        row, col = (pair >> 16) * BM, (pair & 0xFFFF) * BN
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in range(tl.cdiv(K, BK)):
-            a = a_desc.load([batch, k * BK, row]).reshape(BK, BM)
-            b = b_desc.load([batch, k * BK, col]).reshape(BK, BN)
-            if WIDE:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            acc = tl.dot(a.T, b, acc)
-        weight = alpha
-        if WEIGHTED:
-            weight = weight * tl.load(alpha_ptr + batch)
-        base = batch.to(tl.int64) * batch_stride
-        i, j = row + tl.arange(0, BM), col + tl.arange(0, BN)
-        inside = (i[:, None] < s) & (j[None, :] < s)
-        value = acc * weight
-        if ADD:
-            value += beta * tl.load(d_ptr + base + i[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
-            value += tl.where(i[:, None] == j[None, :], gamma, 0.0)
-        value = value.to(c_ptr.dtype.element_ty)
-        tl.store(c_ptr + base + i[:, None] * stride + j[None, :], value, mask=inside)
-        # The mirror image, where no other tile computes it; a mask, because a branch here defeats the pipeliner.
-        below = (j[:, None] < s) & (i[None, :] < s) & (row + BM <= col)
-        tl.store(c_ptr + base + j[:, None] * stride + i[None, :], tl.trans(value), mask=below)
+    t = tl.program_id(0)
+    batch, pair = t // tiles, tl.load(tile_ptr + t % tiles)
+    row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BN
+    weight = alpha
+    if WEIGHTED:
+        weight = weight * tl.load(alpha_ptr + batch)
+    base = batch.to(tl.int64) * batch_stride
+    if pair & 1:  # the left half lies below the diagonal
+        half = _product(a_desc, half_desc, batch, row, col + BN // 2, K, BM, BN // 2, BK, WIDE)
+        _finish(half, c_ptr + base, d_ptr + base, row, col + BN // 2, s, stride, weight, beta, gamma, BM, BN // 2, ADD)
+    else:
+        acc = _product(a_desc, b_desc, batch, row, col, K, BM, BN, BK, WIDE)
+        _finish(acc, c_ptr + base, d_ptr + base, row, col, s, stride, weight, beta, gamma, BM, BN, ADD)
 
 
+@jit
+def _product(  # type: ignore[no-untyped-def]
+    a_desc, b_desc, batch, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The tile of A'B at (row, col)."""
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(tl.cdiv(K, BK)):
+        a = a_desc.load([batch, k * BK, row]).reshape(BK, BM)
+        b = b_desc.load([batch, k * BK, col]).reshape(BK, BN)
+        if WIDE:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a.T, b, acc)
+    return acc
+
+
+@jit
+def _finish(  # type: ignore[no-untyped-def]
+    acc, c, d, row, col, s, stride, weight, beta, gamma, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Scale, add and store a tile, and its mirror image where no other tile computes that."""
+    i, j = row + tl.arange(0, BM), col + tl.arange(0, BN)
+    inside = (i[:, None] < s) & (j[None, :] < s)
+    value = acc * weight
+    if ADD:
+        value += beta * tl.load(d + i[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
+        value += tl.where(i[:, None] == j[None, :], gamma, 0.0)
+    value = value.to(c.dtype.element_ty)
+    tl.store(c + i[:, None] * stride + j[None, :], value, mask=inside)
+    below = (j[:, None] < s) & (i[None, :] < s) & (j[:, None] >= row + BM)
+    tl.store(c + j[:, None] * stride + i[None, :], tl.trans(value), mask=below)
+
+
+@dataclass(frozen=True)
 class Tiling:
     """Block shape and launch options of one kind of problem."""
 
-    def __init__(
-        self, BM: int = 128, BN: int = 256, BK: int = 64, *, warps: int = 8, stages: int = 3, persistent: bool = False,
-        flatten: bool = False, specialize: bool = False,
-    ) -> None:  # fmt: skip
-        self.BM, self.BN, self.BK, self.persistent = BM, BN, BK, persistent
-        self.options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-        self.flags = {"FLATTEN": flatten, "SPECIALIZE": specialize}
+    BM: int = 128
+    BN: int = 256
+    BK: int = 64
+    warps: int = 8
+    stages: int = 3
 
 
 def tiling(s: int) -> Tiling:
@@ -71,9 +89,15 @@ def tiling(s: int) -> Tiling:
 
 @cache
 def _tiles(s: int, BM: int, BN: int, device: torch.device) -> tuple[Tensor, int]:
-    """(row << 16) + column of every tile that touches the diagonal or lies above it, column by column."""
-    pairs = [(i << 16) + j for j in range(-(-s // BN)) for i in range(-(-s // BM)) if (j + 1) * BN > i * BM]
-    return torch.tensor(pairs, dtype=torch.int32).to(device), len(pairs)
+    """(row << 16) + (column << 1) + half of every tile that reaches the diagonal or lies above it.
+
+    half: the tile's left half lies below the diagonal and is left out; such tiles come last.
+    """
+    pairs = [(i, j) for j in range(-(-s // BN)) for i in range(-(-s // BM)) if (j + 1) * BN > i * BM]
+    half = {(i, j) for i, j in pairs if BN == 2 * BM and i * BM >= j * BN + BN // 2}
+    order = [pair for pair in pairs if pair not in half] + [pair for pair in pairs if pair in half]
+    codes = [(i << 16) + (j << 1) + ((i, j) in half) for i, j in order]
+    return torch.tensor(codes, dtype=torch.int32).to(device), len(codes)
 
 
 def supports(X: Tensor) -> bool:
@@ -97,13 +121,11 @@ def symmetric_product(
     how = tiles or tiling(s)
     C = like(A, s)
     table, count = _tiles(s, how.BM, how.BN, A.device)
-    total = batch * count
-    grid = (min(total, processors(A.device)) if how.persistent else total,)
-    _symmetric[grid](
-        _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BN), C, C if D is None else D,
-        C if weight is None else weight, table, count, total, K, s, C.stride(1), C.stride(0), beta, gamma, alpha,
-        BM=how.BM, BN=how.BN, BK=how.BK, ADD=D is not None, WEIGHTED=weight is not None, WIDE=INTERPRET,
-        **how.flags, **how.options,
+    _symmetric[(batch * count,)](
+        _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BN), _descriptor(B, how.BK, how.BN // 2), C,
+        C if D is None else D, C if weight is None else weight, table, count, K, s, C.stride(1), C.stride(0),
+        beta, gamma, alpha, BM=how.BM, BN=how.BN, BK=how.BK, ADD=D is not None, WEIGHTED=weight is not None,
+        WIDE=INTERPRET, num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     return C
 

@@ -1,0 +1,16 @@
+"""Where the kernels run: on a GPU, or on the CPU under Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
+
+from cosmos_optim.kernels.backend import INTERPRET
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every kernel test runs in both places; the interpreter and compiled kernels exclude each other."""
+    if (request.param == "cpu") != INTERPRET:
+        pytest.skip("TRITON_INTERPRET decides between the CPU's interpreter and the GPU's compiler")
+    return torch.device(request.param)

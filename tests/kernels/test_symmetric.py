@@ -1,0 +1,102 @@
+"""Symmetric products by halves, and orthonormal columns, against their plain forms."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram, thin_gram_torch
+from cosmos_optim.kernels.symmetric import SymmetricProducts, Tiling, supports, symmetric_product
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate
+from cosmos_optim.linalg.orthonormal import orthonormalize
+
+SUM = 1e-5  # float32 products in another order (the interpreter's operands are float32)
+HALF = 2e-3  # one rounding of operands and one of the result to float16
+EXACT = 2e-6  # 22-bit parts, summed in float32
+ORTHONORMAL = 3e-6
+
+
+def stack(device: torch.device, rows: int, cols: int) -> tuple[Tensor, float]:
+    """Two matrices as the products take them here, and how exact they are."""
+    X = torch.randn(2, rows, cols).to(device) / rows**0.5
+    return (X.half(), HALF) if device.type == "cuda" else (X, SUM)
+
+
+def rel(x: Tensor, y: Tensor) -> float:
+    """|x - y| / |y|."""
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+# Tiles wider than high (whose halves on the diagonal are left out), square, and higher than wide; edges everywhere.
+TILES = {"cpu": [Tiling(16, 32, 16), Tiling(16, 16, 16), Tiling(32, 16, 16)],
+         "cuda": [Tiling(), Tiling(128, 128, 64, warps=4, stages=4), Tiling(64, 128, 64, warps=4)]}  # fmt: skip
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("width", [40, 88])
+def test_gram(tiles: int, width: int, device: torch.device) -> None:
+    """weight X'X, exactly symmetric, with a weight for each matrix."""
+    X, bound = stack(device, 53, width * (8 if device.type == "cuda" else 1))
+    weight = torch.tensor([1.0, 2.0], device=device).view(2, 1, 1)
+    R = symmetric_product(X, X, weight=weight, tiles=TILES[device.type][tiles])
+    assert rel(R, weight * (X.float().mT @ X.float())) < bound
+    assert torch.equal(R, R.mT)
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+def test_polynomials(tiles: int, device: torch.device) -> None:
+    """aI + bR + cR^2, and the product of two polynomials in R."""
+    X, bound = stack(device, 60, 56)
+    R, how = (X.mT @ X).contiguous(), TILES[device.type][tiles]
+    Z = symmetric_product(R, R, alpha=0.5, beta=-0.3, D=R, gamma=2.0, tiles=how)
+    wide = R.float()
+    assert rel(Z, 0.5 * wide @ wide - 0.3 * wide + 2 * torch.eye(56, device=device)) < bound
+    assert rel(symmetric_product(R, Z, tiles=how), wide @ Z.float()) < bound
+
+
+@pytest.mark.parametrize("fresh", [{0, 1, 2, 3, 4}, {0, 3}])
+def test_the_whole_iteration(fresh: set[int], device: torch.device) -> None:
+    """The same loop over these products and over torch's."""
+    X, bound = stack(device, 64, 24)
+    X = (X.float() / torch.linalg.vector_norm(X.float(), dim=(1, 2), keepdim=True) * 32).to(X.dtype)
+    assert supports(X)
+    rows = NewtonSchulz().rows()
+    ours = iterate(X, rows, SymmetricProducts(), scale=32.0, fresh=fresh)
+    assert rel(ours, iterate(X.double(), rows, TorchProducts(), scale=32.0)) < 5 * bound
+
+
+def test_what_the_copy_engine_takes(device: torch.device) -> None:
+    """Rows of 16 bytes' multiples; anything else goes to torch."""
+    X, _ = stack(device, 16, 24)
+    assert supports(X)
+    assert not supports(X.mT)
+    assert not supports(X[:, :, 1:])
+    assert not supports(X[0])
+
+
+def test_thin_gram(device: torch.device) -> None:
+    """A'B as in float32."""
+    A, B = torch.randn(2, 70, 9).to(device), torch.randn(2, 70, 9).to(device) * 1e-9
+    assert rel(thin_gram(A, B), A.double().mT @ B.double()) < EXACT
+    assert rel(thin_gram(A, B), thin_gram_torch(A, B)) < EXACT
+
+
+@pytest.mark.parametrize("spread", [0, -8])
+def test_orthonormal(spread: int, device: torch.device) -> None:
+    """The columns of the plain form, for norms that span the spectrum of a gradient."""
+    Y = (torch.randn(2, 50, 7) * torch.logspace(0, spread, 7)).to(device)
+    spare = torch.linalg.qr(torch.randn(2, 50, 7))[0].contiguous().to(device)
+    Q = orthonormal(Y, spare)
+    expected = orthonormalize(Y.double(), lambda A, B: A.mT @ B, spare.double())
+    assert (Q.double().mT @ Q.double() - torch.eye(7, device=device)).abs().max() < ORTHONORMAL
+    assert rel(Q, expected) < EXACT
+
+
+def test_dependent_columns_keep_the_fallback(device: torch.device) -> None:
+    """A zero column, and NaN; the other matrix is not touched by it."""
+    Y = torch.randn(3, 40, 6).to(device)
+    spare = torch.linalg.qr(torch.randn(3, 40, 6))[0].contiguous().to(device)
+    Y[1, :, 3] = 0
+    Y[2, 5, 2] = float("nan")
+    Q = orthonormal(Y, spare)
+    assert torch.equal(Q[1:], spare[1:])
+    assert rel(Q[:1], orthonormalize(Y[:1].double(), lambda A, B: A.mT @ B, spare[:1].double())) < EXACT

@@ -1,0 +1,163 @@
+"""Newton-Schulz against the formula as it is printed, and its Gram form against rounding."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cosmos_optim.linalg.newton_schulz import (
+    COEFFICIENTS,
+    HALF_SCALE,
+    NewtonSchulz,
+    TorchProducts,
+    fresh_at,
+    iterate,
+    newton_schulz,
+)
+
+EXACT = 1e-10  # float64, the same polynomial in another order
+SINGLE = 2e-4  # float32: 2^-24 times the steepest way through five rows (slope 22 at 1 in Polar Express, 3.44 at 0)
+HALF = 5e-2  # float16 with one restart at this small size (2e-2 at 2048); plain bfloat16 products lose up to 1e-1
+SHAPES = [(7, 5), (5, 7), (6, 6), (48, 16), (1, 9), (9, 1), (2, 3, 8, 4)]
+
+
+def printed(X: Tensor, rows: list[tuple[float, float, float]]) -> Tensor:
+    """X <- aX + (bA + cA^2) X with A = XX', from X / |X|."""
+    X = X / torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
+    for a, b, c in rows:
+        A = X @ X.mT
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
+
+
+def error(X: Tensor, reference: Tensor) -> float:
+    """|X - reference| / |reference|."""
+    return float((X.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, EXACT), (torch.float32, SINGLE)])
+def test_equals_the_printed_formula(
+    shape: tuple[int, ...], coefficients: str, dtype: torch.dtype, bound: float
+) -> None:
+    """Tall, wide, square, long (the Gram form in float32), vectors, batches."""
+    X, ns = torch.randn(shape, dtype=torch.float64), NewtonSchulz(5, coefficients)
+    assert error(newton_schulz(X.to(dtype), ns), printed(X, ns.rows())) < bound
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e18])
+def test_size_does_not_matter(size: float) -> None:
+    """X / |X| first: no square of an entry is ever formed in float32."""
+    X = torch.randn(12, 8)
+    expected = printed(X.double(), NewtonSchulz().rows())
+    assert error(newton_schulz(X * size, NewtonSchulz()), expected) < SINGLE
+
+
+def test_zero_stays_zero() -> None:
+    """Also beside a matrix that is not."""
+    X = torch.randn(2, 6, 4)
+    X[0] = 0
+    Y = newton_schulz(X, NewtonSchulz())
+    assert not Y[0].any()
+    assert torch.equal(Y[1], newton_schulz(X[1], NewtonSchulz()))
+
+
+def test_more_steps_repeat_the_last_row() -> None:
+    """Polar Express has eight rows and a last one whose fixed point is 1."""
+    a, b, c = COEFFICIENTS["polar-express"][-1]
+    assert (a + b + c, a + 3 * b + 5 * c) == (1.0, 0.0)
+    assert len(NewtonSchulz(11, "polar-express").rows()) == 11
+    assert NewtonSchulz(11, "polar-express").rows()[8:] == [(a, b, c)] * 3
+
+
+def test_polar_express_covers_its_interval() -> None:
+    """Eight rows bring every singular value of [1e-3, 1] to 1; the first five never leave [0, 1.01 times 1 + error]."""
+    x = torch.logspace(-3, 0, 2000, dtype=torch.float64)
+    for a, b, c in COEFFICIENTS["polar-express"]:
+        x = a * x + b * x**3 + c * x**5
+        assert 0 < x.min() and x.max() < 2.03  # |p| <= 2 - l for an optimal row, times the safety factor
+    assert (x - 1).abs().max() < 1e-3
+
+
+class Rounded(TorchProducts):
+    """Products as tensor cores make them: half-precision operands and results, float32 sums."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def _round(self, X: Tensor) -> Tensor:
+        return X.to(self.dtype).float()
+
+    def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
+        return self._round(super().gram(X, weight))
+
+    def quadratic(self, R: Tensor, a: float, b: float, c: float) -> Tensor:
+        return self._round(super().quadratic(R, a, b, c))
+
+    def product(self, A: Tensor, B: Tensor) -> Tensor:
+        return self._round(super().product(A, B))
+
+    def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._round(super().times(X, Q))
+
+
+def with_spectrum(values: Tensor, length: int) -> Tensor:
+    """A length x n matrix with these singular values."""
+    n = len(values)
+    left = torch.linalg.qr(torch.randn(length, n, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+    return (left * values) @ right.mT
+
+
+SPECTRA = {
+    "flat": torch.ones(96),
+    "condition 1e6": torch.logspace(0, -6, 96),
+    "1/k": 1 / torch.arange(1.0, 97),
+    "a spike": torch.cat([torch.ones(1), torch.full((95,), 1e-3)]),
+    "deflated": torch.cat([torch.linspace(1, 0.1, 80), torch.zeros(16)]),
+}
+
+
+def half_error(spectrum: str, coefficients: str, fresh: set[int]) -> float:
+    """The error of five iterations in float16 on a 256 x 96 matrix, infinite where they break down."""
+    X, rows = with_spectrum(SPECTRA[spectrum].double(), 256), NewtonSchulz(5, coefficients).rows()
+    start = (X / X.norm() * HALF_SCALE).half().float()[None]
+    Y = iterate(start, rows, Rounded(torch.float16), scale=HALF_SCALE, fresh=fresh)[0]
+    found = error(Y / HALF_SCALE, printed(X, rows))
+    return found if math.isfinite(found) else math.inf
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+def test_the_gram_form_survives_half_precision(spectrum: str, coefficients: str) -> None:
+    """With R made afresh as `fresh_at` says; zero singular values included."""
+    assert half_error(spectrum, coefficients, fresh_at(256, 96, 5, torch.float16)) < HALF
+
+
+def test_why_the_gram_matrix_is_made_afresh() -> None:
+    """Carried through all five iterations, rounding around the small eigenvalues of R grows with the square of the slope."""
+    assert half_error("a spike", "polar-express", {0}) > 10 * HALF
+
+
+def test_when_the_gram_matrix_is_made_afresh() -> None:
+    """Near-square matrices and float64 always; long ones as rarely as their precision allows."""
+    assert fresh_at(100, 100, 5, torch.float16) == {0, 1, 2, 3, 4}
+    assert fresh_at(267, 100, 5, torch.float64) == {0, 1, 2, 3, 4}
+    assert fresh_at(267, 100, 5, torch.float32) == {0}
+    assert fresh_at(267, 100, 5, torch.float16) == {0, 3}
+    assert fresh_at(267, 100, 4, torch.float16) == {0, 2}
+    assert fresh_at(267, 100, 5, torch.bfloat16) == {0, 2, 4}
+
+
+def test_the_result_may_overwrite_the_argument() -> None:
+    """`out=X` is honoured once X is not needed any more, and left alone where it is."""
+    rows = NewtonSchulz().rows()
+    X = torch.nn.functional.normalize(torch.randn(2, 8 * 6, dtype=torch.float64)).view(2, 8, 6)
+    once = iterate(X, rows, TorchProducts(), fresh={0})
+    assert torch.equal(iterate(X, rows, TorchProducts(), fresh={0}, out=X), once)
+    expected = iterate(X, rows, TorchProducts())
+    result = iterate(X, rows, TorchProducts(), out=X)
+    assert result.data_ptr() == X.data_ptr()
+    assert torch.equal(result, expected)

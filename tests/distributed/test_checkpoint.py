@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,6 +40,7 @@ def go_on(rank: int, source: Path | None, which: range, target: Path | None) -> 
     return dict(gathered(model))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_continue_on_other_ranks(tmp_path: Path) -> None:
     """2 ranks -> 4 -> 1 -> no process group at all -> 2: as if nothing had happened."""
     expected = CASE.alone()

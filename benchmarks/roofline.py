@@ -14,7 +14,7 @@ def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     long, short = max(m, n), min(m, n)
     fresh = fresh_at(long, short, steps, torch.float16)
     square, gram, full = short**3, long * short**2, 2 * long * short**2
-    # Per iteration Z; R <- R Z Z unless R is made afresh; Q <- Q Z unless Q is empty; X <- X Q at each fresh one and the end.
+    # Each iteration makes Z; a carried one also R <- R Z Z and Q <- Q Z; each fresh one R = X'X and, later, X <- X Q.
     carried = steps - len(fresh)
     return float(steps * square + 3 * carried * square + len(fresh) * (gram + full))
 

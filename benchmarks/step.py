@@ -26,26 +26,31 @@ from benchmarks.shapes import MODELS, parameters
 GIB = 2**30
 
 
-def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """All numbers of one optimizer."""
-    build, dtype = ROWS[name], getattr(torch, args.dtype)
-    hidden, rest = parameters(MODELS[args.model], device, dtype)
+class Stepper:
+    """An optimizer (or two) over the parameters of a model, built anew on demand."""
 
-    def fresh() -> list[torch.optim.Optimizer]:
-        return build(hidden, rest)
+    def __init__(self, name: str, model: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.build = ROWS[name]
+        self.hidden, self.rest = parameters(MODELS[model], device, dtype)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.renew()
 
-    def step() -> None:
-        for optimizer in optimizers:
+    def renew(self) -> None:
+        """A new optimizer, without state."""
+        self.optimizers = []
+        gc.collect()
+        self.optimizers = self.build(self.hidden, self.rest)
+
+    def __call__(self) -> None:
+        for optimizer in self.optimizers:
             optimizer.step()
 
-    optimizers = fresh()
-    begin = time.perf_counter()
-    for _ in range(2):
-        measure.once(step, device)
-    warm_up = time.perf_counter() - begin
-    del optimizers
-    gc.collect()
-    optimizers = fresh()
+
+def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """All numbers of one optimizer."""
+    step = Stepper(name, args.model, device, getattr(torch, args.dtype))
+    warm_up = sum(measure.once(step, device) for _ in range(2)) / 1e3
+    step.renew()
     first = measure.once(step, device)
     for _ in range(args.warm):
         step()
@@ -53,12 +58,12 @@ def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, 
     host = statistics.median(_host_time(step, device) for _ in range(5))
     result: dict[str, Any] = {
         "name": name, "median_ms": statistics.median(times), "min_ms": times[0], "max_ms": times[-1],
-        "first_ms": first, "warm_up_s": warm_up, "host_ms": host, "state_bytes": measure.state_bytes(optimizers),
+        "first_ms": first, "warm_up_s": warm_up, "host_ms": host, "state_bytes": measure.state_bytes(step.optimizers),
         "transient_bytes": measure.transient_bytes(step, device), "syncs": measure.synchronizations(step, device),
     }  # fmt: skip
     if args.profile:
         result["profile"] = measure.profile(step, device)
-    del optimizers, hidden, rest
+    del step
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -75,8 +80,13 @@ def _host_time(step: Any, device: torch.device) -> float:
 
 def table(rows: list[dict[str, Any]], bound: dict[str, float]) -> str:
     """The rows as text."""
-    head = f"{'optimizer':<18}{'median':>9}{'min':>9}{'max':>9}{'first':>9}{'warm-up':>9}{'host':>8}{'state':>8}{'transient':>11}{'syncs':>6}"
-    lines = [head, f"{'':<18}{'ms':>9}{'ms':>9}{'ms':>9}{'ms':>9}{'s':>9}{'ms':>8}{'GiB':>8}{'GiB':>11}"]
+    widths = (9, 9, 9, 9, 9, 8, 8, 11, 6)
+    heads = ("median", "min", "max", "first", "warm-up", "host", "state", "transient", "syncs")
+    units = ("ms", "ms", "ms", "ms", "s", "ms", "GiB", "GiB", "")
+    lines = [
+        f"{'optimizer':<18}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True)),
+        f"{'':<18}" + "".join(f"{u:>{w}}" for u, w in zip(units, widths, strict=True)),
+    ]
     for r in rows:
         transient = "-" if r["transient_bytes"] is None else f"{r['transient_bytes'] / GIB:.2f}"
         syncs = "-" if r["syncs"] is None else str(r["syncs"])

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
-
 from cosmos_optim.kernels.backend import INTERPRET
 
 

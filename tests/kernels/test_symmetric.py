@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
+
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram, thin_gram_torch
 from cosmos_optim.kernels.symmetric import SymmetricProducts, Tiling, supports, symmetric_product
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate

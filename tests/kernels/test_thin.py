@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
+
 from cosmos_optim.kernels.backend import INTERPRET
 from cosmos_optim.kernels.correlate import correlate, correlate_torch
 from cosmos_optim.kernels.momentum import momentum_, momentum_torch
@@ -22,11 +24,11 @@ LERP = 1e-6
 
 # rows, columns, dtype, view: rows of 16-byte multiples, of odd lengths, fewer than a tile, transposed storage.
 CASES = [
-    (40, 48, torch.float32, "plain"),
-    (37, 21, torch.float32, "plain"),
-    (21, 38, torch.float32, "plain"),
-    (33, 40, torch.float32, "transposed"),
-    (24, 27, torch.bfloat16, "plain"),
+    (24, 32, torch.float32, "plain"),
+    (35, 21, torch.float32, "plain"),
+    (18, 38, torch.float32, "plain"),
+    (20, 24, torch.float32, "transposed"),
+    (20, 19, torch.bfloat16, "plain"),
 ]
 SIZES = [1e-30, 1.0, 1e18]
 

@@ -58,7 +58,8 @@ def correlate(X: Matrices, Y: Tensor, peak: Tensor, r: int, top: Tensor | None =
     how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
     C = torch.empty(batch, n, r, dtype=torch.float32, device=Y.device)
     _correlate[(-(-n // how.rows), batch)](
-        **source, y=Y, out=C, peak=peak, top=peak if top is None else top, y_step=Y.stride(0), m=m, n=n, r=r, BN=how.rows, BK=how.cols, R=R,
+        **source, y=Y, out=C, peak=peak, top=peak if top is None else top, y_step=Y.stride(0), m=m, n=n, r=r,
+        BN=how.rows, BK=how.cols, R=R,
         KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return C

@@ -13,7 +13,6 @@ from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.tiles import exponent, lead, mac_tile, mac_wide, matrix, tile, whole
 
-
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 ODD = Launch(128, 32, stages=2)
 
@@ -129,9 +128,10 @@ def momentum_(
     peak = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     _momentum[(blocks, batch)](
         **source, mom=M.table, u=peak if U is None else U[0], v=peak if U is None else U[1], gu=GU, mu=MU, peak=peak,
-        top=peak if top is None else top, skip=peak if skip is None else skip, u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r,
-        mm=target["sm"], mn=target["sn"], w=w, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
-        THIN=U is not None, SKIP=skip is not None, MOMENT=target["ELEMENT"], KNOWN=top is not None, NARROW=G.dtype is torch.bfloat16,
+        top=peak if top is None else top, skip=peak if skip is None else skip,
+        u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"], w=w,
+        gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None, SKIP=skip is not None,
+        MOMENT=target["ELEMENT"], KNOWN=top is not None, NARROW=G.dtype is torch.bfloat16,
         MNARROW=M.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return GU, MU, peak

@@ -1,6 +1,6 @@
 """Q = orthonormal columns of Y by Cholesky, (B, k, r) -> the same, and A'B of thin factors.
 
-The three passes of `linalg.orthonormal.orthonormalize` in eight launches instead of fifty: columns scaled to norm 1, then
+The three passes of `linalg.orthonormal` in eight launches instead of fifty: columns scaled to norm 1, then
 Q <- Q L^-T where L L' = Q'Q (+ a shift in the first pass). Products are of float16 parts with float32 sums (`tiles`),
 which is as exact as float32; the factorization itself is float32. Sums over rows are made in a fixed order.
 """
@@ -76,7 +76,8 @@ def _gram(  # type: ignore[no-untyped-def]
             acc = acc + undo(e) * undo(e) * mac_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, WIDE)
         else:
             y = _load(b + batch.to(tl.int64) * k * r, row, col, k, r)
-            acc = acc + undo(e) * mac_tile(y, exponent(tl.max(tl.abs(y))), x1, x2, tl.zeros_like(acc), False, True, WIDE)
+            e_y = exponent(tl.max(tl.abs(y)))
+            acc = acc + undo(e) * mac_tile(y, e_y, x1, x2, tl.zeros_like(acc), False, True, WIDE)
     i = tl.arange(0, R)
     tl.store(out + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 

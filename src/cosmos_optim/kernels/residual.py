@@ -13,7 +13,6 @@ from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, power_of_two, t
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.tiles import add_outer, exponent, matrix, tile
 
-
 LAUNCH = Launch(64, 64, warps=4, stages=3)
 ODD = Launch(64, 32, warps=4, stages=3)
 
@@ -84,11 +83,12 @@ def residual(
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
     om, on = (X.stride(1), 1) if m >= n else (1, X.stride(1))
     _residual[(blocks, batch)](
-        **G.rows_source(), mom=M.table, p=X if P is None else P, u=X if U is None else U, out=X, energy=squares, scale=c,
-        peak=peak, p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
+        **G.rows_source(), mom=M.table, p=X if P is None else P, u=X if U is None else U, out=X, energy=squares,
+        scale=c, peak=peak, p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
         blocks=peak.shape[1], mm=target["sm"], mn=target["sn"], a=a, b=b, out_stride=X.stride(0), om=om, on=on,
-        BM=how.rows, BN=how.cols, R=R, THIN=U is not None, BLEND=(a, b) != (1.0, 0.0), BLOCKS=power_of_two(peak.shape[1]),
-        MOMENT=target["ELEMENT"], MALIGNED=target["ALIGNED"], WIDE=INTERPRET, **how.options,
+        BM=how.rows, BN=how.cols, R=R, THIN=U is not None, BLEND=(a, b) != (1.0, 0.0),
+        BLOCKS=power_of_two(peak.shape[1]), MOMENT=target["ELEMENT"], MALIGNED=target["ALIGNED"], WIDE=INTERPRET,
+        **how.options,
     )  # fmt: skip
     return X, squares.sum(1, dtype=torch.float64).view(-1, 1, 1), c
 

@@ -22,7 +22,8 @@ def _split(x, y, peak, total, k, r, step, scale, BLOCK: tl.constexpr, R: tl.cons
     col = tl.arange(0, R)
     inside = row[:, None] < total
     at = row[:, None].to(tl.int64) * R + col[None, :]
-    value = tl.load(x + row[:, None].to(tl.int64) * r + col[None, :], mask=inside & (col[None, :] < r), other=0.0) * scale
+    held = inside & (col[None, :] < r)
+    value = tl.load(x + row[:, None].to(tl.int64) * r + col[None, :], mask=held, other=0.0) * scale
     if PEAK:
         value = value * bring(exponent(tl.load(peak + row // k, mask=row < total, other=1.0)))[:, None]
     lead = value.to(y.dtype.element_ty)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.tiles import add_outer, matrix, tile
-
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 
@@ -79,9 +77,10 @@ def update_(
     wm, wn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
     _update[(-(-m // how.rows), batch)](
         **W.rows_source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
-        skip=coefficients if skip is None else skip, seeds=coefficients if seeds is None else seeds, work_stride=B.stride(0), p_step=0 if P is None else P.stride(0),
-        u_step=0 if U is None else U.stride(0), m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
-        SKIP=skip is not None, SEEDED=seeds is not None, WIDE=INTERPRET, **how.options,
+        skip=coefficients if skip is None else skip, seeds=coefficients if seeds is None else seeds,
+        work_stride=B.stride(0), p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0),
+        m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None, SKIP=skip is not None,
+        SEEDED=seeds is not None, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
 
 

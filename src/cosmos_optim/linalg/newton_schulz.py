@@ -170,7 +170,8 @@ def newton_schulz(X: Tensor, ns: NewtonSchulz, products: Products | None = None)
     dtype, shape = ns.working_dtype(X), X.shape
     scale = HALF_SCALE if dtype is torch.float16 else 1.0
     wide = X.dtype if X.device.type == "mps" else torch.float64
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).to(torch.promote_types(X.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide)
+    norm = norm.to(torch.promote_types(X.dtype, torch.float32))
     # Divide first and cast after: neither 1e18 nor 1e-30 may leave the range of the narrower type.
     Y = torch.where(norm > 0, X / norm, torch.zeros_like(norm))
     wider = shape[-2] < shape[-1]

@@ -1,0 +1,262 @@
+"""The fused algebra under the same rules as the plain one, and whole steps on a GPU."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
+
+from cosmos_optim import Cosmos, Muon
+from cosmos_optim.algebra import Algebra
+from cosmos_optim.fused import FusedAlgebra, bytes_per_matrix, chunk_matrices, fusable
+from cosmos_optim.kernels.backend import INTERPRET
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+from cosmos_optim.rules import RULES
+
+# What the issue of speed leaves of exactness, against float64 from the same state.
+UPDATE = 5e-2  # the whole update; half-precision Newton-Schulz
+CONDITION = 1.2e-1  # the same at condition 1e6
+BASIS = 1e-4  # U, S, V
+MOMENT = 1e-6
+SOAP = 1e-3  # the SOAP half as it stands in the update: bfloat16 parts, and what rounding of B leaves in the basis
+
+Lists = dict[str, list[Tensor]]
+
+
+def rel(x: list[Tensor], y: list[Tensor]) -> float:
+    """|x - y| / |y| over lists."""
+    a, b = torch.stack([t.double() for t in x]), torch.stack([t.double() for t in y])
+    return float((a - b).norm() / b.norm())
+
+
+def one_step(
+    kind: type[Algebra], rule: str, h: dict[str, object], params: list[Tensor], grads: list[Tensor], state: Lists,
+    t: int, skip: Tensor | None = None,
+) -> None:  # fmt: skip
+    """What the engine does with one chunk."""
+    alg = kind(*params[0].shape, skip=skip)
+    dtype = params[0].dtype
+    G = alg.load(grads, dtype)
+    loaded = {name: alg.load(tensors, dtype) for name, tensors in state.items()}
+    count = torch.full((len(params), 1, 1), float(t), dtype=dtype, device=params[0].device)
+    D, new = RULES[rule].direction(G, loaded, count, h=h, alg=alg)
+    for name, tensors in state.items():
+        alg.store_(tensors, new[name])
+    alg.apply_(params, D, 0.01, 0.99)
+
+
+def problem(m: int, n: int, r: int, device: torch.device, condition: float | None = None) -> tuple[list[Tensor], Lists]:
+    """Two gradients and a state some way into training, in float64."""
+    if condition is None:
+        G = torch.randn(2, m, n, dtype=torch.float64)
+    else:
+        k = min(m, n)
+        left = torch.linalg.qr(torch.randn(2, m, k, dtype=torch.float64))[0]
+        right = torch.linalg.qr(torch.randn(2, n, k, dtype=torch.float64))[0]
+        G = (left * torch.logspace(0, -torch.tensor(condition).log10().item(), k, dtype=torch.float64)) @ right.mT
+    G = G.to(device)
+    U = torch.linalg.qr(G.mT @ (G @ torch.randn(2, n, r, dtype=torch.float64).to(device)))[0]
+    size = float(G.square().mean())
+    state = {
+        "M": [0.5 * g + 0.3 * size**0.5 * torch.randn_like(g) for g in G],
+        "U": list(U),
+        "S": [torch.eye(r, dtype=torch.float64, device=device) * size for _ in G],
+        "V": [torch.rand(m, r, dtype=torch.float64, device=device) * size for _ in G],
+    }
+    return list(G), state
+
+
+def compare(
+    m: int, n: int, r: int, device: torch.device, *, nesterov: bool = False, condition: float | None = None,
+    storage: torch.dtype = torch.float32,
+) -> dict[str, float]:  # fmt: skip
+    """Relative errors of one fused step against float64, from the same numbers."""
+    grads, state = problem(m, n, r, device, condition)
+    h = {**RULES["cosmos"].hyper, "rank": r, "gamma": 0.25, "nesterov": nesterov}
+    grads = [g.float().double() for g in grads]
+    state = {k: [x.to(storage if k == "M" else torch.float32).double() for x in v] for k, v in state.items()}
+    params = [torch.randn_like(g).float().double() for g in grads]
+    fused = {k: [x.to(storage if k == "M" else torch.float32) for x in v] for k, v in state.items()}
+    before, mine = [0.99 * p for p in params], [p.float() for p in params]
+    one_step(FusedAlgebra, "cosmos", h, mine, [g.float() for g in grads], fused, 5)
+    one_step(Algebra, "cosmos", h, params, grads, state, 5)
+    errors = {k: rel(fused[k], state[k]) for k in state}
+    step, exact = ([p.double() - b for p, b in zip(ps, before, strict=True)] for ps in (mine, params))
+    P = [U @ U.mT for U in state["U"]]
+    return errors | {
+        "update": rel(step, exact),
+        "soap": rel([s @ p for s, p in zip(step, P, strict=True)], [s @ p for s, p in zip(exact, P, strict=True)]),
+        "rms": max(abs(float(s.square().mean().sqrt()) / 0.01 - 1) for s in step),
+    }
+
+
+def check(errors: dict[str, float], update: float) -> None:
+    """The bars of exactness."""
+    assert errors["update"] < update, errors
+    assert max(errors["U"], errors["S"], errors["V"]) < BASIS, errors
+    assert errors["M"] < MOMENT, errors
+    assert errors["soap"] < SOAP, errors
+    assert errors["rms"] < 1e-4, errors
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the GPU has its own sizes below")
+@pytest.mark.parametrize(("m", "n", "nesterov"), [(37, 24, False), (24, 40, True)])
+def test_a_step_under_the_interpreter(m: int, n: int, nesterov: bool) -> None:
+    """Tall and wide, with and without Nesterov's blend."""
+    check(compare(m, n, 6, torch.device("cpu"), nesterov=nesterov), UPDATE)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the GPU has its own sizes below")
+def test_skip_and_muon() -> None:
+    """A skipped step changes nothing; a rule without a basis runs as well."""
+    device = torch.device("cpu")
+    h = dict(RULES["muon"].hyper)
+    G = [torch.randn(24, 18) for _ in range(2)]
+    W, M = [torch.randn(24, 18) for _ in G], [torch.randn(24, 18) for _ in G]
+    before = [x.clone() for x in W + M]
+    one_step(FusedAlgebra, "muon", h, W, G, {"M": M}, 3, skip=torch.tensor(True, device=device))
+    assert all(torch.equal(a, b) for a, b in zip(before, W + M, strict=True))
+    plain = [x.clone() for x in W], [x.clone() for x in M]
+    one_step(FusedAlgebra, "muon", h, W, G, {"M": M}, 3, skip=torch.tensor(False, device=device))
+    one_step(Algebra, "muon", h, plain[0], G, {"M": plain[1]}, 3)
+    step, exact = ([a - 0.99 * b for a, b in zip(ws, before[:2], strict=True)] for ws in (W, plain[0]))
+    assert rel(M, plain[1]) < MOMENT
+    assert rel(step, exact) < UPDATE
+
+
+@pytest.mark.skipif(not INTERPRET, reason="one place is enough")
+def test_a_zero_gradient_and_momentum() -> None:
+    """Nothing but decay happens, and no NaN."""
+    zeros = {"M": [torch.zeros(24, 18)], "S": [torch.zeros(4, 4)], "V": [torch.zeros(24, 4)]}
+    U = torch.linalg.qr(torch.randn(18, 4))[0].contiguous()
+    state = {**zeros, "U": [U.clone()]}
+    h = {**RULES["cosmos"].hyper, "rank": 4, "gamma": 0.25}
+    W = [torch.randn(24, 18)]
+    before = W[0].clone()
+    one_step(FusedAlgebra, "cosmos", h, W, [torch.zeros(24, 18)], state, 1)
+    torch.testing.assert_close(W[0], 0.99 * before)
+    torch.testing.assert_close(state["U"][0], U, rtol=0, atol=1e-5)
+
+
+def test_what_is_fused() -> None:
+    """Only on a GPU, for matrices with more than r rows and columns, in half precision."""
+    x, ns = [torch.randn(32, 24)], NewtonSchulz()
+    assert not fusable([x, x, x], 8, ns)  # a CPU tensor, whatever the interpreter says
+    assert not fusable([x, x, x], 8, NewtonSchulz(dtype=torch.float64))
+
+
+def test_chunks_are_bounded() -> None:
+    """At least one matrix, and never more than the budget holds."""
+    assert chunk_matrices(2048, 2048, 64, 1) == 1
+    for shape in ((2048, 2048), (5461, 2048), (2048, 5461)):
+        count = chunk_matrices(*shape, 64, 1 << 30)
+        assert count * bytes_per_matrix(*shape, 64) <= 1 << 30 < (count + 1) * bytes_per_matrix(*shape, 64)
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+GPU_SHAPES = [(512, 512), (1376, 512), (512, 1376), (517, 261), (260, 517)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_step_on_random_gradients(shape: tuple[int, int], nesterov: bool) -> None:
+    """Square, tall, wide, and rows of odd length."""
+    check(compare(*shape, 64, CUDA, nesterov=nesterov), UPDATE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_a_step_at_condition_1e6(shape: tuple[int, int]) -> None:
+    """Singular values over six decades."""
+    check(compare(*shape, 64, CUDA, condition=1e6), CONDITION)
+
+
+def model(device: torch.device) -> list[Tensor]:
+    """A few matrices of several shapes, with gradients."""
+    shapes = [(256, 256)] * 5 + [(512, 256)] * 3 + [(256, 513)] * 2
+    params = [torch.randn(s, device=device).mul_(0.02).requires_grad_() for s in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Cosmos, Muon])
+def test_a_step_does_not_wait_for_the_gpu(kind: type[torch.optim.Optimizer]) -> None:
+    """Once every basis exists nothing is asked back by the host."""
+    opt = kind(model(CUDA))
+    for _ in range(2):
+        opt.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_captured_step_replays(recwarn: pytest.WarningsRecorder) -> None:
+    """A CUDA graph of a step does what the step does, with new gradients and a new rate in the same tensors."""
+    torch.manual_seed(1)
+    params = model(CUDA)
+    twins = [p.detach().clone().requires_grad_() for p in params]
+    rate, twin_rate = torch.tensor(1e-3, device=CUDA), torch.tensor(1e-3, device=CUDA)
+    opt, twin = Cosmos(params, lr=rate, gamma=0.25), Cosmos(twins, lr=twin_rate, gamma=0.25)
+    for _ in range(2):
+        for p, q in zip(params, twins, strict=True):
+            q.grad = p.grad.clone()
+        opt.step()
+        twin.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # records, does not run
+        opt.step()
+    for turn in range(2):
+        rate.fill_(1e-3 / (turn + 1))
+        twin_rate.fill_(1e-3 / (turn + 1))
+        for p, q in zip(params, twins, strict=True):
+            p.grad.copy_(torch.randn_like(p))
+            q.grad = p.grad.clone()
+        graph.replay()
+        twin.step()
+        torch.cuda.synchronize()
+        for p, q in zip(params, twins, strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_the_transient_is_what_was_promised() -> None:
+    """The work buffers of a step stay below the estimate, and nothing is left behind."""
+    params = [torch.randn(1024, 512, device=CUDA).requires_grad_() for _ in range(24)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt = Cosmos(params)
+    for _ in range(2):
+        opt.step()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    opt.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 24 * bytes_per_matrix(1024, 512, 64)
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.gpu
+def test_a_step_is_deterministic() -> None:
+    """Bit for bit, with two chunks in flight: no sum depends on who comes first."""
+    results = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        params = model(CUDA)
+        opt = Cosmos(params)
+        for _ in range(3):
+            opt.step()
+        results.append([p.detach().clone() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

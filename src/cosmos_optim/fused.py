@@ -26,9 +26,10 @@ from torch import Tensor
 from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
+from cosmos_optim.kernels.health import sound
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
-from cosmos_optim.kernels.orthonormal import supports as orthonormal_supports
+from cosmos_optim.kernels.orthonormal import supports as rank_supports
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual
 from cosmos_optim.kernels.split import BASIS_SCALE, split
@@ -137,7 +138,19 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> b
     if not (t.is_cuda and available(t.device)) or not all(uniform(x) for x in lists) or ns.dtype not in (None, *HALF):
         return False
     # Below 16 rows or columns nothing is left to save; r >= min(m, n) would make U look like a matrix.
-    return min(t.shape) >= 16 and 1 <= rank <= MAX_RANK and rank < min(t.shape)
+    if min(t.shape) < 16 or not 1 <= rank <= MAX_RANK or rank >= min(t.shape):
+        return False
+    return _checked(t)
+
+
+def _checked(t: Tensor) -> bool:
+    """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
+    device = t.device
+    for family in ("basis", "products"):
+        sound(device, family)
+    if max(t.stride()) * t.element_size() % 16:
+        sound(device, "odd_rows")
+    return sound(device, "passes")
 
 
 def bytes_per_matrix(m: int, n: int, r: int) -> int:
@@ -209,13 +222,13 @@ class FusedAlgebra(Algebra):
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
         """A'B of thin factors."""
-        if A.shape == B.shape and orthonormal_supports(A.shape[-1]):
+        if A.shape == B.shape and orthonormal_supports(A):
             return thin_gram(A, B)
         return super().un(A, B)
 
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Orthonormal columns spanning those of Y, in a few kernels."""
-        if orthonormal_supports(Y.shape[-1]):
+        if orthonormal_supports(Y):
             return orthonormal(Y, fallback)
         return super().orthonormalize(Y, fallback)
 
@@ -265,7 +278,8 @@ class FusedAlgebra(Algebra):
         square = square.clamp_min(TINY)
         weight = (scale**2 / square).float()
         fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
-        products = SymmetricProducts() if symmetric_supports(buffer) else TorchProducts()
+        halves = symmetric_supports(buffer) and (not buffer.is_cuda or sound(buffer.device, "products"))
+        products = SymmetricProducts() if halves else TorchProducts()
         with Lanes.of(buffer.device).heavy():
             Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=buffer)
         if X.basis is None or dtype is not torch.float16:
@@ -345,6 +359,11 @@ class FusedAlgebra(Algebra):
         parts = None if P is None else split(P, torch.bfloat16)
         basis = D.basis or B.basis
         update_(W, B.buffer, parts, None if basis is None else basis.wide, coefficients, self.skip, seeds)
+
+
+def orthonormal_supports(Y: Tensor) -> bool:
+    """Whether the kernels take thin factors of so many columns, and work here."""
+    return rank_supports(Y.shape[-1]) and (not Y.is_cuda or sound(Y.device, "basis"))
 
 
 def _as_blend(X: Any) -> Blend:

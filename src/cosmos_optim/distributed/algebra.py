@@ -16,6 +16,7 @@ from torch import Tensor
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.distributed import comm
 from cosmos_optim.kernels import available
+from cosmos_optim.kernels.health import sound
 from cosmos_optim.kernels.orthonormal import orthonormal
 from cosmos_optim.kernels.orthonormal import supports as orthonormal_supports
 from cosmos_optim.kernels.symmetric import SymmetricProducts
@@ -83,7 +84,7 @@ class ShardedAlgebra(Algebra):
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Orthonormal columns spanning those of Y (..., n, r); by kernels where all its rows are here."""
         here = self.place.col_team is None and Y.is_cuda and Y.dtype is torch.float32 and available(Y.device)
-        if here and orthonormal_supports(Y.shape[-1]):
+        if here and orthonormal_supports(Y.shape[-1]) and sound(Y.device, "basis"):
             return orthonormal(Y, fallback)
         return super().orthonormalize(Y, fallback)
 
@@ -166,7 +167,7 @@ def whole_polar(X: Tensor, ns: NewtonSchulz) -> Tensor:
     """Newton-Schulz on an owner, with symmetric products by halves where the GPU has them."""
     wider = X.shape[-2] < X.shape[-1]
     tall = X.mT.contiguous() if wider else X
-    B = newton_schulz(tall, ns, SymmetricProducts() if tall.is_cuda and symmetric_supports(tall) else None)
+    B = newton_schulz(tall, ns, SymmetricProducts() if _by_halves(tall) else None)
     return B.mT if wider else B
 
 
@@ -188,3 +189,8 @@ def by_sums(count: int, m: int, n: int, k: int, steps: int, dtype: torch.dtype) 
 
 def _total(x: Tensor, team: Team | None) -> Tensor:
     return x if team is None else comm.total(x, team.group)
+
+
+def _by_halves(X: Tensor) -> bool:
+    """Whether symmetric products may be made by halves here."""
+    return X.is_cuda and symmetric_supports(X) and sound(X.device, "products")

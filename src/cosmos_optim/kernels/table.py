@@ -24,6 +24,9 @@ _tables: OrderedDict[Any, Tensor] = OrderedDict()
 # A graph reads its tables, and the host memory they are copied from, at every replay.
 _captured: list[tuple[Tensor, Tensor | None]] = []
 
+# Whether kernels may read rows that begin anywhere by 16 bytes at a time; `health` clears it where that fails.
+WIDE_ODD_ROWS = True
+
 _ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -111,7 +114,8 @@ class Matrices:
         t = self.tensors[0]
         width = 16 // t.element_size()
         classes = width // math.gcd(max(t.stride()), width)
-        aligned = (classes == 1 or t.stride(1) == 1) and all(x.data_ptr() % 16 == 0 for x in self.tensors)
+        regular = classes == 1 or (t.stride(1) == 1 and WIDE_ODD_ROWS)
+        aligned = regular and all(x.data_ptr() % 16 == 0 for x in self.tensors)
         return {"x": self.table, "sm": t.stride(0), "sn": t.stride(1), "ELEMENT": getattr(tl, _ELEMENT[t.dtype]),
                 "ALIGNED": aligned, "CLASSES": classes if aligned else 1}  # fmt: skip
 

@@ -1,0 +1,146 @@
+"""Does this machine's compiler make working kernels? Asked once for each device, before the first step relies on it.
+
+Kernels meet drivers, compilers and chips that nobody tried. A small problem through each family, compared with plain
+torch, costs milliseconds beside the compilation that the first step needs anyway; a family that fails is not used,
+and a warning says so.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.kernels import table
+from cosmos_optim.kernels.correlate import correlate
+from cosmos_optim.kernels.momentum import momentum_
+from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
+from cosmos_optim.kernels.project import overlap, project
+from cosmos_optim.kernels.residual import residual
+from cosmos_optim.kernels.split import BASIS_SCALE, split
+from cosmos_optim.kernels.symmetric import supports, symmetric_product
+from cosmos_optim.kernels.table import Matrices
+from cosmos_optim.kernels.update import update_
+
+# A wrong kernel is wrong by far more; the exact bounds are the tests' business.
+CLOSE = 1e-2
+# The common rank, and sizes that fill more than one block: the first step then finds these kernels compiled.
+RANK, SIZE = 64, 256
+
+
+def _far(*pairs: tuple[Tensor, Tensor]) -> float:
+    """The largest |x - y| / |y|, infinite for NaN."""
+    worst = max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs)
+    return worst if math.isfinite(worst) else math.inf
+
+
+def _draw(*shape: int, device: torch.device) -> Tensor:
+    """The same random numbers every time, without touching the user's generator."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _copies(x: Tensor) -> list[Tensor]:
+    """A stack as a list of matrices with memory of their own."""
+    return [matrix.clone() for matrix in x]
+
+
+def _columns(n: int, device: torch.device) -> Tensor:
+    """Two orthonormal bases."""
+    return torch.linalg.qr(_draw(2, n, RANK, device=device))[0].contiguous()
+
+
+def _energy(x: Tensor) -> Tensor:
+    return x.double().square().sum((1, 2), keepdim=True)
+
+
+def _thin_products(device: torch.device, n: int) -> float:
+    """G U, G'Y and the pass over the momentum."""
+    g, m = _draw(2, 2, SIZE, n, device=device)
+    G, M, U, top = Matrices.of(_copies(g)), Matrices.of(_copies(m)), _columns(n, device), g.abs().amax((1, 2))
+    halves = split(U, torch.float16, scale=BASIS_SCALE)
+    Y = project(G, halves, RANK, top)
+    peak = Y.abs().amax((1, 2))
+    C = correlate(G, split(Y, torch.float16, peak=peak), peak, RANK, top)
+    GU, MU, _ = momentum_(M, G, 0.1, (halves, split(U, torch.bfloat16)), RANK, None, top)
+    mean = torch.lerp(m, g, 0.1)
+    return _far((Y, g @ U), (C, g.mT @ (g @ U)), (GU, g @ U), (MU, mean @ U), (M.stacked(), mean))
+
+
+def passes(device: torch.device) -> float:
+    """The thin products, the residual, B U and the update."""
+    m, w = _draw(2, 2, SIZE, SIZE, device=device)
+    M, W, U = Matrices.of(_copies(m)), Matrices.of(_copies(w)), _columns(SIZE, device)
+    minus, wide = split(m @ U, torch.bfloat16, scale=-1.0), split(U, torch.bfloat16)
+    X, peak = m - (m @ U) @ U.mT, m.abs().amax((1, 2))[:, None].contiguous()
+    buffer, square, factor = residual(M, M, 1.0, 0.0, minus, wide, peak, torch.float16)
+    BU, left = overlap((m / 16).half(), split(U, torch.float16, scale=BASIS_SCALE), RANK)
+    update_(W, buffer, minus, wide, torch.tensor([[0.9, 0.5]] * 2, device=device), None)
+    found = _far(
+        (buffer.float() / factor, X),
+        (square / factor.double().square(), _energy(X)),
+        (BU, m @ U / 16),
+        (left, _energy(X / 16)),
+        (W.stacked(), 0.9 * w - 0.5 * buffer.float() - (m @ U) @ U.mT),
+    )
+    return max(found, _thin_products(device, SIZE))
+
+
+def odd_rows(device: torch.device) -> float:
+    """The thin products on rows that begin anywhere."""
+    return _thin_products(device, SIZE + 1)
+
+
+def basis(device: torch.device) -> float:
+    """Orthonormal columns and thin Gram matrices, at the ranks of a step and of a first basis."""
+    worst = 0.0
+    for r in (RANK, RANK + 16):
+        Y = _draw(2, 2 * SIZE + 128, r, device=device) * torch.logspace(0, -4, r, device=device)
+        Q = orthonormal(Y, torch.zeros_like(Y))
+        exact, R = torch.linalg.qr(Y.double())
+        exact = exact * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        worst = max(worst, _far((Q, exact), (thin_gram(Y, Q), Y.mT @ Q)))
+    return worst
+
+
+def products(device: torch.device) -> float:
+    """Symmetric products in both block shapes."""
+    worst = 0.0
+    for s in (SIZE + 128, 2 * SIZE + 128):
+        X = _draw(2, 2 * SIZE + 192, s, device=device).half() / 32
+        if not supports(X):
+            return math.inf
+        R = symmetric_product(X, X, weight=torch.full((2, 1, 1), 0.5, device=device))
+        Z = symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0)
+        ZR, r, eye = symmetric_product(R, Z), R.float(), torch.eye(s, device=device)
+        exact = 0.5 * X.float().mT @ X.float()
+        worst = max(worst, _far((R, exact), (Z, 0.5 * r @ r + 2 * r + 3 * eye), (ZR, r @ Z.float())))
+    return worst
+
+
+FAMILIES: dict[str, Callable[[torch.device], float]] = {
+    "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products,
+}  # fmt: skip
+
+
+@cache
+def sound(device: torch.device, family: str) -> bool:
+    """Whether a family of kernels works on this device; compiled and compared once, with a warning if it does not."""
+    try:
+        far, reason = FAMILIES[family](device), ""
+    except Exception as error:  # whatever the compiler or the driver has to say
+        far, reason = math.inf, f": {type(error).__name__}: {str(error)[:200]}"
+    if far < CLOSE:
+        return True
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    warnings.warn(
+        f"the {family!r} kernels do not work on {name} (relative error {far:.1e}{reason}); plain torch does their "
+        "work, slower. Please report this with the versions of torch and triton",
+        stacklevel=2,
+    )
+    if family == "odd_rows":
+        table.WIDE_ODD_ROWS = False
+    return False

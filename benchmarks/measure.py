@@ -75,12 +75,13 @@ def synchronizations(step: Callable[[], Any], device: torch.device) -> int | Non
 
 KINDS = {
     "symmetric products": ("_symmetric",),
+    "small products": ("f32f32_f32f32", "sgemm"),
     "full products": ("gemm", "nvjet", "cutlass", "sm90_xmma"),
     "thin products": ("_project", "_correlate", "_momentum", "_overlap", "_split"),
     "residual and update": ("_residual", "_update"),
     "adam": ("FusedAdam", "fused_adam"),
     "magnitudes of the gradients": ("LpNorm", "lpnorm"),
-    "cholesky and solves": ("potrf", "trsm", "cholesky", "trtri", "triangular"),
+    "orthonormal columns": ("_columns", "_gram", "_factor", "_apply", "potrf", "trsm", "cholesky", "trtri"),
 }
 
 

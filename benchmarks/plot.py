@@ -1,0 +1,44 @@
+"""Where the time of a step goes, from a result of `benchmarks.step --profile`: `python -m benchmarks.plot FILE OUT`.
+
+Kernels of two chunks overlap, so the parts of a bar may add up to more than the step; the line is the step itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(source: Path, target: Path) -> None:
+    """One bar of device time by kind for each profiled row, the step as a line, and the roofline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    result = json.loads(source.read_text())
+    rows = [row for row in result["rows"] if row.get("profile")]
+    names = [row["name"] for row in rows]
+    kinds = list(rows[0]["profile"]["kinds_ms"])
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * (len(rows) + 1)))
+    left = [0.0] * len(rows)
+    for kind in kinds:
+        widths = [row["profile"]["kinds_ms"][kind] for row in rows]
+        axes.barh(names, widths, left=left, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for i, row in enumerate(rows):
+        axes.plot([row["median_ms"]] * 2, [i - 0.45, i + 0.45], color="black", linewidth=2)
+    bound = result["roofline"]
+    axes.barh(["roofline"], [bound["arithmetic_ms"]], color="0.6")
+    axes.barh(["roofline"], [bound["traffic_ms"]], left=[bound["arithmetic_ms"]], color="0.8")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"ms, {result['model']}, {result['versions']['device']} (line: the step)")
+    axes.legend(fontsize=7, ncols=2, loc="lower right")
+    figure.tight_layout()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -17,7 +17,7 @@ factors U, S, V, P are ordinary stacked tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.health import sound
 from cosmos_optim.kernels.momentum import momentum_
+from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.orthonormal import supports as rank_supports
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual
-from cosmos_optim.kernels.split import BASIS_SCALE, split
+from cosmos_optim.kernels.split import split
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.kernels.symmetric import SymmetricProducts
 from cosmos_optim.kernels.symmetric import supports as symmetric_supports
@@ -45,91 +46,6 @@ MAX_RANK = 256
 # Where a work buffer is all zeros its norm is taken as this: what is divided by it stays finite, and then meets a zero.
 TINY = 1e-30
 HALF = (torch.float16, torch.bfloat16)
-
-
-class Basis:
-    """A thin factor (B, n, r) and its parts, made when first asked for."""
-
-    def __init__(self, U: Tensor) -> None:
-        self.U, self.r = U, U.shape[-1]
-        self._half: Tensor | None = None
-        self._wide: Tensor | None = None
-
-    @property
-    def half(self) -> Tensor:
-        """float16 parts, for products with a matrix."""
-        if self._half is None:
-            self._half = split(self.U, torch.float16, scale=BASIS_SCALE)
-        return self._half
-
-    @property
-    def wide(self) -> Tensor:
-        """bfloat16 parts, for outer products."""
-        if self._wide is None:
-            self._wide = split(self.U, torch.bfloat16)
-        return self._wide
-
-
-@dataclass(eq=False)
-class Mean:
-    """M + w (G - M), written to M in place by the first kernel that reads it."""
-
-    M: Matrices
-    G: Matrices
-    w: float
-    peak: Tensor | None = None  # block maxima of M and G; None until M is written
-    products: dict[Basis, tuple[Tensor, Tensor]] = field(default_factory=dict)  # U -> (G U, M U)
-
-
-@dataclass(frozen=True, eq=False)
-class Blend:
-    """a M + b G."""
-
-    a: float
-    mean: Mean
-    b: float
-
-
-@dataclass(eq=False)
-class Residual:
-    """N + P U' (P with its sign) for N a mean or a blend, in a work buffer once `buffer` is set."""
-
-    N: Blend
-    P: Tensor | None = None
-    basis: Basis | None = None
-    buffer: Tensor | None = None
-    square: Tensor | None = None  # |buffer|^2
-    factor: Tensor | None = None  # buffer = factor X
-
-
-@dataclass(eq=False)
-class Polar:
-    """B = (buffer - (buffer U) U') / norm: the directions that X does not have are taken out of its rounding noise."""
-
-    buffer: Tensor
-    square: Tensor  # norm^2
-    basis: Basis | None = None
-    BU: Tensor | None = None
-    left: Tensor | None = None  # |buffer - (buffer U) U'|^2
-
-    @property
-    def energy(self) -> Tensor:
-        """|B|^2."""
-        if self.left is None:
-            self.left = sum_of_squares(self.buffer)
-        return self.left / self.square
-
-
-@dataclass(frozen=True, eq=False)
-class Direction:
-    """s (b B + P U')."""
-
-    b: Tensor
-    B: Polar
-    P: Tensor | None
-    basis: Basis | None
-    s: Tensor | None = None
-    dtype: torch.dtype = torch.float32
 
 
 def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> bool:

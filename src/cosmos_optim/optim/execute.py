@@ -21,8 +21,9 @@ from cosmos_optim.rules import Rule
 from cosmos_optim.rules.base import State
 from cosmos_optim.rules.common import newton_schulz_of
 
-# Bytes of gradients stacked at a time: enough to fill the machine, little beside the model.
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+# Bytes of gradients stacked at a time: on a GPU enough to fill it and little beside the model, on a CPU what stays in
+# its cache, where stacks of large matrices win nothing.
+CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Bytes of work buffers that the kernels may have in flight, by an estimate that is half as much again as they take.
 FUSED_BYTES = 1400 << 20
 

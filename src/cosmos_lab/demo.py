@@ -21,7 +21,7 @@ from cosmos_lab.report import write_report
 from cosmos_lab.train import train
 
 # Rate of the hidden matrices found by the sweep, and the six rates it tried for each: the paper's, extended upwards.
-RATES = {"adam": 2e-3, "muon": 2e-3, "soap": 2e-3, "cosmos": 2e-3}
+RATES = {"adam": 2e-3, "muon": 1e-3, "soap": 4e-3, "cosmos": 1e-3}
 SWEEP = {
     "adam": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     "muon": (2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
@@ -54,7 +54,7 @@ def demo_run(optimizer: str, lr: float, config: DemoConfig) -> RunConfig:
     return RunConfig().replace(
         model="tiny", data=config.data, seq_len=128, batch=8, steps=config.steps, seed=config.seed,
         optimizer=optimizer, lr=lr, adam_lr=lr if one_rate else ADAM_LR, rank=32 if optimizer == "cosmos" else None,
-        log_every=5, val_every=75, val_tokens=65_536, diagnostics_every=25, checkpoint_every=0, device="cpu",
+        log_every=5, val_every=100, val_tokens=65_536, diagnostics_every=25, checkpoint_every=0, device="cpu",
         out=config.out, recipe="demo", name=f"{label({'optimizer': optimizer, 'lr': lr})}-s{config.seed}",
     )  # fmt: skip
 

@@ -9,12 +9,17 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import atomic_write, disk_error, read_json, write_json
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 
@@ -79,12 +84,28 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+def _hold(path: Path) -> TextIO:
+    """Hold a lock for as long as the file is open; a killed process lets go of it."""
+    handle = path.open("w")
+    if fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            advice = "wait for it or choose another --name"
+            raise ValueError(f"another process is training in {path.parent}; {advice}") from None
+        except OSError:  # some network file systems have no locks
+            pass
+    return handle
+
+
 class RunLog:
     """Appends records to a run folder, and to TensorBoard and W&B where asked."""
 
     def __init__(self, config: RunConfig, header: Mapping[str, Any], *, resumed_at: int = 0) -> None:
         self.folder = run_folder(config)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _hold(self.folder / ".lock")
         write_json(self.folder / CONFIG, finite(dict(header)))
         (self.folder / SUMMARY).unlink(missing_ok=True)
         self._truncate(resumed_at)
@@ -140,6 +161,7 @@ class RunLog:
     def close(self) -> None:
         """Close the files."""
         self._file.close()
+        self._lock.close()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:

@@ -162,6 +162,18 @@ def test_resume_with_something_else_names_both(tiny_run: RunConfig, change: dict
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_two_processes_do_not_train_in_one_folder(tiny_run: RunConfig) -> None:
+    def intrude(record: Any) -> None:
+        if record["step"] == 3:
+            with pytest.raises(ValueError, match="another process is training in"):
+                train(tiny_run)
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(tiny_run, progress=intrude)
+    assert train(tiny_run)["status"] == "done"  # the lock is gone with its holder
+
+
 def test_a_kill_before_the_summary_repeats_nothing(tiny_run: RunConfig) -> None:
     train(tiny_run)
     lines = list(runlog.read_metrics(runlog.run_folder(tiny_run)))

@@ -22,7 +22,7 @@ START_STEPS = {torch.float32: 8, torch.float64: 100}
 def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tensor:
     """QR(beta2 U S + (1 - beta2) G'G U): one power step on the running second moment.
 
-    Divided by its own scale c^2 (so that neither 1e18 nor 1e-30 leaves the number range), and with (1 - beta2) eps c^2 U
+    Divided by its own scale c^2 (so that neither 1e18 nor 1e-30 leaves the number range), with (1 - beta2) eps c^2 U
     added: above the rounding of G'G U, so that the columns stay independent where the moment lacks full rank, and below
     all that counts where it has it.
     """

@@ -124,6 +124,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def load_trained(run: Path) -> Decoder:
     """The model of a run folder, with the weights of its newest checkpoint."""
+    if not run.is_dir():
+        raise ValueError(f"there is no run folder {run}")
     newest = checkpoint.latest(run / "checkpoints")
     if newest is None:
         raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")

@@ -120,7 +120,7 @@ def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, An
         if saved.get(what) != value:
             raise ValueError(
                 f"{where} was trained with {what} {saved.get(what)!r}, this run asks for {what} {value!r}: "
-                "resume with the same, or give this run another --name"
+                "resume with the same, or choose another --name or --out"
             )
 
 

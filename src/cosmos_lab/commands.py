@@ -10,10 +10,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cosmos_lab import flags
 from cosmos_lab.config import RunConfig
+
+HELP = ("-h", "--help")
+_HINTS = "`cosmos-lab recipes` lists the recipes, `cosmos-lab {} tiny --help` the flags"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class PrepareCommand:
     """Share of documents kept for validation where the source has no validation split."""
     shard_tokens: int = 100_000_000
     """Most tokens in a shard."""
+    unit: Literal["file", "blank-lines", "articles"] = "file"
+    """What a document is in a text file: all of it, what stands between blank lines, or a WikiText article."""
+    field: str = "text"
+    """Key of the text in .jsonl lines."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,8 @@ class ExportCommand:
 
 def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
     """The first argument, which must be a word, and the rest."""
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(usage)
+    if arguments and arguments[0] in HELP:
+        print(f"usage: {usage}")
         raise SystemExit(0)
     if not arguments or arguments[0].startswith("-"):
         raise ValueError(f"{what} comes first: {usage}")
@@ -117,7 +124,7 @@ def train_command(arguments: list[str]) -> None:
     from cosmos_lab.runlog import run_folder
     from cosmos_lab.train import train
 
-    usage = "cosmos-lab train RECIPE [--scale S] [flags]; `cosmos-lab recipes` lists the recipes"
+    usage = f"cosmos-lab train RECIPE [--scale S] [flags]\n{_HINTS.format('train')}"
     name, rest = _take(arguments, "the recipe", usage)
     scale, rest = _take_scale(rest)
     recipe = get_recipe(name, scale)
@@ -138,7 +145,7 @@ def compare_command(arguments: list[str]) -> None:
     from cosmos_lab.compare import compare
     from cosmos_lab.recipes import get_recipe
 
-    usage = "cosmos-lab compare RECIPE [--scale S] [--optimizers a,b] [--lrs ...] [flags]"
+    usage = "cosmos-lab compare RECIPE [--scale S] [--optimizers a,b] [--lrs ...] [flags]\n" + _HINTS.format("compare")
     name, rest = _take(arguments, "the recipe", usage)
     scale, rest = _take_scale(rest)
     recipe = get_recipe(name, scale)
@@ -185,7 +192,11 @@ def profile_command(arguments: list[str]) -> None:
     from cosmos_lab.profile import ProfileConfig, profile
     from cosmos_lab.recipes import PROFILES
 
-    name, rest = _take(arguments, "the model", f"cosmos-lab profile MODEL [flags], or one of {', '.join(PROFILES)}")
+    usage = (
+        f"cosmos-lab profile MODEL [flags], MODEL such as llama-1b, or one of {', '.join(PROFILES)}\n"
+        "`cosmos-lab profile llama-1b --help` lists the flags"
+    )
+    name, rest = _take(arguments, "the model", usage)
     default = PROFILES[name]() if name in PROFILES else dataclasses.replace(ProfileConfig(), model=name)
     default.check()
     about = "Memory, time, largest batch, MFU."
@@ -197,12 +208,15 @@ def report_command(arguments: list[str]) -> None:
     from cosmos_lab.report import write_report
 
     runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
-    asked = flags.parse(ReportCommand(), rest, prog="cosmos-lab report", description="One page about run folders.")
+    about = "One page about run folders."
+    asked = flags.parse(ReportCommand(), rest, prog="cosmos-lab report RUNS...", description=about)
     print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
 
 
 def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list[str]]:
-    """Leading words, and the flags after them with -o spelled out."""
+    """Leading words, and the flags after them with -o spelled out; none where help is all that is asked."""
+    if arguments and arguments[0] in HELP:
+        return [], ["--help"]
     _take(arguments, what, usage)
     count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     return arguments[:count], ["--out" if word == "-o" else word for word in arguments[count:]]
@@ -213,16 +227,19 @@ def data_command(arguments: list[str]) -> None:
     from cosmos_lab.data.prepare import Progress, Settings, prepare
 
     usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
-    verb, rest = _take(arguments, "prepare", usage)
+    verb, rest = ("prepare", arguments) if arguments and arguments[0] in HELP else _take(arguments, "prepare", usage)
     if verb != "prepare":
         raise ValueError(f"data has one verb, prepare: {usage}")
     sources, rest = _words(rest, "the source", usage)
-    asked = flags.parse(PrepareCommand(), rest, prog="cosmos-lab data prepare", description="Token shards from text.")
+    prog = usage.removesuffix(" [flags]")
+    asked = flags.parse(PrepareCommand(), rest, prog=prog, description="Token shards from text.")
     settings = Settings(
         val_fraction=asked.val_fraction,
         shard_tokens=asked.shard_tokens,
         max_tokens=asked.max_tokens,
         max_val_tokens=asked.max_val_tokens,
+        unit=asked.unit,
+        field=asked.field,
     )
 
     def show(now: Progress) -> None:
@@ -230,8 +247,12 @@ def data_command(arguments: list[str]) -> None:
         print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
 
     tokenizer = asked.tokenizer or ("t5" if sources == ["c4"] else "gpt2")
-    made = prepare(sources, asked.out, tokenizer, settings, progress=show)
-    print(f"\n{made.spec}: {made.tokens}; train on it with --data {made.spec}")
+    try:
+        made = prepare(sources, asked.out, tokenizer, settings, progress=show)
+    finally:
+        print()  # leaves the line of progress
+    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with; "
+          f"use them with --data {made.spec}")  # fmt: skip
 
 
 def export_command(arguments: list[str]) -> None:
@@ -240,7 +261,8 @@ def export_command(arguments: list[str]) -> None:
     from cosmos_lab.export import export_llama
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
-    asked = flags.parse(ExportCommand(), rest, prog="cosmos-lab export", description="A checkpoint for transformers.")
+    about = "A checkpoint for transformers."
+    asked = flags.parse(ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
 
 

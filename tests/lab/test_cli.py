@@ -85,7 +85,8 @@ def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (["profile", "llama-2b"], "no preset 'llama-2b'"),
         (["report"], "RUNS comes first"),
         (["report", "nowhere"], "nowhere"),
-        (["export", "nowhere"], "nowhere has no checkpoint"),
+        (["export", "nowhere"], "there is no run folder nowhere"),
+        (["data", "prepare", "nowhere.txt"], "no text at 'nowhere.txt'"),
         (["data", "fetch", "c4"], "data has one verb, prepare"),
         (["data", "prepare", "c4", "--val-fraction", "7"], "val_fraction is 7.0; it must lie between 0 and 1"),
     ],
@@ -129,6 +130,27 @@ def test_every_field_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         main(["train", "tiny", "--help"])
     out = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in out for name in RunConfig().flat())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["train"], ("RECIPE", "cosmos-lab train tiny --help")),
+        (["compare"], ("RECIPE", "cosmos-lab compare tiny --help")),
+        (["profile"], ("MODEL", "cosmos-lab profile llama-1b --help")),
+        (["report"], ("RUNS", "--title")),
+        (["export"], ("RUN", "--tokenizer")),
+        (["data"], ("prepare", "--max-tokens", "--unit")),
+        (["data", "prepare"], ("wikitext-103", "--max-tokens", "--unit")),
+    ],
+)
+def test_help_without_a_name_leads_to_the_flags(
+    command: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and all(word in out for word in words)
 
 
 def test_rates_on_the_command_line() -> None:

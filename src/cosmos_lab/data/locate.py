@@ -70,7 +70,10 @@ def _candidates(spec: str) -> list[Path]:
     if not found:
         beside = _shards_in(path.parent) if path.parent.is_dir() else []
         hint = f"{path.parent} holds {_names(beside)}" if path.parent.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f'missing shard: no .bin or .bin.xz file matches {spec!r} ({hint}); "embedded" needs none')
+        raise ValueError(
+            f"missing shard: no .bin or .bin.xz file matches {spec!r} ({hint}); "
+            "`cosmos-lab data prepare` makes shards, --data embedded needs none"
+        )
     return found
 
 

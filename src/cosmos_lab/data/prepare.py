@@ -101,8 +101,8 @@ def prepare(
     """
     settings, folder = settings or Settings(), Path(out_dir).expanduser()
     names = [source] if isinstance(source, str) else list(source)
+    streams, origin = _streams(names, settings)  # First: a path misspelt is found without a network.
     encoder = load_encoder(tokenizer)
-    streams, origin = _streams(names, settings)
     prefix = prefix or f"{origin[0]}_{encoder.name}"
     plan = {"source": origin, "tokenizer": encoder.sha256, **asdict(settings)}
     try:
@@ -236,7 +236,7 @@ class _Work:
             raise ValueError(
                 f"of {documents} documents none fell to {empty[0]}; raise or lower val_fraction "
                 f"({self.settings.val_fraction}), give more text, or cut text files into more documents "
-                '(unit "blank-lines")'
+                "(--unit blank-lines)"
             )
         for writer in self.writers.values():
             writer.finish()

@@ -48,7 +48,7 @@ class Shard:
         if self.max_id >= vocab_size:
             raise ValueError(
                 f"{self.path}: token {self.max_id} at position {self.max_at} is beyond the vocabulary of {vocab_size} "
-                f"ids; use a model with vocab_size > {self.max_id}, or data made with the model's tokenizer"
+                f"ids; give the model more (--vocab-size {self.max_id + 1} or above), or data of its tokenizer"
             )
 
 

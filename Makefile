@@ -33,8 +33,9 @@ pytest: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(GPU_PY) -m pytest -m gpu $(ARGS)
 
+# glibc would hand every large tensor back to the kernel and ask for it again: a fifth of the time of a small model.
 demo: $(STAMP)
-	$(VENV)/bin/cosmos-lab demo $(ARGS)
+	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

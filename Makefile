@@ -33,7 +33,7 @@ pytest: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(GPU_PY) -m pytest -m gpu $(ARGS)
 
-# glibc would hand every large tensor back to the kernel and ask for it again: a fifth of the time of a small model.
+# glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
 demo: $(STAMP)
 	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
 

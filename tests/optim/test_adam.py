@@ -62,8 +62,8 @@ def test_own_rate_and_betas_of_an_adam_group() -> None:
 
 
 def test_faster_than_torchs_foreach_form() -> None:
-    """Torch's fused kernel and one more pass, the look for non-finite gradients: measured 1.4 x fused AdamW, a third of
-    the foreach form. The bound is the latter, whose margin a busy machine does not eat."""
+    """Torch's fused kernel and the look for non-finite gradients before it: measured 2.0 x fused AdamW and 0.41 x the
+    foreach form on an idle core. So the bound is the foreach form; the fused one is not reached on a CPU."""
     params = [nn.Parameter(torch.randn(300, 300)) for _ in range(40)]
     for p in params:
         p.grad = torch.randn_like(p)

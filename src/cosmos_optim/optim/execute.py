@@ -69,24 +69,26 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
     copies: list[tuple[Tensor, Tensor]] = []
     taken: Counter[object] = Counter()
     tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True))
-    elementwise = [held for held in by_group(live) if held[0].rule.elementwise]
-    for held in by_group(live):
-        if not held[0].rule.elementwise:
-            for (m, n), matrices in buckets(held, fresh, copies):
-                local = local_algebra(matrices)
-                for chunk in chunks(matrices, local):
-                    place = chunk[0].place
-                    turn = place.after(taken[place.team])
-                    taken[place.team] += len(chunk)
-                    jobs.append((place.team, partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)))
+    groups = list(by_group(live))
+    for held in groups:
+        if held[0].rule.elementwise:
+            continue
+        for (m, n), matrices in buckets(held, fresh, copies):
+            local = local_algebra(matrices)
+            for chunk in chunks(matrices, local):
+                place = chunk[0].place
+                turn = place.after(taken[place.team])
+                taken[place.team] += len(chunk)
+                jobs.append((place.team, partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)))
     device = entries[0].p.device
     lanes = Lanes.of(device)
     with lanes.forked():
         for k, here in enumerate([job for team, job in jobs if team is None]):
             with lanes.lane(k):
                 here()
-        for held in elementwise:  # after the others are asked for: a GPU does both at once
-            run_elementwise(held, found.skip)
+        for held in groups:  # after the others are asked for: a GPU does both at once
+            if held[0].rule.elementwise:
+                run_elementwise(held, found.skip)
     distributed.run([(team, job) for team, job in jobs if team is not None], device)
     for home, flat in copies:
         home.copy_(flat)

@@ -101,8 +101,8 @@ def momentum(M: Any, G: Any, t: Tensor, h: Hyper, alg: Algebra) -> tuple[Any, Te
 def root(V: Tensor, t: Tensor, h: Hyper) -> Tensor:
     """The denominator of L8. Paper: sqrt((V + eps) / (1 - b2^t)), "inside"; here by default sqrt(V / ..) + eps.
 
-    With eps = 1e-8 the printed form has a floor of 1e-4, above the typical gradient of a language model; measured
-    on a 60M LLaMA it costs 9 % perplexity.
+    With eps = 1e-8 the printed form has a floor of 1e-4, above the typical gradient of a language model
+    (docs/algorithm.md has the one trial there is).
     """
     c2 = correction(h["betas"][1], t)
     if h["eps_placement"] == "inside":

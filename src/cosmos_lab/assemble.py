@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,6 +18,7 @@ from cosmos_lab.data import TokenSource, open_data
 from cosmos_lab.data.files import read_json
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
 
+_AFTER_GRADIENT = "_post_accumulate_grad_hooks"
 _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
 
 
@@ -45,18 +47,103 @@ def load_source(config: RunConfig, split: Literal["train", "val"]) -> TokenSourc
 
 
 def build_model(config: RunConfig, source: TokenSource, device: torch.device) -> Decoder:
-    """The network, drawn on its device; embedded text brings its own vocabulary."""
-    own = config.data.data == "embedded" and config.model.vocab_size is None
-    shape = model_config(config)
-    model = build(resolve(shape, vocab_size=source.vocab_size) if own else shape, device=device)
+    """The network, drawn on its device."""
+    model = build(_shape(config, source), device=device)
     model.set_checkpointing(config.model.checkpointing)
     return model
 
 
+def _shape(config: RunConfig, source: TokenSource) -> ModelConfig:
+    """The network's sizes; embedded text brings its own vocabulary."""
+    own = config.data.data == "embedded" and config.model.vocab_size is None
+    shape = model_config(config)
+    return resolve(shape, vocab_size=source.vocab_size) if own else shape
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model and the form of it that the loop calls; ``key`` is what its graphs depend on (None: not for reuse)."""
+
+    model: Decoder
+    runner: nn.Module
+    key: tuple[Any, ...] | None
+
+
+_kept: list[Network] = []  # at most one: the last run's
+
+
+def network(config: RunConfig, source: TokenSource, world: launch.World, bf16: bool) -> Network:
+    """The model of a run, drawn from the seed, and what the loop calls.
+
+    To compile a model can take as long as to train it, and the runs of a grid share their graphs: where the last run's
+    would come out the same, its model serves again with the weights of a fresh one, bit for bit.
+    """
+    key = _graph_key(config, source, world, bf16)
+    kept = _take(key)
+    world.forget(graphs=kept is None)
+    model = build_model(config, source, world.device)
+    if kept is None:
+        return Network(model, wrap(model, config, world, bf16), key)
+    _renew(kept.model, model)
+    return kept
+
+
+def keep(made: Network) -> None:
+    """Offer the network of a finished run to the next one; nobody else may use it from here on."""
+    if made.key is not None:
+        made.model.zero_grad(set_to_none=True)
+        _kept[:] = [made]
+
+
+def release() -> None:
+    """Let go of the network that is kept, and of its graphs, which hold on to it."""
+    if _kept:
+        _kept.clear()
+        torch.compiler.reset()
+
+
+def _take(key: tuple[Any, ...] | None) -> Network | None:
+    """The network that is kept if it fits, taken out, so that two runs at a time never share one; else None."""
+    if _kept and _kept[0].key == key and not _hooked(_kept[0].model):
+        return _kept.pop()
+    release()
+    return None
+
+
+def _graph_key(config: RunConfig, source: TokenSource, world: launch.World, bf16: bool) -> tuple[Any, ...] | None:
+    """What a compiled graph depends on, beside the settings of torch that its own guards watch."""
+    if world.sharding != "none" or not _compiled(config, world):
+        return None
+    shapes = (_shape(config, source), micro_batch(config, world.size), config.data.seq_len)
+    return (*shapes, config.model.checkpointing, world.device, bf16, config.training.deterministic)
+
+
+def _hooked(model: nn.Module) -> bool:
+    """Whether somebody hung a hook on the model, which graphs made before would not call."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    on_modules = (getattr(module, kind) for module in model.modules() for kind in kinds)
+    on_tensors = (getattr(p, kind) for p in model.parameters() for kind in ("_backward_hooks", _AFTER_GRADIENT))
+    return any(on_modules) or any(on_tensors)
+
+
+@torch.no_grad()
+def _renew(model: nn.Module, fresh: nn.Module) -> None:
+    """Make a used model equal to a fresh one in place, since graphs are bound to its tensors."""
+    model.train(fresh.training)
+    for mine, new in zip(model.parameters(), fresh.parameters(), strict=True):
+        mine.grad = None
+        mine.requires_grad_(new.requires_grad).copy_(new)
+    for table, new_table in zip(model.buffers(), fresh.buffers(), strict=True):
+        table.copy_(new_table)
+
+
+def _compiled(config: RunConfig, world: launch.World) -> bool:
+    return config.training.compile == "on" or (config.training.compile == "auto" and world.cuda)
+
+
 def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> nn.Module:
     """The model as the loop calls it: sharded or replicated over the processes, and compiled."""
-    choice = config.training.compile
-    compiled = choice == "on" or (choice == "auto" and world.cuda)
+    compiled = _compiled(config, world)
     if compiled:
         # A sweep builds many models in one process; stale ones count against the recompile limit.
         torch.compiler.reset()

@@ -46,10 +46,11 @@ class World:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def forget(self) -> None:
-        """Free what an earlier run left behind, and start counting peak memory anew."""
+    def forget(self, graphs: bool) -> None:
+        """Free what an earlier run left behind, its compiled graphs if asked; start counting peak memory anew."""
         if self.cuda:
-            torch.compiler.reset()  # compiled graphs hold on to their models
+            if graphs:
+                torch.compiler.reset()  # compiled graphs hold on to their models
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)

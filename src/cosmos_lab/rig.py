@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cosmos_lab import assemble
 from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.meters import GB, Stopwatch
 from cosmos_lab.models import build
@@ -27,6 +28,7 @@ class Rig:
     def __init__(
         self, model: str, *, seq_len: int, device: torch.device, compiled: bool, bf16: bool, **sizes: Any
     ) -> None:
+        assemble.release()  # a model kept from training would weigh on the measurements
         torch.manual_seed(0)
         self.device, self.seq_len, self.bf16 = device, seq_len, bf16
         self.model = build(model, device=device, **sizes)

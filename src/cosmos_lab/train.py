@@ -55,10 +55,11 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
         return summary
     with launch.session(config.training.device, config.training.sharding) as world:
         assemble.seed_everything(config.training.seed, config.training.deterministic)
-        world.forget()
         try:
             with closing(Trainer(config, world, progress)) as trainer:
-                return trainer.run()
+                summary = trainer.run()
+                assemble.keep(trainer.network)  # here alone nobody else can have it
+                return summary
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -80,8 +81,8 @@ class Trainer:
         self.bf16 = precision == "bf16" or (precision == "auto" and world.cuda)
         self.micro = assemble.micro_batch(config, world.size)
         source, self.val_source = assemble.load_source(config, "train"), assemble.load_source(config, "val")
-        self.model = assemble.build_model(config, source, world.device)
-        self.runner = assemble.wrap(self.model, config, world, self.bf16)
+        self.network = assemble.network(config, source, world, self.bf16)
+        self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.identity = assemble.identity(config, self.model, source)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from cosmos_lab import checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
@@ -61,6 +62,15 @@ def test_compiled_bf16_training_learns_and_reports_its_rates(gpu_run: RunConfig)
     summary = train(gpu_run.replace(compile="on", steps=80, lr=5e-3, log_every=10, val_every=0))
     assert 0.7 < summary["final_val_loss"] < 2.0
     assert summary["optimizer_ms"] < summary["step_ms"] and summary["peak_memory_gb"] > 0
+
+
+def test_a_second_compiled_run_compiles_nothing_and_repeats_the_first(gpu_run: RunConfig) -> None:
+    config = gpu_run.replace(compile="on", deterministic=True)
+    first = train(config.replace(name="first"))
+    train(config.replace(name="between", optimizer="adam", rank=None, seed=1))
+    graphs = counters["stats"]["unique_graphs"]
+    assert train(config.replace(name="again"))["final_val_loss"] == first["final_val_loss"]
+    assert counters["stats"]["unique_graphs"] == graphs > 0
 
 
 def test_profile_finds_the_largest_batch_under_the_cap() -> None:

@@ -1,0 +1,155 @@
+"""Runs of a grid share one compiled model: nothing compiles twice, and no run can tell what ran before it."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from cosmos_lab import assemble, checkpoint, launch, runlog
+from cosmos_lab.config import RunConfig
+from cosmos_lab.train import Trainer, train
+
+
+@pytest.fixture
+def compiled(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunConfig]:
+    """A compiled run of four steps; aot_eager traces forward and backward as inductor does, without a C++ compiler."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, backend="aot_eager", **how))
+    assemble.release()
+    torch._dynamo.reset()
+    yield tiny_run.replace(compile="on", steps=4, diagnostics_every=0)
+    assemble.release()
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """Graphs that were compiled in this process so far."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def trained(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Train, and read the weights that came out."""
+    train(config)
+    newest = checkpoint.latest(runlog.run_folder(config) / "checkpoints")
+    assert newest is not None
+    weights: dict[str, torch.Tensor] = torch.load(newest / "state.pt", weights_only=True)["model"]
+    return weights
+
+
+def log(config: RunConfig) -> list[Any]:
+    """Every loss of a run's log, to the last bit."""
+    lines = runlog.read_metrics(runlog.run_folder(config))
+    return [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
+
+
+def alone(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """A run as in a process of its own."""
+    assemble.release()
+    torch._dynamo.reset()
+    weights = trained(config)
+    assemble.release()
+    return weights, log(config)
+
+
+def same(config: RunConfig, expected: tuple[dict[str, torch.Tensor], list[Any]]) -> bool:
+    weights, lines = expected
+    found = trained(config)
+    return log(config) == lines and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_second_run_compiles_nothing_and_gives_the_same_bits(compiled: RunConfig) -> None:
+    seeds = [compiled.replace(name=f"alone{seed}", seed=seed) for seed in (0, 1)]
+    expected = [alone(config) for config in seeds]
+    train(compiled.replace(name="first", optimizer="adam", rank=None, lr=1e-2))
+    before = graphs()
+    assert before > 0
+    for seed in (1, 0):  # the run before one differs in optimizer, then in seed
+        assert same(compiled.replace(name=f"again{seed}", seed=seed), expected[seed])
+    assert graphs() == before
+
+
+def test_a_diverged_or_resumed_run_leaves_no_trace(compiled: RunConfig) -> None:
+    expected = alone(compiled.replace(name="alone"))
+    broken = {"optimizer": "adam", "rank": None, "lr": 1e30, "adam_lr": 1e30, "warmup": 0.0, "checkpoint_every": 0}
+    assert train(compiled.replace(name="diverged", **broken))["status"] == "diverged"
+    assert same(compiled.replace(name="after"), expected)
+
+    class Stop(Exception):
+        pass
+
+    def fall(record: Any) -> None:
+        if record["step"] == 3:
+            raise Stop
+
+    cut = compiled.replace(name="cut", checkpoint_every=2)
+    with pytest.raises(Stop):
+        train(cut, progress=fall)
+    assert not assemble._kept  # what fails half-way is not used again
+    assert same(cut, expected)
+    assert same(compiled.replace(name="last"), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"width": 128}, {"vocab_size": 128}, {"micro_batch": 4}, {"seq_len": 8}, {"checkpointing": True},
+     {"deterministic": True}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_what_a_graph_depends_on(compiled: RunConfig, change: dict[str, Any]) -> None:
+    source = assemble.load_source(compiled, "train")
+    world = launch.World(0, 0, 1, torch.device("cpu"), "none")
+    key = assemble._graph_key(compiled, source, world, False)
+    assert assemble._graph_key(compiled.replace(lr=1.0, seed=5, optimizer="adam"), source, world, False) == key
+    assert assemble._graph_key(compiled.replace(**change), source, world, False) != key
+    assert assemble._graph_key(compiled, source, world, True) != key
+    assert assemble._graph_key(compiled.replace(compile="off"), source, world, False) is None
+    for sharding in ("ddp", "fsdp"):
+        assert assemble._graph_key(compiled, source, launch.World(0, 0, 2, world.device, sharding), False) is None
+
+
+def test_another_model_finds_the_last_one_freed(compiled: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(compiled.replace(name="first"))
+    weight = weakref.ref(assemble._kept[0].model.embed.weight)
+    real, alive = assemble.build_model, []
+
+    def build(*arguments: Any) -> Any:
+        gc.collect()
+        alive.append(weight() is not None)
+        return real(*arguments)
+
+    monkeypatch.setattr(assemble, "build_model", build)
+    train(compiled.replace(name="second", lr=1e-3))
+    train(compiled.replace(name="other", compile="off"))
+    assert alive == [True, False] and not assemble._kept
+
+
+def test_hooks_gradients_and_frozen_weights_do_not_pass_on(compiled: RunConfig) -> None:
+    expected = alone(compiled.replace(name="alone"))
+    train(compiled.replace(name="first"))
+    (kept,) = assemble._kept
+    for parameter in kept.model.parameters():
+        assert parameter.grad is None
+        parameter.requires_grad_(False)
+        parameter.grad = torch.ones_like(parameter)
+    kept.model.eval()
+    kept.model.blocks[0].attn.cos.zero_()
+    assert same(compiled.replace(name="second"), expected)
+    assert assemble._kept == [kept]
+    calls: list[int] = []
+    kept.model.embed.register_forward_hook(lambda *_: calls.append(1))
+    assert same(compiled.replace(name="third"), expected)
+    assert assemble._kept != [kept] and not calls
+
+
+def test_two_runs_at_a_time_have_models_of_their_own(compiled: RunConfig) -> None:
+    train(compiled.replace(name="first"))
+    with launch.session("cpu", "auto") as world:
+        one, two = (Trainer(compiled.replace(name=name), world) for name in ("one", "two"))
+        assert one.model is not two.model
+        one.close(), two.close()
+    assert not assemble._kept

@@ -31,6 +31,8 @@ class CompareOptions:
     """Seeds, separated by commas."""
     parallel: int = 1
     """Runs at a time; with GPUs each has one of its own."""
+    minutes: float = 0.0
+    """Start no run that would end later than this; the same command goes on (0: no limit)."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def compare_command(arguments: list[str]) -> None:
         lrs=parse_lrs(options.lrs),
         seeds=_numbers(options.seeds, int, "--seeds"),
     )
-    compare(runs, metric=recipe.metric, parallel=options.parallel)
+    compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
     if recipe.published and scale == 1:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
 

@@ -9,12 +9,12 @@ was. Needs neither tyro nor rich.
 from __future__ import annotations
 
 import json
+import math
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,12 @@ import torch
 from cosmos_lab import runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import write_json
-from cosmos_lab.display import TableDisplay, format_table
+from cosmos_lab.display import TableDisplay
+from cosmos_lab.ranking import NOT_STARTED, format_result, rank
 from cosmos_lab.train import train
 
 RESULT = "compare.json"
 _POLL_S = 0.5
-# What a run is called by in the table, beside optimizer and rate, where the runs differ in it.
-_QUIET = {"optimizer", "lr", "adam_lr", "seed", "name", "out", "recipe"}
 
 
 class Display(Protocol):
@@ -47,12 +46,46 @@ class Silent:
         """Nothing."""
 
 
+class Budget:
+    """Time for the runs of one call: whether another one would end within it.
+
+    A run is taken to last as long as the longest one that this call has finished with the same model and number of
+    tokens; one of a new kind may start while any time is left, and the first run always.
+    """
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if not minutes >= 0:
+            raise ValueError(f"--minutes must be 0 (no limit) or more; got {minutes}")
+        self._clock = clock
+        self._end = clock() + 60 * minutes if minutes else math.inf
+        self._longest: dict[Any, float] = {}
+        self._begun: dict[str, float] = {}
+
+    def start(self, run: RunConfig) -> bool:
+        """Whether ``run`` may start; if so it counts from now."""
+        now = self._clock()
+        allowed = not self._begun or now + self._longest.get(self._kind(run), 0.0) < self._end
+        if allowed:
+            self._begun[run.run_name] = now
+        return allowed
+
+    def finish(self, run: RunConfig) -> None:
+        """``run`` has ended well: another one like it will take as long."""
+        kind = self._kind(run)
+        self._longest[kind] = max(self._longest.get(kind, 0.0), self._clock() - self._begun[run.run_name])
+
+    @staticmethod
+    def _kind(run: RunConfig) -> Any:
+        return run.model, run.training.steps * run.training.batch * run.data.seq_len
+
+
 def compare(
     runs: Sequence[RunConfig],
     *,
     out: str | Path | None = None,
     metric: str = "final_val_loss",
     parallel: int = 1,
+    minutes: float = 0.0,
     show: bool = True,
 ) -> dict[str, Any]:
     """Make the runs that are not made yet, and compare all.
@@ -62,6 +95,7 @@ def compare(
         out: folder of the run folders and of compare.json (None: the runs' own ``out``).
         metric: the number of the summary that ranks them; less is better.
         parallel: processes at a time; with GPUs, each has one of its own.
+        minutes: start no run that would end later than this after the call (0: no limit); the same call goes on.
         show: print the live table and the result.
 
     Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant with
@@ -77,31 +111,53 @@ def compare(
         raise ValueError(f"two runs are called {twice!r}; give them names of their own")
     for run in runs:
         run.check()
+    budget = Budget(minutes)
     table = TableDisplay(runs) if show else None
     context: AbstractContextManager[Any] = table or nullcontext()
     with context:
         display: Display = table or Silent()
-        failures = _one_by_one(runs, display) if parallel <= 1 else _in_processes(runs, parallel, display)
+        missing = _show_finished(runs, display)
+        if parallel <= 1:
+            failures = _one_by_one(missing, display, budget)
+        else:
+            failures = _in_processes(missing, parallel, display, budget)
     result = rank(runs, metric, failures)
     write_json(Path(runs[0].logging.out) / RESULT, runlog.finite(result))
     if show:
         print(format_result(result))
+        left = sum(row["status"].count(NOT_STARTED) for row in result["rows"])
+        if left:
+            print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command goes on")
     return result
 
 
-def _one_by_one(runs: Sequence[RunConfig], display: Display) -> dict[str, str]:
+def _show_finished(runs: Sequence[RunConfig], display: Display) -> list[tuple[int, RunConfig]]:
+    """Tell the display of the runs that are there; returns the others with their rows."""
+    missing = []
+    for row, run in enumerate(runs):
+        summary = runlog.read_summary(runlog.run_folder(run))
+        if summary is None:
+            missing.append((row, run))
+        else:
+            display.update(row, summary["status"], _as_record(summary))
+    return missing
+
+
+def _one_by_one(runs: Sequence[tuple[int, RunConfig]], display: Display, budget: Budget) -> dict[str, str]:
     """Run after run in this process; returns why some failed."""
     failures: dict[str, str] = {}
-    for row, run in enumerate(runs):
-        finished = runlog.read_summary(runlog.run_folder(run))
-        if finished is None:
-            display.update(row, "running")
+    for row, run in runs:
+        if not budget.start(run):
+            display.update(row, NOT_STARTED)
+            continue
+        display.update(row, "running")
         try:
             summary = train(run, progress=lambda record, row=row: display.update(row, "running", record))  # type: ignore[misc]
         except RuntimeError as error:  # out of memory, say: the other runs may still fit
             failures[run.run_name] = str(error).splitlines()[0]
             display.update(row, "failed")
             continue
+        budget.finish(run)
         display.update(row, summary["status"], _as_record(summary))
     return failures
 
@@ -122,17 +178,22 @@ class _Job:
     seat: int
 
 
-def _in_processes(runs: Sequence[RunConfig], parallel: int, display: Display) -> dict[str, str]:
+def _in_processes(
+    runs: Sequence[tuple[int, RunConfig]], parallel: int, display: Display, budget: Budget
+) -> dict[str, str]:
     """Up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
     gpus = torch.cuda.device_count()
     seats = list(range(min(parallel, gpus) if gpus else parallel))
-    waiting = list(enumerate(runs))
+    waiting = list(runs)
     jobs: list[_Job] = []
     failures: dict[str, str] = {}
     try:
         while waiting or jobs:
             while waiting and len(jobs) < len(seats):
                 row, run = waiting.pop(0)
+                if not budget.start(run):
+                    display.update(row, NOT_STARTED)
+                    continue
                 seat = next(s for s in seats if s not in {job.seat for job in jobs})
                 jobs.append(_start(row, run, seat, gpus > 0))
                 display.update(row, "running")
@@ -140,6 +201,8 @@ def _in_processes(runs: Sequence[RunConfig], parallel: int, display: Display) ->
             for job in list(jobs):
                 if _report(job, display, failures):
                     jobs.remove(job)
+                    if job.run.run_name not in failures:
+                        budget.finish(job.run)
     finally:
         for job in jobs:  # an interrupt: the runs resume from their checkpoints next time
             job.process.terminate()
@@ -182,102 +245,3 @@ def _report(job: _Job, display: Display, failures: dict[str, str]) -> bool:
     else:
         display.update(job.row, summary["status"], _as_record(summary))
     return True
-
-
-# -- the result -------------------------------------------------------------------------------------------------------
-
-
-def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Rows of the runs' variants with mean and spread over seeds, the best of each optimizer marked."""
-    differing = _differing(runs)
-    groups: dict[tuple[Any, ...], list[RunConfig]] = {}
-    for run in runs:
-        key = (run.optimizer.optimizer, run.optimizer.lr, *(run.get(name) for name in differing))
-        groups.setdefault(key, []).append(run)
-    rows = [_row(members, metric, differing, failures or {}) for members in groups.values()]
-    best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        known = best.get(row["optimizer"])
-        if row["mean"] is not None and (known is None or row["mean"] < known["mean"]):
-            best[row["optimizer"]] = row
-    for row in best.values():
-        row["best"] = True
-    return {
-        "recipe": runs[0].logging.recipe,
-        "metric": metric,
-        "commit": runlog.commit(),
-        "versions": runlog.versions(),
-        "rows": rows,
-        "best": {name: row["label"] for name, row in best.items()},
-    }
-
-
-def _differing(runs: Sequence[RunConfig]) -> list[str]:
-    """Fields in which runs of the same optimizer differ, beside rate and seed."""
-    found = []
-    for name in runs[0].flat():
-        values = {(run.optimizer.optimizer, run.get(name)) for run in runs}
-        if name not in _QUIET and len(values) > len({optimizer for optimizer, _ in values}):
-            found.append(name)
-    return found
-
-
-def _row(
-    members: Sequence[RunConfig], metric: str, differing: Sequence[str], failures: Mapping[str, str]
-) -> dict[str, Any]:
-    first = members[0]
-    summaries = [runlog.read_summary(runlog.run_folder(run)) or {"status": "failed"} for run in members]
-    values = [summary.get(metric) for summary in summaries]
-    known = [value for value in values if value is not None]
-    whole = len(known) == len(values)
-    extras = {name: first.get(name) for name in differing}
-    own = (f"{name} {value}" for name, value in extras.items())
-    label = " ".join([first.optimizer.optimizer, f"lr {first.optimizer.lr:g}", *own])
-    return {
-        "label": label,
-        "optimizer": first.optimizer.optimizer,
-        "lr": first.optimizer.lr,
-        "adam_lr": first.optimizer.adam_lr,
-        **extras,
-        "seeds": [run.training.seed for run in members],
-        "runs": [run.run_name for run in members],
-        "status": [summary["status"] for summary in summaries],
-        "values": values,
-        "mean": statistics.fmean(known) if known and whole else None,
-        "spread": statistics.stdev(known) if len(known) > 1 and whole else None,
-        "final_val_ppl": [summary.get("final_val_ppl") for summary in summaries],
-        "step_ms": [summary.get("step_ms") for summary in summaries],
-        "optimizer_ms": [summary.get("optimizer_ms") for summary in summaries],
-        "state_bytes": [summary.get("state_bytes") for summary in summaries],
-        "failures": [failures[run.run_name] for run in members if run.run_name in failures],
-        "best": False,
-    }
-
-
-def format_result(result: Mapping[str, Any]) -> str:
-    """The table that ends a comparison; ``*`` marks the best variant of each optimizer."""
-    lines = []
-    for row in result["rows"]:
-        mean = "-" if row["mean"] is None else f"{row['mean']:.4f}"
-        mean += "" if row["spread"] is None else f" ± {row['spread']:.4f}"
-        ppl = [value for value in row["final_val_ppl"] if value is not None]
-        state = [value for value in row["state_bytes"] if value]
-        lines.append(
-            (
-                row["label"],
-                "*" if row["best"] else "",
-                mean,
-                f"{statistics.fmean(ppl):.2f}" if ppl else "-",
-                _average(row["step_ms"]),
-                _average(row["optimizer_ms"]),
-                f"{state[0] / 2**20:,.1f}" if state else "-",
-                ", ".join([*sorted(set(row["status"]) - {"done"}), *row["failures"]]),
-            )
-        )
-    head = ("run", "best", result["metric"], "val ppl", "step ms", "optimizer ms", "state MiB", "")
-    return format_table(head, lines, left=(0, 7))
-
-
-def _average(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value]
-    return f"{statistics.fmean(known):,.1f}" if known else "-"

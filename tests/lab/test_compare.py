@@ -8,8 +8,9 @@ import pytest
 
 from cosmos_lab import compare as module
 from cosmos_lab import runlog
-from cosmos_lab.compare import compare, format_result, rank
+from cosmos_lab.compare import Budget, compare
 from cosmos_lab.config import RunConfig
+from cosmos_lab.ranking import format_result, rank
 
 
 def grid(base: RunConfig, *variants: dict[str, Any]) -> list[RunConfig]:
@@ -105,6 +106,54 @@ def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, mo
     result = compare(grid(tiny_run, COSMOS, ADAM), show=False)
     assert result["rows"][0]["failures"] == ["CUDA out of memory"] and list(result["best"]) == ["adam"]
     assert not (runlog.run_folder(tiny_run.replace(name="run0")) / "summary.json").exists()  # so that it is tried again
+
+
+def test_a_budget_goes_by_the_longest_run_of_the_same_size(tiny_run: RunConfig) -> None:
+    now = 0.0
+    budget = Budget(10.0, clock=lambda: now)
+    wide, long = tiny_run.replace(width=128), tiny_run.replace(steps=16)
+    for seconds in (200.0, 100.0):  # the first may have compiled
+        assert budget.start(tiny_run)
+        now += seconds
+        budget.finish(tiny_run)
+    assert budget.start(wide) and budget.start(long)  # of kinds not seen yet
+    now += 99.0
+    assert budget.start(tiny_run)  # at 399 of 600 s, and 200 s long
+    now += 1.0
+    assert not budget.start(tiny_run)
+    now += 100.0
+    budget.finish(wide)  # 200 s
+    budget.finish(long)
+    assert not budget.start(wide) and budget.start(tiny_run.replace(depth=3))
+    now += 100.0
+    assert not budget.start(tiny_run.replace(depth=4))  # the time is up
+
+
+def test_without_a_budget_or_before_the_first_run_everything_starts(tiny_run: RunConfig) -> None:
+    now = 0.0
+    free, spent = Budget(0.0, clock=lambda: now), Budget(1e-9, clock=lambda: now)
+    now = 1e9
+    assert free.start(tiny_run) and free.start(tiny_run)
+    assert spent.start(tiny_run) and not spent.start(tiny_run)
+    with pytest.raises(ValueError, match="--minutes must be 0 .no limit. or more; got -1"):
+        Budget(-1.0)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_the_same_call_goes_on_after_its_minutes(
+    tiny_run: RunConfig, parallel: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 4e-3})
+    for done in (1, 2)[: 3 - parallel]:  # starting processes takes long
+        result = compare(runs, minutes=1e-9, parallel=parallel)
+        assert [row["status"] for row in result["rows"]] == [["done"]] * done + [["not started"]] * (3 - done)
+        assert json.loads((Path(tiny_run.logging.out) / "compare.json").read_text()) == result
+        out = capsys.readouterr().out
+        assert f"{3 - done} of 3 runs would not end within --minutes 1e-09" in out
+        assert out.splitlines()[-2].endswith("not started")
+    result = compare(runs, minutes=60.0)
+    assert [row["status"] for row in result["rows"]] == [["done"]] * 3
+    assert "--minutes" not in capsys.readouterr().out
 
 
 def test_names_must_differ_and_something_must_be_left(tiny_run: RunConfig) -> None:

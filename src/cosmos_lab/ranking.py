@@ -1,0 +1,122 @@
+"""What a grid of runs has shown: one row a variant, mean and spread over its seeds, the best of each optimizer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cosmos_lab import runlog
+from cosmos_lab.config import RunConfig
+from cosmos_lab.display import format_table
+
+NOT_STARTED = "not started"
+# What a run is called by in the table, beside optimizer and rate, where the runs differ in it.
+_QUIET = {"optimizer", "lr", "adam_lr", "seed", "name", "out", "recipe"}
+
+
+def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Rows of the runs' variants with mean and spread over seeds, the best of each optimizer marked.
+
+    Args:
+        runs: as they were asked for; their numbers are read from their folders.
+        metric: the number of the summary that ranks them; less is better.
+        failures: why runs failed, by name; any other run without a summary was not started.
+    """
+    differing = _differing(runs)
+    groups: dict[tuple[Any, ...], list[RunConfig]] = {}
+    for run in runs:
+        key = (run.optimizer.optimizer, run.optimizer.lr, *(run.get(name) for name in differing))
+        groups.setdefault(key, []).append(run)
+    rows = [_row(members, metric, differing, failures or {}) for members in groups.values()]
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        known = best.get(row["optimizer"])
+        if row["mean"] is not None and (known is None or row["mean"] < known["mean"]):
+            best[row["optimizer"]] = row
+    for row in best.values():
+        row["best"] = True
+    return {
+        "recipe": runs[0].logging.recipe,
+        "metric": metric,
+        "commit": runlog.commit(),
+        "versions": runlog.versions(),
+        "rows": rows,
+        "best": {name: row["label"] for name, row in best.items()},
+    }
+
+
+def _differing(runs: Sequence[RunConfig]) -> list[str]:
+    """Fields in which runs of the same optimizer differ, beside rate and seed."""
+    found = []
+    for name in runs[0].flat():
+        values = {(run.optimizer.optimizer, run.get(name)) for run in runs}
+        if name not in _QUIET and len(values) > len({optimizer for optimizer, _ in values}):
+            found.append(name)
+    return found
+
+
+def _row(
+    members: Sequence[RunConfig], metric: str, differing: Sequence[str], failures: Mapping[str, str]
+) -> dict[str, Any]:
+    first = members[0]
+    summaries = [runlog.read_summary(runlog.run_folder(run)) or _missing(run, failures) for run in members]
+    values = [summary.get(metric) for summary in summaries]
+    known = [value for value in values if value is not None]
+    whole = len(known) == len(values)
+    extras = {name: first.get(name) for name in differing}
+    own = (f"{name} {value}" for name, value in extras.items())
+    label = " ".join([first.optimizer.optimizer, f"lr {first.optimizer.lr:g}", *own])
+    return {
+        "label": label,
+        "optimizer": first.optimizer.optimizer,
+        "lr": first.optimizer.lr,
+        "adam_lr": first.optimizer.adam_lr,
+        **extras,
+        "seeds": [run.training.seed for run in members],
+        "runs": [run.run_name for run in members],
+        "status": [summary["status"] for summary in summaries],
+        "values": values,
+        "mean": statistics.fmean(known) if known and whole else None,
+        "spread": statistics.stdev(known) if len(known) > 1 and whole else None,
+        "final_val_ppl": [summary.get("final_val_ppl") for summary in summaries],
+        "step_ms": [summary.get("step_ms") for summary in summaries],
+        "optimizer_ms": [summary.get("optimizer_ms") for summary in summaries],
+        "state_bytes": [summary.get("state_bytes") for summary in summaries],
+        "failures": [failures[run.run_name] for run in members if run.run_name in failures],
+        "best": False,
+    }
+
+
+def _missing(run: RunConfig, failures: Mapping[str, str]) -> dict[str, Any]:
+    """In place of the summary that a run has not written."""
+    return {"status": "failed" if run.run_name in failures else NOT_STARTED}
+
+
+def format_result(result: Mapping[str, Any]) -> str:
+    """The table that ends a comparison; ``*`` marks the best variant of each optimizer."""
+    lines = []
+    for row in result["rows"]:
+        mean = "-" if row["mean"] is None else f"{row['mean']:.4f}"
+        mean += "" if row["spread"] is None else f" ± {row['spread']:.4f}"
+        ppl = [value for value in row["final_val_ppl"] if value is not None]
+        state = [value for value in row["state_bytes"] if value]
+        lines.append(
+            (
+                row["label"],
+                "*" if row["best"] else "",
+                mean,
+                f"{statistics.fmean(ppl):.2f}" if ppl else "-",
+                _average(row["step_ms"]),
+                _average(row["optimizer_ms"]),
+                f"{state[0] / 2**20:,.1f}" if state else "-",
+                ", ".join([*sorted(set(row["status"]) - {"done"}), *row["failures"]]),
+            )
+        )
+    head = ("run", "best", result["metric"], "val ppl", "step ms", "optimizer ms", "state MiB", "")
+    return format_table(head, lines, left=(0, 7))
+
+
+def _average(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value]
+    return f"{statistics.fmean(known):,.1f}" if known else "-"

@@ -27,7 +27,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import write_json
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.ranking import NOT_STARTED, format_result, rank
-from cosmos_lab.train import train
+from cosmos_lab.train import finished, train
 
 RESULT = "compare.json"
 _POLL_S = 0.5
@@ -111,12 +111,15 @@ def compare(
         raise ValueError(f"two runs are called {twice!r}; give them names of their own")
     for run in runs:
         run.check()
-    budget = Budget(minutes)
+    budget, made = Budget(minutes), _finished(runs)
     table = TableDisplay(runs) if show else None
     context: AbstractContextManager[Any] = table or nullcontext()
     with context:
         display: Display = table or Silent()
-        missing = _show_finished(runs, display)
+        missing = [(row, run) for row, run in enumerate(runs) if run.run_name not in made]
+        for row, run in enumerate(runs):
+            if run.run_name in made:
+                display.update(row, made[run.run_name]["status"], _as_record(made[run.run_name]))
         if parallel <= 1:
             failures = _one_by_one(missing, display, budget)
         else:
@@ -131,16 +134,21 @@ def compare(
     return result
 
 
-def _show_finished(runs: Sequence[RunConfig], display: Display) -> list[tuple[int, RunConfig]]:
-    """Tell the display of the runs that are there; returns the others with their rows."""
-    missing = []
-    for row, run in enumerate(runs):
-        summary = runlog.read_summary(runlog.run_folder(run))
-        if summary is None:
-            missing.append((row, run))
-        else:
-            display.update(row, summary["status"], _as_record(summary))
-    return missing
+def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
+    """Summaries of the runs that are there; if any folder holds another run, all such are named in one ValueError."""
+    made, conflicts = {}, []
+    for run in runs:
+        try:
+            summary = finished(run)
+        except ValueError as conflict:
+            conflicts.append(str(conflict))
+            continue
+        if summary is not None:
+            made[run.run_name] = summary
+    if conflicts:
+        count = f"{len(conflicts)} of {len(runs)} runs" if len(conflicts) > 1 else "a run"
+        raise ValueError("\n  ".join([f"nothing was trained, since {count} cannot be made here:", *conflicts]))
+    return made
 
 
 def _one_by_one(runs: Sequence[tuple[int, RunConfig]], display: Display, budget: Budget) -> dict[str, str]:

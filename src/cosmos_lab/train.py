@@ -46,13 +46,9 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)
-    folder = runlog.run_folder(config)
-    if config.logging.resume == "never" and (folder / runlog.CONFIG).exists():
-        raise ValueError(f"{folder} holds a run already; choose another --name, or --resume auto to continue it")
-    summary = runlog.read_summary(folder)
-    if summary is not None:
-        _check_same(folder, config)
-        return summary
+    made = finished(config)
+    if made is not None:
+        return made
     with launch.session(config.training.device, config.training.sharding) as world:
         assemble.seed_everything(config.training.seed, config.training.deterministic)
         try:
@@ -64,8 +60,18 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
             torch.use_deterministic_algorithms(False)
 
 
+def finished(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of the run if it is finished; a folder that holds a finished run of another config is an error."""
+    folder = runlog.run_folder(config)
+    if config.logging.resume == "never" and (folder / runlog.CONFIG).exists():
+        raise ValueError(f"{folder} holds a run already; choose another --name, or --resume auto to continue it")
+    summary = runlog.read_summary(folder)
+    if summary is not None:
+        _check_same(folder, config)
+    return summary
+
+
 def _check_same(folder: Path, config: RunConfig) -> None:
-    """A finished folder must hold the run that is asked for."""
     saved = (read_json(folder / runlog.CONFIG) or {}).get("config", {})
     asked = {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in _HARMLESS}
     checkpoint.check_identity(folder, {k: saved.get(k, v) for k, v in asked.items()}, asked)

@@ -156,6 +156,20 @@ def test_the_same_call_goes_on_after_its_minutes(
     assert "--minutes" not in capsys.readouterr().out
 
 
+def test_conflicts_with_finished_runs_are_all_found_before_anything_is_trained(tiny_run: RunConfig) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 3e-3}, {**COSMOS})
+    compare(runs[1:3], show=False)
+    others = [run.replace(beta2=0.9) if run.run_name == "run1" else run.replace(clip=1.0) for run in runs]
+    with pytest.raises(ValueError, match="nothing was trained, since 2 of 4 runs cannot be made here") as error:
+        compare(others, show=False)
+    assert "run1 was trained with beta2 0.98, this run asks for beta2 0.9" in str(error.value)
+    assert "run2 was trained with clip None, this run asks for clip 1.0" in str(error.value)
+    out = Path(tiny_run.logging.out)
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["run1", "run2"]
+    with pytest.raises(ValueError, match="since a run cannot be made here:\n.*run1 holds a run already"):
+        compare([runs[0], runs[1].replace(resume="never")], show=False)
+
+
 def test_names_must_differ_and_something_must_be_left(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="two runs are called 'run'"):
         compare([tiny_run, tiny_run], show=False)

@@ -31,33 +31,37 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def model_config(config: RunConfig) -> ModelConfig:
-    """The preset with the config's sizes in place of its own."""
+def model_config(config: RunConfig, *sources: TokenSource) -> ModelConfig:
+    """The preset with the config's sizes in place of its own, and a vocabulary that holds the tokens of ``sources``.
+
+    The vocabulary is the config's; without one that of the embedded text, else the preset's, or where the tokens go
+    beyond that, their tokenizer's.
+    """
+    preset = resolve(config.model.model)
     sizes = {name: getattr(config.model, name) for name in ("width", "depth", "mlp", "vocab_size")}
-    if config.data.seq_len > resolve(config.model.model).max_seq_len:
+    if config.data.seq_len > preset.max_seq_len:
         sizes["max_seq_len"] = config.data.seq_len
-    return resolve(config.model.model, **{name: size for name, size in sizes.items() if size is not None})
+    if config.model.vocab_size is None:
+        own = max((source.vocab_size for source in sources if source.vocabulary.known), default=0)
+        beyond = any(shard.max_id >= preset.vocab_size for source in sources for shard in source.shards)
+        if own and (beyond or config.data.data == "embedded"):
+            sizes["vocab_size"] = own
+    shape = resolve(preset, **{name: size for name, size in sizes.items() if size is not None})
+    for shard in (shard for source in sources for shard in source.shards):
+        shard.check_vocabulary(shape.vocab_size)
+    return shape
 
 
 def load_source(config: RunConfig, split: Literal["train", "val"]) -> TokenSource:
-    """The tokens of one split, checked against the vocabulary of the model."""
-    own = config.data.data == "embedded" and config.model.vocab_size is None
-    vocab = None if own else model_config(config).vocab_size
-    return open_data(config.data.data, split, vocab_size=vocab, cache_dir=config.data.cache_dir)
+    """The tokens of one split."""
+    return open_data(config.data.data, split, cache_dir=config.data.cache_dir)
 
 
-def build_model(config: RunConfig, source: TokenSource, device: torch.device) -> Decoder:
+def build_model(config: RunConfig, shape: ModelConfig, device: torch.device) -> Decoder:
     """The network, drawn on its device."""
-    model = build(_shape(config, source), device=device)
+    model = build(shape, device=device)
     model.set_checkpointing(config.model.checkpointing)
     return model
-
-
-def _shape(config: RunConfig, source: TokenSource) -> ModelConfig:
-    """The network's sizes; embedded text brings its own vocabulary."""
-    own = config.data.data == "embedded" and config.model.vocab_size is None
-    shape = model_config(config)
-    return resolve(shape, vocab_size=source.vocab_size) if own else shape
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,16 @@ class Network:
 _kept: list[Network] = []  # at most one: the last run's
 
 
-def network(config: RunConfig, source: TokenSource, world: launch.World, bf16: bool) -> Network:
+def network(config: RunConfig, shape: ModelConfig, world: launch.World, bf16: bool) -> Network:
     """The model of a run, drawn from the seed, and what the loop calls.
 
     To compile a model can take as long as to train it, and the runs of a grid share their graphs: where the last run's
     would come out the same, its model serves again with the weights of a fresh one, bit for bit.
     """
-    key = _graph_key(config, source, world, bf16)
+    key = _graph_key(config, shape, world, bf16)
     kept = _take(key)
     world.forget(graphs=kept is None)
-    model = build_model(config, source, world.device)
+    model = build_model(config, shape, world.device)
     if kept is None:
         return Network(model, wrap(model, config, world, bf16), key)
     _renew(kept.model, model)
@@ -110,12 +114,12 @@ def _take(key: tuple[Any, ...] | None) -> Network | None:
     return None
 
 
-def _graph_key(config: RunConfig, source: TokenSource, world: launch.World, bf16: bool) -> tuple[Any, ...] | None:
+def _graph_key(config: RunConfig, shape: ModelConfig, world: launch.World, bf16: bool) -> tuple[Any, ...] | None:
     """What a compiled graph depends on, beside the settings of torch that its own guards watch."""
     if world.sharding != "none" or not _compiled(config, world):
         return None
-    shapes = (_shape(config, source), micro_batch(config, world.size), config.data.seq_len)
-    return (*shapes, config.model.checkpointing, world.device, bf16, config.training.deterministic)
+    sizes = (shape, micro_batch(config, world.size), config.data.seq_len)
+    return (*sizes, config.model.checkpointing, world.device, bf16, config.training.deterministic)
 
 
 def _hooked(model: nn.Module) -> bool:

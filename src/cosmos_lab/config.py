@@ -29,7 +29,7 @@ class ModelOptions:
     mlp: int | None = None
     """Hidden width of the MLP."""
     vocab_size: int | None = None
-    """Rows of the embedding (None: the preset's, or the data's own when it is the embedded text)."""
+    """Rows of the embedding (None: the preset's, or the data's own where its ids go beyond or it is embedded)."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more compute."""
 

@@ -46,6 +46,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)
+    assemble.model_config(config)  # a wrong name or size is noticed before any data is unpacked
     made = finished(config)
     if made is not None:
         return made
@@ -87,7 +88,8 @@ class Trainer:
         self.bf16 = precision == "bf16" or (precision == "auto" and world.cuda)
         self.micro = assemble.micro_batch(config, world.size)
         source, self.val_source = assemble.load_source(config, "train"), assemble.load_source(config, "val")
-        self.network = assemble.network(config, source, world, self.bf16)
+        shape = assemble.model_config(config, source, self.val_source)
+        self.network = assemble.network(config, shape, world, self.bf16)
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -101,15 +101,16 @@ def test_a_diverged_or_resumed_run_leaves_no_trace(compiled: RunConfig) -> None:
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_what_a_graph_depends_on(compiled: RunConfig, change: dict[str, Any]) -> None:
-    source = assemble.load_source(compiled, "train")
     world = launch.World(0, 0, 1, torch.device("cpu"), "none")
-    key = assemble._graph_key(compiled, source, world, False)
-    assert assemble._graph_key(compiled.replace(lr=1.0, seed=5, optimizer="adam"), source, world, False) == key
-    assert assemble._graph_key(compiled.replace(**change), source, world, False) != key
-    assert assemble._graph_key(compiled, source, world, True) != key
-    assert assemble._graph_key(compiled.replace(compile="off"), source, world, False) is None
+
+    def key(config: RunConfig, world: launch.World = world, bf16: bool = False) -> Any:
+        return assemble._graph_key(config, assemble.model_config(config), world, bf16)
+
+    assert key(compiled.replace(lr=1.0, seed=5, optimizer="adam")) == key(compiled)
+    assert key(compiled.replace(**change)) != key(compiled) != key(compiled, bf16=True)
+    assert key(compiled.replace(compile="off")) is None
     for sharding in ("ddp", "fsdp"):
-        assert assemble._graph_key(compiled, source, launch.World(0, 0, 2, world.device, sharding), False) is None
+        assert key(compiled, launch.World(0, 0, 2, world.device, sharding)) is None
 
 
 def test_another_model_finds_the_last_one_freed(compiled: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from cosmos_lab import assemble, runlog
 from cosmos_lab.config import RunConfig
+from cosmos_lab.data import write_shard
 from cosmos_lab.train import train
 
 # Gradients of micro-batches are added in another order: fp32 rounding, through eight steps.
@@ -153,6 +155,34 @@ def test_micro_batches_fit_the_pass_and_divide_the_batch() -> None:
     assert assemble.micro_batch(config.replace(batch=2000), 8) == 25
     with pytest.raises(ValueError, match="--batch 960 does not divide over 7 processes"):
         assemble.micro_batch(config, 7)
+
+
+@pytest.fixture
+def beyond(tmp_path: Path) -> str:
+    """Data with ids beyond the 512 of the preset "tiny", 513 in the text to validate with alone."""
+    write_shard(tmp_path / "book_train.bin", np.arange(4000) % 513)
+    write_shard(tmp_path / "book_val.bin", np.arange(1000) % 514)
+    return str(tmp_path / "book")
+
+
+def test_data_that_records_its_vocabulary_needs_no_flag(tiny_run: RunConfig, beyond: str) -> None:
+    facts = {"tokenizer": "own", "vocab_size": 600, "end_of_document": 0}
+    Path(beyond + ".json").write_text(json.dumps(facts))
+    config = tiny_run.replace(data=beyond, vocab_size=None, steps=2)
+    train(config)
+    assert assemble.load_trained(runlog.run_folder(config)).config.vocab_size == 600
+    sources = [assemble.load_source(config, split) for split in ("train", "val")]
+    assert assemble.model_config(config.replace(model="llama-60m"), *sources).vocab_size == 32_000  # holds them all
+    assert assemble.model_config(config.replace(vocab_size=514), *sources).vocab_size == 514
+    assert assemble.model_config(config, sources[0]).vocab_size == 600
+    with pytest.raises(ValueError, match=r"book_val.bin: token 513 at position 513 is beyond the vocabulary of 513"):
+        assemble.model_config(config.replace(vocab_size=513), *sources)
+
+
+def test_data_of_an_unknown_tokenizer_needs_one(tiny_run: RunConfig, beyond: str) -> None:
+    with pytest.raises(ValueError, match=r"token 512 at position 512 is beyond .*--vocab-size 513"):
+        train(tiny_run.replace(data=beyond, vocab_size=None))
+    assert not runlog.run_folder(tiny_run).exists()
 
 
 def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:

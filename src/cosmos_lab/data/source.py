@@ -30,7 +30,13 @@ class Vocabulary:
     size: int
     end_of_document: int | None
 
+    @property
+    def known(self) -> bool:
+        """Whether it is a tokenizer's, not just one more than the largest id that was found."""
+        return self.name != _UNKNOWN
 
+
+_UNKNOWN = "unknown tokenizer"
 T5 = Vocabulary("t5", 32100, 1)  # </s>
 GPT2 = Vocabulary("gpt2", 50257, 50256)  # <|endoftext|>
 
@@ -153,7 +159,7 @@ def _vocabulary(spec: str, shards: Sequence[Shard]) -> Vocabulary:
     if len(found - {None}) > 1 or (None in found and len(found) > 1):
         names = ", ".join(sorted("unknown" if t is None else t.name for t in found))
         raise ValueError(f"data {spec!r} mixes shards of several tokenizers ({names}); name those of one")
-    return found.pop() or Vocabulary("unknown tokenizer", max(shard.max_id for shard in shards) + 1, None)
+    return found.pop() or Vocabulary(_UNKNOWN, max(shard.max_id for shard in shards) + 1, None)
 
 
 def _recognize(shard: Shard) -> Vocabulary | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import cosmos_optim
 from cosmos_lab.config import OptimizerOptions, parse_options
+from cosmos_lab.models import Decoder
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -27,30 +28,40 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
     """The optimizer the options describe, over all parameters of ``model``."""
     build = optimizer_class(options.optimizer)
+    takes = inspect.signature(build).parameters
     given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
     hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if "momentum" in inspect.signature(build).parameters:  # MUON's beta1
+    if "momentum" in takes:  # MUON's beta1
         hyper["momentum"] = options.beta1
+    if "head_dim" in takes and isinstance(model, Decoder):  # Adam-mini's blocks of queries and keys
+        hyper["head_dim"] = model.config.head_dim
+    hyper |= parse_options(options.options)
     overrides = _overrides(model, options)
+    params: nn.Module | list[dict[str, Any]] = model
+    if overrides:
+        params = cosmos_optim.param_groups(model, rule=options.optimizer, overrides=overrides)
+        for group in params:
+            if "block_rows" in group and "head_dim" in hyper:  # told of groups, the optimizer cannot tell their heads
+                group["block_rows"] = hyper["head_dim"]
     return build(
-        cosmos_optim.param_groups(model, rule=options.optimizer, overrides=overrides) if overrides else model,
+        params,
         lr=options.lr,
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
         **hyper,
-        **parse_options(options.options),
     )
 
 
 def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:
     """Own rates for embedding and head, as ``param_groups`` takes them."""
     overrides: dict[str, dict[str, Any]] = {}
+    rule = "adam-mini" if options.optimizer == "adam-mini" else "adam"
     names = {name for name, _ in model.named_parameters()}  # a tied head has no matrix of its own
     for name, lr in (("embed.weight", options.embedding_lr), ("head.weight", options.head_lr)):
         group: dict[str, Any] = {} if lr is None else {"lr": lr}
         if options.adam_beta1 is not None and name in names:
             group["betas"] = (options.adam_beta1, options.beta2)
         if group:
-            overrides[name] = {"rule": "adam", **group}
+            overrides[name] = {"rule": rule, **group}
     return overrides or None

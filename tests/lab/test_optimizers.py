@@ -1,0 +1,32 @@
+"""From options to optimizers: what a model's shape and a run's fields turn into."""
+
+import pytest
+import torch
+
+from cosmos_lab.config import OptimizerOptions
+from cosmos_lab.models import build
+from cosmos_lab.optimizers import build_optimizer
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])
+@pytest.mark.parametrize("embedding_lr", [None, 0.1])
+def test_adam_mini_knows_the_heads_of_queries_and_keys(head_dim: int, embedding_lr: float | None) -> None:
+    model = build("tiny", width=128, depth=1, mlp=96, vocab_size=64, head_dim=head_dim)
+    optimizer = build_optimizer(model, OptimizerOptions("adam-mini", lr=1e-3, embedding_lr=embedding_lr))
+    tokens = torch.arange(16)[None]
+    model(tokens, tokens).backward()
+    optimizer.step()
+    matrices = {name.split(".")[-2]: p for name, p in model.named_parameters() if p.dim() == 2}
+    heads = 128 // head_dim
+    rows = {"embed": 64, "v": 128, "o": 128, "gate": 96, "up": 96, "down": 128, "head": 64}
+    assert {name: optimizer.state[p]["v"].numel() for name, p in matrices.items()} == {"q": heads, "k": heads, **rows}
+    q = matrices["q"].grad
+    assert q is not None
+    mean = q.square().view(heads, head_dim * 128).mean(1)
+    torch.testing.assert_close(optimizer.state[matrices["q"]]["v"].flatten(), (1 - 0.98) * mean)
+
+
+def test_an_option_may_repeat_a_field() -> None:
+    model = build("tiny", width=64, depth=1, mlp=96, vocab_size=64)
+    optimizer = build_optimizer(model, OptimizerOptions("cosmos", rank=8, options=("rank=4",)))
+    assert {group["rank"] for group in optimizer.param_groups if group["rule"] == "cosmos"} == {4}

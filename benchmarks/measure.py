@@ -59,6 +59,11 @@ def transient_bytes(step: Callable[[], Any], device: torch.device) -> int | None
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def graph_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
+    """GPU memory that recorded steps keep for their work buffers between steps."""
+    return sum(o.replays.bytes for o in optimizers if hasattr(o, "replays"))
+
+
 def synchronizations(step: Callable[[], Any], device: torch.device) -> int | None:
     """How often a step makes the host wait for the device."""
     if device.type != "cuda":

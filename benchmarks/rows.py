@@ -47,6 +47,7 @@ ROWS: dict[str, Build] = {
     "cosmos": cosmos(),
     "cosmos-4": cosmos(ns_steps=4),
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
+    "cosmos-eager": cosmos(cuda_graphs=False),
     "cosmos-nesterov": cosmos(nesterov=True),
     "cosmos-loop": loop,
     "muon": muon,

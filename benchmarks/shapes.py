@@ -29,7 +29,7 @@ class Llama:
 
 MODELS = {
     "llama-60m": Llama(512, 1376, 8),
-    "llama-130m": Llama(768, 2048, 12),
+    "llama-130m": Llama(768, 3072, 12),
     "llama-350m": Llama(1024, 2736, 24),
     "llama-1b": Llama(2048, 5461, 24),
     "tiny": Llama(64, 176, 2, vocab=256),

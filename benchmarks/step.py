@@ -59,7 +59,8 @@ def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, 
     result: dict[str, Any] = {
         "name": name, "median_ms": statistics.median(times), "min_ms": times[0], "max_ms": times[-1],
         "first_ms": first, "warm_up_s": warm_up, "host_ms": host, "state_bytes": measure.state_bytes(step.optimizers),
-        "transient_bytes": measure.transient_bytes(step, device), "syncs": measure.synchronizations(step, device),
+        "transient_bytes": measure.transient_bytes(step, device), "graph_bytes": measure.graph_bytes(step.optimizers),
+        "syncs": measure.synchronizations(step, device),
     }  # fmt: skip
     if args.profile:
         result["profile"] = measure.profile(step, device)
@@ -80,9 +81,9 @@ def _host_time(step: Any, device: torch.device) -> float:
 
 def table(rows: list[dict[str, Any]], bound: dict[str, float]) -> str:
     """The rows as text."""
-    widths = (9, 9, 9, 9, 9, 8, 8, 11, 6)
-    heads = ("median", "min", "max", "first", "warm-up", "host", "state", "transient", "syncs")
-    units = ("ms", "ms", "ms", "ms", "s", "ms", "GiB", "GiB", "")
+    widths = (9, 9, 9, 9, 9, 8, 8, 11, 8, 6)
+    heads = ("median", "min", "max", "first", "warm-up", "host", "state", "transient", "graph", "syncs")
+    units = ("ms", "ms", "ms", "ms", "s", "ms", "GiB", "GiB", "GiB", "")
     lines = [
         f"{'optimizer':<18}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True)),
         f"{'':<18}" + "".join(f"{u:>{w}}" for u, w in zip(units, widths, strict=True)),
@@ -92,7 +93,8 @@ def table(rows: list[dict[str, Any]], bound: dict[str, float]) -> str:
         syncs = "-" if r["syncs"] is None else str(r["syncs"])
         lines.append(
             f"{r['name']:<18}{r['median_ms']:>9.2f}{r['min_ms']:>9.2f}{r['max_ms']:>9.2f}{r['first_ms']:>9.1f}"
-            f"{r['warm_up_s']:>9.1f}{r['host_ms']:>8.1f}{r['state_bytes'] / GIB:>8.2f}{transient:>11}{syncs:>6}"
+            f"{r['warm_up_s']:>9.1f}{r['host_ms']:>8.1f}{r['state_bytes'] / GIB:>8.2f}{transient:>11}"
+            f"{r['graph_bytes'] / GIB:>8.2f}{syncs:>6}"
         )
     lines.append(
         f"{'roofline (cosmos)':<18}{bound['sum_ms']:>9.2f}   arithmetic {bound['arithmetic_ms']:.2f}, "

@@ -32,7 +32,7 @@ from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, 
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.orthonormal import supports as rank_supports
 from cosmos_optim.kernels.project import overlap, project
-from cosmos_optim.kernels.residual import residual
+from cosmos_optim.kernels.residual import residual, work_buffer
 from cosmos_optim.kernels.split import split
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.kernels.symmetric import SymmetricProducts
@@ -164,7 +164,7 @@ class FusedAlgebra(Algebra):
                 total = total + sum_of_squares(X.P)
             return total if X.s is None else total * X.s.double().square()
         M = X.M if isinstance(X, Mean) else X
-        assert isinstance(M, Matrices)
+        assert isinstance(M, Matrices) and not M.moves
         self._written(X)
         return torch.stack(torch._foreach_norm(M.tensors, 2, torch.float64)).square().view(-1, 1, 1)
 
@@ -196,8 +196,10 @@ class FusedAlgebra(Algebra):
         fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
         halves = symmetric_supports(buffer) and (not buffer.is_cuda or sound(buffer.device, "products"))
         products = SymmetricProducts() if halves else TorchProducts()
+        # What the lane reads afterwards must be the lane's: the other stream reuses its own memory too early for that.
+        out = buffer if len(fresh) > 1 else work_buffer(len(buffer), self.m, self.n, dtype, buffer.device)
         with Lanes.of(buffer.device).heavy():
-            Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=buffer)
+            Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=out)
         if X.basis is None or dtype is not torch.float16:
             return Polar(Y, square)
         BU, left = overlap(Y if self.m >= self.n else Y.mT, X.basis.half, X.basis.r)
@@ -239,6 +241,10 @@ class FusedAlgebra(Algebra):
         return X.buffer, X.square, X.factor  # type: ignore[return-value]
 
     # -- the boundary to parameters and their state -------------------------------------------------------------------
+
+    def follow(self, tensors: Sequence[Tensor], table: Tensor) -> Matrices:
+        """Matrices like these, wherever `table` says that they are when a kernel reads it."""
+        return Matrices.of(tensors, table)
 
     def load(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:
         """Matrices stay where they are; thin factors are stacked."""

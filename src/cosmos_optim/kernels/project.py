@@ -91,7 +91,7 @@ def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor
 
 @jit
 def _overlap(  # type: ignore[no-untyped-def]
-    x, u, y, e, stride, m, n, r, sm, sn, gain,
+    x, u, y, e, stride, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
@@ -104,7 +104,9 @@ def _overlap(  # type: ignore[no-untyped-def]
         j = k + tl.arange(0, BK)
         a = tile(start, i, j, m, n, sm, sn)
         squares += a.to(tl.float32) * a.to(tl.float32)
-        acc = mac(a, tl.load(base + j[:, None] * R + c[None, :], mask=j[:, None] < n, other=0.0), acc, WIDE)
+        at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
+        acc = mac(a, tl.load(at + u_step, mask=held, other=0.0), acc, WIDE)
+        acc = mac(a, tl.load(at, mask=held, other=0.0), acc, WIDE)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
     left = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
@@ -112,7 +114,7 @@ def _overlap(  # type: ignore[no-untyped-def]
 
 
 def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """X U (B, m, r) to half precision and |X - X U U'|^2 (B, 1, 1) in float64, for a float16 stack X of any strides."""
+    """X U (B, m, r) and |X - X U U'|^2 (B, 1, 1) in float64, for a float16 stack X of any strides."""
     _, batch, n, R = U.shape
     m = X.shape[1]
     how = OVERLAP.fit(R)
@@ -120,7 +122,7 @@ def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor]:
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     E = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
     _overlap[(blocks, batch)](
-        x=X, u=U, y=Y, e=E, stride=X.stride(0), m=m, n=n, r=r, sm=X.stride(1), sn=X.stride(2), gain=1 / BASIS_SCALE,
+        x=X, u=U, y=Y, e=E, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1), sn=X.stride(2), gain=1 / BASIS_SCALE,
         BM=how.rows, BK=how.cols, R=R, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return Y, E.sum(1, dtype=torch.float64).view(-1, 1, 1)

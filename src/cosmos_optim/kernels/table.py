@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from cosmos_optim.kernels.backend import tl
 # Tables kept: gradients that move in memory at every step must not fill the device with tables.
 _KEPT = 512
 _tables: OrderedDict[Any, Tensor] = OrderedDict()
-# A graph reads its tables, and the host memory they are copied from, at every replay.
+# A graph reads its tables, and the host memory they are copied from, at every replay: they live as long as this list,
+# which is everybody's until `keeping` names another.
 _captured: list[tuple[Tensor, Tensor | None]] = []
 
 # Whether kernels may read rows that begin anywhere by 16 bytes at a time; `health` clears it where that fails.
@@ -52,6 +54,17 @@ class _Arena:
 _arena = _Arena()
 
 
+@contextmanager
+def keeping(held: list[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """What a capture inside reads goes to `held`, for the owner of the graph to keep."""
+    global _captured
+    before, _captured = _captured, held
+    try:
+        yield
+    finally:
+        _captured = before
+
+
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
     """The int64 table of where these tensors begin, on their device."""
     device = tensors[0].device
@@ -76,15 +89,19 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """A list of (m, n) matrices with one dtype and one pair of strides."""
+    """A list of (m, n) matrices with one dtype and one pair of strides.
+
+    moves: the table will name other matrices of the same kind later, so only kernels that read it may be asked.
+    """
 
     tensors: list[Tensor]
     table: Tensor
+    moves: bool = False
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Matrices:
-        """The operand for these tensors."""
-        return cls(list(tensors), addresses(tensors))
+    def of(cls, tensors: Sequence[Tensor], table: Tensor | None = None) -> Matrices:
+        """The operand for these tensors, by a table of its own or by a given one that somebody else writes."""
+        return cls(list(tensors), addresses(tensors) if table is None else table, table is not None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,6 +145,7 @@ class Matrices:
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy as one tensor (B, m, n)."""
+        assert not self.moves, "a matrix that moves can be read through its table alone"
         return torch.stack([t.to(dtype) for t in self.tensors])
 
 

@@ -6,6 +6,7 @@ through sums over rows or columns, so the same lines run on whole matrices and o
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,9 +77,13 @@ def _start_columns(n: int, k: int, r: int, like: Tensor) -> Tensor:
 
 def _random_columns(n: int, k: int, like: Tensor) -> Tensor:
     """Orthonormal columns, the same on every machine."""
+    return _columns_on_host(n, k).to(dtype=like.dtype, device=like.device)
+
+
+@lru_cache(maxsize=4)  # the stacks of a first step share them; each costs more than the rest of its stack
+def _columns_on_host(n: int, k: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    Y = torch.randn(n, k, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(Y)[0].to(dtype=like.dtype, device=like.device)
+    return torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64))[0]
 
 
 def _ritz(G: Any, Y: Tensor, alg: Algebra) -> Tensor:

@@ -19,6 +19,7 @@ from cosmos_optim.groups import as_groups
 from cosmos_optim.layout import LAYOUTS, Layout
 from cosmos_optim.optim import checkpoint, execute, gradients
 from cosmos_optim.optim.execute import Entry
+from cosmos_optim.optim.replay import Replays
 from cosmos_optim.rules import RULES, Rule
 from cosmos_optim.rules.base import require
 from cosmos_optim.suggest import close_to
@@ -48,7 +49,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
     rule: the rule of groups that name none.
     lr, adam_lr: the rate of that rule's groups, and of Adam's; a group's own "lr" wins.
-    hyper: hyper-parameters for every group whose rule has them.
+    hyper: hyper-parameters for every group whose rule has them, and cuda_graphs: whether steps on a GPU are recorded
+        and replayed (`replays` says what that holds).
     """
 
     def __init__(
@@ -60,12 +62,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         adam_lr: float | Tensor,
         hyper: Mapping[str, Any],
     ) -> None:
-        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "two_sided"}
+        hyper = dict(hyper)
+        self.replays = Replays(hyper.pop("cuda_graphs", True))
+        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "two_sided", "cuda_graphs"}
         for key in hyper:
             if key not in known:
                 hint = f"{close_to(key, known)}; it has {sorted(known)}"
                 raise ValueError(f"{type(self).__name__} has no argument {key!r}{hint}")
-        self._setup: dict[str, Any] = {"rule": rule, "adam_lr": adam_lr, "hyper": dict(hyper)}
+        self._setup: dict[str, Any] = {
+            "rule": rule, "adam_lr": adam_lr, "hyper": hyper, "cuda_graphs": self.replays.on,
+        }  # fmt: skip
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
         self._recorder: dict[str, dict[str, float]] | None = None
@@ -197,7 +203,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for entry, started in zip(entries, found.started, strict=True):
                 if started:
                     self._started.add(entry.p)
-            execute.run(entries, found, self._recorder)
+            execute.run(entries, found, self._recorder, self.replays)
 
     def _collect(self) -> list[Entry]:
         """Every parameter with a gradient, its layout and state."""
@@ -273,6 +279,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.state = checkpoint.as_default_dict(self.state)
         self._recorder, self._layouts, self._started = None, {}, set()
+        self.replays = Replays(self._setup.get("cuda_graphs", True))
         self._meet()
         self._started = checkpoint.started(self)
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,15 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
+class Moving:
+    """What a recorded step reads from the device instead: where the gradients of a chunk are, its rate and decay."""
+
+    table: Tensor
+    lr: Tensor
+    decay: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Matrix:
     """One block of an entry: 2-D views of parameter, gradient and state."""
 
@@ -53,7 +62,18 @@ class Matrix:
     fresh: bool
 
 
-def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]] | None) -> None:
+class Recorder(Protocol):
+    """Who may take some of the work of a step off the host."""
+
+    def take(
+        self, entries: Sequence[Entry], skip: Tensor | None, peaks: Tensor
+    ) -> tuple[set[Tensor], Callable[[], None] | None]:
+        """The parameters it will step, and how to start that."""
+
+
+def run(
+    entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]] | None, recorder: Recorder | None = None
+) -> None:
     """One step of every entry. Those still waiting for a first gradient are only decayed."""
     live = [e for e, s in zip(entries, found.started, strict=True) if s]
     fresh = {e.p for e, f in zip(entries, found.fresh, strict=True) if f}
@@ -69,11 +89,16 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
     copies: list[tuple[Tensor, Tensor]] = []
     taken: Counter[object] = Counter()
     tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True))
+    apart: set[Tensor] = set()
+    replay: Callable[[], None] | None = None
+    if recorder is not None and record is None and found.skip is not None:
+        apart, replay = recorder.take(live, found.skip, found.peaks)
     groups = list(by_group(live))
     for held in groups:
-        if held[0].rule.elementwise:
+        left = [e for e in held if e.p not in apart]
+        if held[0].rule.elementwise or not left:
             continue
-        for (m, n), matrices in buckets(held, fresh, copies):
+        for (m, n), matrices in buckets(left, fresh, copies):
             local = local_algebra(matrices)
             for chunk in chunks(matrices, local):
                 place = chunk[0].place
@@ -83,6 +108,9 @@ def run(entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]
     device = entries[0].p.device
     lanes = Lanes.of(device)
     with lanes.forked():
+        if replay is not None:
+            with lanes.lane(0):
+                replay()
         for k, here in enumerate([job for team, job in jobs if team is None]):
             with lanes.lane(k):
                 here()
@@ -180,6 +208,7 @@ def run_chunk(
     record: dict[str, dict[str, float]] | None,
     local: type[Algebra],
     tops: dict[Tensor, Tensor],
+    moving: Moving | None = None,
 ) -> None:
     """The rule on one stack: load, start if new, direction, store, apply."""
     first, entry = chunk[0], chunk[0].entry
@@ -189,7 +218,13 @@ def run_chunk(
     if isinstance(alg, FusedAlgebra):
         alg.top = torch.stack([tops[x.entry.p] for x in chunk]).float()
     lists = {name: [x.state[name] for x in chunk] for name in first.state}
-    G = alg.load([x.grad for x in chunk], dtype)
+    grads = [x.grad for x in chunk]
+    lr, decay = signed_lr(group), decay_of(group)
+    if moving is None:
+        G = alg.load(grads, dtype)
+    else:
+        assert isinstance(alg, FusedAlgebra)
+        G, lr, decay = alg.follow(grads, moving.table), moving.lr, moving.decay
     state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}
     steps = [x.entry.state["step"] for x in chunk]
     t = torch.stack(steps).to(dtype).view(-1, 1, 1)
@@ -206,8 +241,7 @@ def run_chunk(
     D, new = place.run(step, alg, G, state, t)
     for name, tensors in lists.items():
         alg.store_(tensors, new[name])
-    alg.apply_([x.p for x in chunk], D, signed_lr(group), decay_of(group),
-               noise=steps if group["stochastic_rounding"] else None)  # fmt: skip
+    alg.apply_([x.p for x in chunk], D, lr, decay, noise=steps if group["stochastic_rounding"] else None)
 
 
 class Probe:

@@ -29,6 +29,10 @@ class CompareOptions:
     """Rates in place of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name."""
     seeds: str = "0"
     """Seeds, separated by commas."""
+    only: str | None = None
+    """Only these rows of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
+    extra: str | None = None
+    """More by optimizer: soap:frequency=10;cosmos:rank=32,nesterov=True; one that occurs twice runs in both ways."""
     parallel: int = 1
     """Runs at a time; with GPUs each has one of its own."""
     minutes: float = 0.0
@@ -160,33 +164,14 @@ def compare_command(arguments: list[str]) -> None:
     runs = recipe.runs(
         asked.run,
         optimizers=options.optimizers.split(",") if options.optimizers else None,
-        lrs=parse_lrs(options.lrs),
-        seeds=_numbers(options.seeds, int, "--seeds"),
+        lrs=flags.parse_lrs(options.lrs),
+        seeds=flags.numbers(options.seeds, int, "--seeds"),
+        only=options.only.split(",") if options.only else None,
+        extra=flags.parse_extra(options.extra),
     )
     compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
     if recipe.published and scale == 1:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
-
-
-def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:
-    """Rates as the flag gives them.
-
-    >>> parse_lrs("1e-3,2e-3"), parse_lrs("adam=2e-3;cosmos=5e-4,1e-3")
-    ([0.001, 0.002], {'adam': [0.002], 'cosmos': [0.0005, 0.001]})
-    """
-    if text is None:
-        return None
-    if "=" not in text:
-        return _numbers(text, float, "--lrs")
-    pairs = (part.partition("=") for part in text.split(";") if part)
-    return {name.strip(): _numbers(rates, float, "--lrs") for name, _, rates in pairs}
-
-
-def _numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ValueError(f"{flag} takes numbers separated by commas; got {text!r}") from None
 
 
 def profile_command(arguments: list[str]) -> None:

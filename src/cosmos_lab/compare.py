@@ -26,6 +26,7 @@ from cosmos_lab import runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import write_json
 from cosmos_lab.display import TableDisplay
+from cosmos_lab.optimizers import check_optimizer
 from cosmos_lab.ranking import NOT_STARTED, format_result, rank
 from cosmos_lab.train import finished, train
 
@@ -109,8 +110,6 @@ def compare(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two runs are called {twice!r}; give them names of their own")
-    for run in runs:
-        run.check()
     budget, made = Budget(minutes), _finished(runs)
     table = TableDisplay(runs) if show else None
     context: AbstractContextManager[Any] = table or nullcontext()
@@ -135,13 +134,14 @@ def compare(
 
 
 def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
-    """Summaries of the runs that are there; if any folder holds another run, all such are named in one ValueError."""
+    """Summaries of the runs that are there; one ValueError names every run that is wrong or finds another's folder."""
     made, conflicts = {}, []
     for run in runs:
         try:
+            check_optimizer(run.check().optimizer, run.model.model)
             summary = finished(run)
         except ValueError as conflict:
-            conflicts.append(str(conflict))
+            conflicts.append(f"{run.run_name}: {conflict}")
             continue
         if summary is not None:
             made[run.run_name] = summary

@@ -210,7 +210,7 @@ def _topic(name: str) -> str:
     return _TOPICS[name]
 
 
-def parse_options(options: tuple[str, ...]) -> dict[str, Any]:
+def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str, Any]:
     """``("ns_steps=4", "side=smaller")`` as keyword arguments.
 
     >>> parse_options(("ns_steps=4", "side=smaller", "nesterov=True"))
@@ -222,7 +222,7 @@ def parse_options(options: tuple[str, ...]) -> dict[str, Any]:
     for option in options:
         name, equals, text = option.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"--options takes name=value, for example ns_steps=4; got {option!r}")
+            raise ValueError(f"{flag} takes name=value, for example ns_steps=4; got {option!r}")
         if text.startswith("torch.") and isinstance(getattr(torch, text[6:], None), torch.dtype):
             parsed[name] = getattr(torch, text[6:])
             continue

@@ -16,7 +16,7 @@ from typing import Any
 from cosmos_lab.compare import compare
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TrainDisplay, format_table
-from cosmos_lab.recipes.base import label
+from cosmos_lab.recipes.rows import label
 from cosmos_lab.report import write_report
 from cosmos_lab.train import train
 

@@ -6,9 +6,11 @@ import argparse
 import ast
 import dataclasses
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, TypeVar
+
+from cosmos_lab.config import parse_options
 
 T = TypeVar("T")
 
@@ -85,3 +87,42 @@ def _optional(kind: type) -> Any:
 
     read.__name__ = kind.__name__
     return read
+
+
+def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:
+    """Rates as the flag gives them.
+
+    >>> parse_lrs("1e-3,2e-3"), parse_lrs("adam=2e-3;cosmos=5e-4,1e-3")
+    ([0.001, 0.002], {'adam': [0.002], 'cosmos': [0.0005, 0.001]})
+    """
+    if text is None:
+        return None
+    if "=" not in text:
+        return numbers(text, float, "--lrs")
+    pairs = (part.partition("=") for part in text.split(";") if part)
+    return {name.strip(): numbers(rates, float, "--lrs") for name, _, rates in pairs}
+
+
+def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
+    """``1,2,3`` as numbers of a kind."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers separated by commas; got {text!r}") from None
+
+
+def parse_extra(text: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Fields by optimizer as the flag gives them.
+
+    >>> parse_extra("soap:frequency=10;cosmos:;cosmos:rank=32,side=smaller")
+    [('soap', {'frequency': 10}), ('cosmos', {}), ('cosmos', {'rank': 32, 'side': 'smaller'})]
+    """
+    found = []
+    for part in (text or "").split(";"):
+        if not part.strip():
+            continue
+        name, colon, fields = part.partition(":")
+        if not colon:
+            raise ValueError(f"--extra takes optimizer:name=value, for example soap:frequency=10; got {part!r}")
+        found.append((name.strip(), parse_options(tuple(f.strip() for f in fields.split(",") if f.strip()), "--extra")))
+    return found

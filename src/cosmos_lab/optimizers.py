@@ -12,7 +12,8 @@ from torch import nn
 
 import cosmos_optim
 from cosmos_lab.config import OptimizerOptions, parse_options
-from cosmos_lab.models import Decoder
+from cosmos_lab.models import Decoder, resolve
+from cosmos_lab.models import build as build_model
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -51,6 +52,12 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
         weight_decay=options.weight_decay,
         **hyper,
     )
+
+
+def check_optimizer(options: OptimizerOptions, model: str) -> None:
+    """Build the optimizer for a miniature of the model, so that a wrong option is an error before its run begins."""
+    preset = resolve(model)
+    build_optimizer(build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1), options)
 
 
 def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:

@@ -12,7 +12,7 @@ from cosmos_lab.display import format_table
 
 NOT_STARTED = "not started"
 # What a run is called by in the table, beside optimizer and rate, where the runs differ in it.
-_QUIET = {"optimizer", "lr", "adam_lr", "seed", "name", "out", "recipe"}
+_QUIET = {"optimizer", "lr", "seed", "name", "out", "recipe"}
 
 
 def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -47,13 +47,16 @@ def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | N
 
 
 def _differing(runs: Sequence[RunConfig]) -> list[str]:
-    """Fields in which runs of the same optimizer differ, beside rate and seed."""
-    found = []
-    for name in runs[0].flat():
-        values = {(run.optimizer.optimizer, run.get(name)) for run in runs}
-        if name not in _QUIET and len(values) > len({optimizer for optimizer, _ in values}):
-            found.append(name)
-    return found
+    """Fields in which runs of the same optimizer differ, beside rate and seed; adam_lr where it does not follow lr."""
+
+    def differ(name: str) -> bool:
+        values: dict[Any, set[Any]] = {}
+        for run in runs:
+            alike = (run.optimizer.optimizer, run.optimizer.lr if name == "adam_lr" else None)
+            values.setdefault(alike, set()).add(run.get(name))
+        return any(len(found) > 1 for found in values.values())
+
+    return [name for name in runs[0].flat() if name not in _QUIET and differ(name)]
 
 
 def _row(
@@ -64,9 +67,10 @@ def _row(
     values = [summary.get(metric) for summary in summaries]
     known = [value for value in values if value is not None]
     whole = len(known) == len(values)
-    extras = {name: first.get(name) for name in differing}
-    own = (f"{name} {value}" for name, value in extras.items())
-    label = " ".join([first.optimizer.optimizer, f"lr {first.optimizer.lr:g}", *own])
+    extras = {name: list(v) if isinstance(v := first.get(name), tuple) else v for name in differing}
+    own = (f"{name} {value}" for name, value in extras.items() if name != "options")
+    options = first.optimizer.options if "options" in differing else ()
+    label = " ".join([first.optimizer.optimizer, f"lr {first.optimizer.lr:g}", *own, *options])
     return {
         "label": label,
         "optimizer": first.optimizer.optimizer,

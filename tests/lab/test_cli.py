@@ -8,8 +8,9 @@ import pytest
 
 from cosmos_lab import commands, flags
 from cosmos_lab.cli import main
-from cosmos_lab.commands import CompareCommand, parse_lrs
+from cosmos_lab.commands import CompareCommand
 from cosmos_lab.config import RunConfig
+from cosmos_lab.flags import parse_extra, parse_lrs
 from cosmos_lab.profile import ProfileConfig
 from cosmos_lab.recipes import RECIPES
 
@@ -57,6 +58,21 @@ def test_compare_runs_the_grid_asked_for(
     assert "best" in capsys.readouterr().out
 
 
+def test_compare_takes_rows_and_fields_of_the_study(
+    small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = [flag for flag in small if flag not in ("--rank", "8")] + ["--micro-batch", "2", "--steps", "2"]
+    chosen = ["--optimizers", "adam,soap", "--lrs", "2e-3", "--extra", "soap:frequency=10"]
+    assert main(["compare", "wiki-60m", *quick, *chosen, "--minutes", "5"]) == 0
+    assert main(["compare", "wiki-60m-ablations", *quick, "--only", "rank-32+gamma-0.5,nesterov"]) == 0
+    names = sorted(path.name for path in Path(tiny_run.logging.out).iterdir() if path.is_dir())
+    assert names == [
+        "wiki-60m-ablations-cosmos-lr0.0005-nesterovTrue-s0", "wiki-60m-ablations-cosmos-lr0.0005-rank32-gamma0.5-s0",
+        "wiki-60m-adam-lr0.002-s0", "wiki-60m-soap-lr0.002-frequency10-s0",
+    ]  # fmt: skip
+    assert "cosmos lr 0.0005 rank 64 gamma None nesterov=True" in capsys.readouterr().out
+
+
 def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch", "1", "--accumulation", "1", "--seq-len", "16", "--iterations", "1", "--vocab-size", "64"]
     assert main(["profile", "tiny", *sizes, "--tables", "memory", "--optimizers", "adam", "--device", "cpu"]) == 0
@@ -82,6 +98,10 @@ def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "tiny", "--lr", "1"], "a comparison takes --lrs, not --lr"),
         (["compare", "tiny", "--seeds", "a"], "--seeds takes numbers separated by commas; got 'a'"),
         (["compare", "llama-130m", "--optimizers", "normuon"], "give them with --lrs"),
+        (["compare", "tiny", "--minutes", "-1"], "--minutes must be 0 (no limit) or more; got -1"),
+        (["compare", "tiny", "--only", "rank-5"], "--only rank-5 fits no row; the rows are base"),
+        (["compare", "tiny", "--extra", "frequency=10"], "--extra takes optimizer:name=value"),
+        (["compare", "tiny", "--extra", "soap:frequency"], "--extra takes name=value"),
         (["profile", "llama-2b"], "no preset 'llama-2b'"),
         (["report"], "RUNS comes first"),
         (["report", "nowhere"], "nowhere"),
@@ -157,6 +177,8 @@ def test_rates_on_the_command_line() -> None:
     assert parse_lrs(None) is None
     with pytest.raises(ValueError, match="--lrs takes numbers"):
         parse_lrs("fast")
+    assert parse_extra(None) == []
+    assert parse_extra("soap: frequency=10; cosmos:") == [("soap", {"frequency": 10}), ("cosmos", {})]
 
 
 def test_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:

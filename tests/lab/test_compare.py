@@ -70,11 +70,11 @@ def test_finished_runs_are_skipped_and_half_finished_ones_resumed(
 
 
 def test_runs_in_processes_give_the_same(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = grid(tiny_run, {**ADAM, "lr": 1e-2, "adam_lr": 1e-2}, {**COSMOS, "options": ("ns_stepz=1",)})
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2, "adam_lr": 1e-2}, {**COSMOS, "data": "nowhere/at/all"})
     result = compare(runs, parallel=2)
     assert "failed" in capsys.readouterr().out
     assert [row["status"] for row in result["rows"]] == [["done"], ["failed"]]
-    assert "ns_stepz" in result["rows"][1]["failures"][0]
+    assert "missing shard" in result["rows"][1]["failures"][0]
     here = compare([runs[0].replace(name="here")], show=False)
     assert here["rows"][0]["values"] == result["rows"][0]["values"]
 
@@ -92,6 +92,26 @@ def test_variants_of_one_optimizer_are_told_apart(tiny_run: RunConfig) -> None:
     labels = [row["label"] for row in result["rows"]]
     assert labels == ["cosmos lr 0.002 rank 4", "cosmos lr 0.002 rank 8", "adam lr 0.002 rank None"]
     assert all(row["mean"] is None for row in result["rows"]) and result["best"] == {}
+
+
+def test_a_rate_for_the_rest_of_the_model_and_options_tell_variants_apart(tiny_run: RunConfig) -> None:
+    follows = [{**ADAM, "lr": lr, "adam_lr": lr} for lr in (1e-3, 2e-3)]
+    runs = grid(tiny_run, *follows, COSMOS, {**COSMOS, "adam_lr": 2e-2}, {**COSMOS, "options": ("nesterov=True",)})
+    rows = rank(runs[:2], "final_val_loss")["rows"]
+    assert [row["label"] for row in rows] == ["adam lr 0.001", "adam lr 0.002"]
+    rows = rank(runs[2:], "final_val_loss")["rows"]
+    assert [row["label"] for row in rows] == [
+        "cosmos lr 0.002 adam_lr 0.01", "cosmos lr 0.002 adam_lr 0.02", "cosmos lr 0.002 adam_lr 0.01 nesterov=True",
+    ]  # fmt: skip
+    assert rows[2]["options"] == ["nesterov=True"]
+
+
+def test_a_wrong_option_is_found_before_anything_is_trained(tiny_run: RunConfig) -> None:
+    wrong = ({**COSMOS, "options": ("ns_stepz=1",)}, {"optimizer": "adamm"}, {**ADAM, "model": "llama-13m"})
+    with pytest.raises(ValueError, match="3 of 4 runs cannot be made here") as error:
+        compare(grid(tiny_run, ADAM, *wrong), show=False)
+    assert all(word in str(error.value) for word in ("run1: ", "ns_stepz", "run2: unknown optimizer", "no preset"))
+    assert not Path(tiny_run.logging.out).exists()
 
 
 def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,64 @@ def test_choosing_optimizers_rates_and_seeds() -> None:
     assert [(run.optimizer.optimizer, run.optimizer.lr) for run in added] == [("normuon", 5e-4)]
 
 
+def test_rows_by_name() -> None:
+    recipe = get_recipe("wiki-60m-ablations")
+
+    def names(*only: str) -> list[str]:
+        start, end = "wiki-60m-ablations-cosmos-lr0.0005-", "-s0"
+        return [run.run_name.removeprefix(start).removesuffix(end) for run in recipe.runs(only=only)]
+
+    assert names("rank-32+gamma-0.5", "nesterov") == ["rank32-gamma0.5", "nesterovTrue"]
+    assert names("rank-32") == [f"rank32-gamma{gamma}" for gamma in ("0.1", "0.25", "0.5", "1")]
+    assert names("gamma-0.5", "rank32-gamma0.1") == ["rank32-gamma0.1", *(f"rank{r}-gamma0.5" for r in (32, 64, 128))]
+    assert names("ns_steps") == names("ns-steps-3", "ns_steps=4") == ["ns_steps3", "ns_steps4"]
+    words = names("inside", "polar-express", "two_sided", "weight-decay", "residual_guard-0.0", "momentum-dtype")
+    assert words == [
+        "eps_placementinside", "ns_coefficientspolar-express", "residual_guard0.0", "two_sidedTrue", "decay0.1",
+        "momentum_dtypetorch.bfloat16",
+    ]  # fmt: skip
+    (base,) = recipe.runs(only=["base"])
+    assert base.optimizer == recipe.config.optimizer
+    with pytest.raises(ValueError, match=r"--only rank-3 fits no row; the rows are base, rank-32\+gamma-0.1, "):
+        names("rank-3")
+
+
+def test_every_ablation_has_a_name_of_its_own() -> None:
+    grid = get_recipe("wiki-60m-ablations").runs()
+    assert len({run.optimizer for run in grid}) == len(grid)
+
+
+def test_more_fields_by_optimizer() -> None:
+    recipe = get_recipe("wiki-60m")
+    extra = [("soap", {"frequency": 10}), ("cosmos", {}), ("cosmos", {"rank": 32, "adam_lr": 4e-3, "nesterov": True})]
+    runs = recipe.runs(optimizers=["adam", "soap", "cosmos"], lrs=[1e-3], extra=extra)
+    assert [run.run_name for run in runs] == [
+        "wiki-60m-adam-lr0.001-s0", "wiki-60m-soap-lr0.001-frequency10-s0", "wiki-60m-cosmos-lr0.001-s0",
+        "wiki-60m-cosmos-lr0.001-rank32-adam_lr0.004-nesterovTrue-s0",
+    ]  # fmt: skip
+    assert [run.optimizer.options for run in runs] == [(), ("frequency=10",), (), ("nesterov=True",)]
+    assert (runs[3].optimizer.rank, runs[3].optimizer.adam_lr, runs[2].optimizer.rank) == (32, 4e-3, 64)
+    (galore,) = recipe.runs(optimizers=["galore"], lrs=[1e-2], extra=[("galore", {"scale": 1.0, "rank": 64})])
+    assert galore.optimizer.options == ("update_gap=50", "scale=1.0") and galore.optimizer.rank == 64
+    (soap,) = recipe.runs(
+        recipe.config.replace(options=("two_sided=True",)), optimizers=["soap"], lrs=[1e-3], extra=extra[:1]
+    )
+    assert soap.optimizer.options == ("two_sided=True", "frequency=10")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (("galore", {"scale": 1.0}), "--extra is for galore, but no run of the grid has that optimizer"),
+        (("cosmos", {"lr": 1.0}), "--extra cannot set lr: choose with --lrs"),
+        (("cosmos", {"rank": "full"}), "--extra: rank takes a number; got 'full'"),
+    ],
+)
+def test_wrong_fields_by_optimizer(extra: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_recipe("wiki-60m").runs(optimizers=["cosmos"], extra=[extra])
+
+
 def test_another_optimizer_starts_as_the_recipe_runs_it() -> None:
     recipe = get_recipe("llama-130m")
     galore = recipe.start("galore").optimizer

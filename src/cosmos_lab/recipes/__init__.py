@@ -5,7 +5,8 @@
 """
 
 from cosmos_lab.recipes import gpt, llama, small, wiki  # noqa: F401  (importing registers)
-from cosmos_lab.recipes.base import RECIPES, Recipe, get_recipe, label, shrink
+from cosmos_lab.recipes.base import RECIPES, Recipe, get_recipe, shrink
 from cosmos_lab.recipes.profiles import PROFILES
+from cosmos_lab.recipes.rows import label
 
 __all__ = ["PROFILES", "RECIPES", "Recipe", "get_recipe", "label", "shrink"]

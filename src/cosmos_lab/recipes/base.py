@@ -9,8 +9,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import resolve
-
-Variant = Mapping[str, Any]
+from cosmos_lab.recipes.rows import Variant, extended, label, plain, select, with_rates
 
 RECIPES: dict[str, Callable[[], Recipe]] = {}
 _EVERY = ("val_every", "checkpoint_every", "diagnostics_every")
@@ -46,7 +45,7 @@ class Recipe:
         if optimizer == self.config.optimizer.optimizer:
             return self.config
         own = [variant for variant in self.grid if variant["optimizer"] == optimizer]
-        return self.config.replace(**(own[len(own) // 2] if own else _plain(optimizer)))
+        return self.config.replace(**(own[len(own) // 2] if own else plain(optimizer)))
 
     def runs(
         self,
@@ -55,6 +54,8 @@ class Recipe:
         optimizers: Sequence[str] | None = None,
         lrs: Mapping[str, Sequence[float]] | Sequence[float] | None = None,
         seeds: Iterable[int] = (0,),
+        only: Sequence[str] | None = None,
+        extra: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> list[RunConfig]:
         """The runs of the grid, named.
 
@@ -63,65 +64,23 @@ class Recipe:
             optimizers: only these; one that the recipe does not run gets its ``lrs``.
             lrs: rates in place of the recipe's, for all optimizers or by name.
             seeds: every run once for each.
+            only: rows by what sets them apart, such as "rank-32", or "rank-32+gamma-0.5" for both at once.
+            extra: (optimizer, fields) to set in its rows; an optimizer that occurs twice runs in both ways.
         """
         base = config or self.config
         chosen = [v for v in self.grid if optimizers is None or v["optimizer"] in optimizers]
         if lrs is not None:
-            chosen = _with_rates(self.grid, optimizers or list(dict.fromkeys(v["optimizer"] for v in self.grid)), lrs)
+            chosen = with_rates(self.grid, optimizers or list(dict.fromkeys(v["optimizer"] for v in self.grid)), lrs)
         missing = sorted(set(optimizers or ()) - {v["optimizer"] for v in chosen})
         if missing:
             raise ValueError(f"recipe {self.name!r} has no rates for {', '.join(missing)}: give them with --lrs")
+        if only is not None:
+            chosen = select(chosen, only)
         return [
-            base.replace(**variant, seed=seed, name=f"{base.logging.recipe}-{label(variant)}-s{seed}")
-            for variant in chosen
+            base.replace(**variant, seed=seed, name=f"{base.logging.recipe}-{label(variant, shown)}-s{seed}")
+            for variant, shown in extended(chosen, extra, base.optimizer.options)
             for seed in seeds
         ]
-
-
-def _with_rates(
-    grid: Sequence[Variant], optimizers: Sequence[str], lrs: Mapping[str, Sequence[float]] | Sequence[float]
-) -> list[Variant]:
-    """The grid's optimizers, with the fields they are run with there, at other rates."""
-    chosen: list[Variant] = []
-    for name in optimizers:
-        rates = lrs.get(name) if isinstance(lrs, Mapping) else lrs
-        if rates is None:
-            chosen += [v for v in grid if v["optimizer"] == name]
-            continue
-        for like in _without_rate(grid, name):
-            chosen += [{**like, "lr": lr, **({"adam_lr": lr} if like.get("adam_lr") == "lr" else {})} for lr in rates]
-    return chosen
-
-
-def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
-    """An optimizer's distinct variants apart from the rate; adam_lr "lr" marks one that follows it."""
-    own = [variant for variant in grid if variant["optimizer"] == name]
-    follows = all(variant.get("adam_lr") == variant["lr"] for variant in own)
-    found: list[dict[str, Any]] = []
-    for variant in own:
-        like = {key: value for key, value in variant.items() if key != "lr"} | ({"adam_lr": "lr"} if follows else {})
-        if like not in found:
-            found.append(like)
-    return found or [_plain(name)]
-
-
-def _plain(name: str) -> dict[str, Any]:
-    """An optimizer the recipe does not run: without the hyper-parameters that belong to COSMOS."""
-    return {"optimizer": name, **({} if name == "cosmos" else {"rank": None, "gamma": None})}
-
-
-def label(variant: Variant) -> str:
-    """A short name for a variant: the optimizer, its rate, and what else it sets.
-
-    >>> label({"optimizer": "cosmos", "lr": 5e-4, "rank": 32, "gamma": 0.1})
-    'cosmos-lr0.0005-rank32-gamma0.1'
-    """
-    parts = [str(variant["optimizer"]), f"lr{variant['lr']:g}"]
-    for name, short in (("rank", "rank"), ("gamma", "gamma"), ("beta1", "momentum"), ("weight_decay", "decay")):
-        if variant.get(name) is not None:
-            parts.append(f"{short}{variant[name]:g}")
-    parts += [option.replace("=", "") for option in variant.get("options", ())]
-    return "-".join(parts)
 
 
 def recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
@@ -163,8 +122,3 @@ def shrink(config: RunConfig, scale: float) -> RunConfig:
         val_tokens=max(65_536, round(log.val_tokens * scale)),
         **every,
     )
-
-
-def variants(optimizer: str, lrs: Iterable[float], **fields: Any) -> list[Variant]:
-    """One variant for each rate; a field given as "lr" takes the rate itself."""
-    return [{"optimizer": optimizer, "lr": lr, **{k: lr if v == "lr" else v for k, v in fields.items()}} for lr in lrs]

@@ -122,8 +122,8 @@ def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor]:
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     E = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
     _overlap[(blocks, batch)](
-        x=X, u=U, y=Y, e=E, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1), sn=X.stride(2), gain=1 / BASIS_SCALE,
-        BM=how.rows, BK=how.cols, R=R, WIDE=INTERPRET, **how.options,
+        x=X, u=U, y=Y, e=E, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1),
+        sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return Y, E.sum(1, dtype=torch.float64).view(-1, 1, 1)
 

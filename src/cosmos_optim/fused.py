@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra, sum_of_squares
-from cosmos_optim.kernels import available
+from cosmos_optim.kernels import available, eigen
+from cosmos_optim.kernels.backend import power_of_two
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.health import sound
 from cosmos_optim.kernels.momentum import momentum_
@@ -33,6 +34,7 @@ from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.orthonormal import supports as rank_supports
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual, work_buffer
+from cosmos_optim.kernels.slab import newton_schulz_bytes
 from cosmos_optim.kernels.split import split
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.kernels.symmetric import SymmetricProducts
@@ -43,6 +45,8 @@ from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchPro
 
 # The kernels keep a block of a thin factor in registers.
 MAX_RANK = 256
+# Thin factors whose parts are kept at a time: a step asks for those of the old basis and of the new one.
+BASES = 4
 # Where a work buffer is all zeros its norm is taken as this: what is divided by it stays finite, and then meets a zero.
 TINY = 1e-30
 HALF = (torch.float16, torch.bfloat16)
@@ -62,7 +66,7 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> b
 def _checked(t: Tensor) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
     device = t.device
-    for family in ("basis", "products"):
+    for family in ("basis", "products", "eigen"):
         sound(device, family)
     if max(t.stride()) * t.element_size() % 16:
         sound(device, "odd_rows")
@@ -72,9 +76,9 @@ def _checked(t: Tensor) -> bool:
 def bytes_per_matrix(m: int, n: int, r: int) -> int:
     """Transient memory of one matrix in flight, from the shapes: work buffers, Gram matrices, thin factors."""
     long, short = max(m, n), min(m, n)
-    large, square, thin = 2 * long * short, 2 * short * short, 4 * r * (5 * m + 4 * n)
-    # Two chunks are on the way at a time; one of them is in Newton-Schulz.
-    return 2 * (large + thin) + large + 5 * square
+    fresh = len(fresh_at(long, short, 5, torch.float16))
+    # Two chunks are on the way at a time, their products one after the other.
+    return 2 * (2 * long * short + 4 * r * (5 * m + 4 * n)) + newton_schulz_bytes(1, long, short, 2, fresh, 5)
 
 
 def chunk_matrices(m: int, n: int, r: int, budget_bytes: int) -> int:
@@ -148,6 +152,16 @@ class FusedAlgebra(Algebra):
             return orthonormal(Y, fallback)
         return super().orthonormalize(Y, fallback)
 
+    def eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of a stack in one launch, and no word from the host."""
+        if eigen.supports(A.shape[-1]) and (not A.is_cuda or sound(A.device, "eigen")):
+            return eigen.eigh(A)
+        return super().eigh(A)
+
+    def oversampling(self, r: int) -> int:
+        """What the kernels, made for powers of two, compute anyway: one column more would cost as much as r more."""
+        return min(super().oversampling(r), power_of_two(r) - r)
+
     def energy(self, X: Any) -> Tensor:
         """|X|^2 in float64, from sums that a kernel left on its way where there are some."""
         if isinstance(X, Tensor):
@@ -195,10 +209,13 @@ class FusedAlgebra(Algebra):
         weight = (scale**2 / square).float()
         fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
         halves = symmetric_supports(buffer) and (not buffer.is_cuda or sound(buffer.device, "products"))
-        products = SymmetricProducts() if halves else TorchProducts()
         # What the lane reads afterwards must be the lane's: the other stream reuses its own memory too early for that.
         out = buffer if len(fresh) > 1 else work_buffer(len(buffer), self.m, self.n, dtype, buffer.device)
-        with Lanes.of(buffer.device).heavy():
+        lanes = Lanes.of(buffer.device)
+        with lanes.heavy():
+            batch, long, short = buffer.shape
+            room = newton_schulz_bytes(batch, long, short, buffer.element_size(), len(fresh), ns.steps)
+            products = SymmetricProducts(lanes.slab(room).like) if halves else TorchProducts()
             Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=out)
         if X.basis is None or dtype is not torch.float16:
             return Polar(Y, square)
@@ -220,7 +237,9 @@ class FusedAlgebra(Algebra):
         return self.scale(D, self.unit_gain(self.energy(D)).float())
 
     def _basis(self, U: Tensor) -> Basis:
-        """The parts of U, made once; the entry keeps U alive, so that its id stays its own."""
+        """The parts of U, made once; the entry keeps U alive, so that its id stays its own. A first basis makes many."""
+        if id(U) not in self._bases and len(self._bases) == BASES:
+            del self._bases[next(iter(self._bases))]
         return self._bases.setdefault(id(U), Basis(U))
 
     def _written(self, X: Any) -> None:

@@ -6,7 +6,8 @@ that become free. Everything waits for the caller's stream at the start, and the
 end; streams are forked and joined by events, so that all this can be captured in a CUDA graph.
 
 Memory: what a lane allocates is used on the lane and, before the lane waits for it, on the heavy stream; what the heavy
-stream allocates is used there alone. So the allocator's order within each stream is enough to keep reuse safe.
+stream allocates is used there alone, most of it in one slab for all chunks of a step. So the order within each stream
+is enough to keep reuse safe.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from cosmos_optim.kernels.slab import Slab
 
 
 class Lanes:
@@ -28,6 +31,7 @@ class Lanes:
         self.lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if self.on else []
         self.heavy_stream = torch.cuda.Stream(device, priority=0) if self.on else None
         self.depth = 0
+        self._slab: Slab | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> Lanes:
@@ -50,6 +54,7 @@ class Lanes:
             yield
         finally:
             self.depth -= 1
+            self._slab = None
             for stream in self.lanes:
                 main.wait_stream(stream)
 
@@ -61,6 +66,15 @@ class Lanes:
             return
         with torch.cuda.stream(self.lanes[k % 2]):
             yield
+
+    def slab(self, size: int) -> Slab:
+        """Memory for the products inside `heavy`: the step's, or a new piece where that is too small."""
+        if not self.depth:
+            return Slab(size, self.device)
+        if self._slab is None or self._slab.memory.numel() < size:
+            self._slab = None
+            self._slab = Slab(size, self.device)
+        return self._slab
 
     @contextmanager
     def heavy(self) -> Iterator[None]:

@@ -142,6 +142,7 @@ def iterate(
     fresh = set(range(len(rows))) if fresh is None else fresh
     b_unit, c_unit = 1 / scale**2, 1 / scale**4
     Q: Tensor | None = None
+    T: Tensor | None
     for k, (a, b, c) in enumerate(rows):
         if k in fresh:
             X = X if Q is None else products.times(X, Q)
@@ -150,7 +151,10 @@ def iterate(
         assert R is not None
         Z = products.quadratic(R, a, b * b_unit, c * c_unit)
         if k + 1 < len(rows) and k + 1 not in fresh:
-            R = products.product(products.product(R, Z), Z)
+            T = products.product(R, Z)
+            R = None
+            R = products.product(T, Z)
+            T = None
         else:
             R = None
         Q = Z if Q is None else products.product(Q, Z)

@@ -24,8 +24,8 @@ from cosmos_optim.rules.common import newton_schulz_of
 # Bytes of gradients stacked at a time: on a GPU enough to fill it and little beside the model, on a CPU what stays in
 # its cache, where stacks of large matrices win nothing.
 CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-# Bytes of work buffers that the kernels may have in flight, by an estimate that is half as much again as they take.
-FUSED_BYTES = 1400 << 20
+# Bytes of work buffers that the kernels may have in flight.
+FUSED_BYTES = 1024 << 20
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ Table = Literal["memory", "throughput", "mfu"]
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
-_WARM_UP = 2  # iterations: the first compiles and takes first bases, the second meets the allocator as it will stay
+_WARM_UP = 5  # iterations: the first compiles and takes first bases; a step on a GPU is recorded once it has settled
 
 
 @dataclass(frozen=True)

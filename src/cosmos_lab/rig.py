@@ -122,12 +122,14 @@ class Rig:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_gb(self, size: int) -> tuple[float, float]:
-        """Peak memory since ``reset_peak`` in GiB: held by tensors, and taken from the device.
+        """Peak memory since ``reset_peak`` in GiB: held by tensors and recorded steps, and taken from the device.
 
         On a CPU, which keeps no such count: parameters, gradients, optimizer state and what one forward pass saves.
         """
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / GB, torch.cuda.max_memory_reserved(self.device) / GB
+            recorded = getattr(self.optimizer, "replays", None)
+            held = torch.cuda.max_memory_allocated(self.device) + (recorded.bytes if recorded is not None else 0)
+            return held / GB, torch.cuda.max_memory_reserved(self.device) / GB
         weights = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
         total = (weights + self.state_bytes() + self._activation_bytes(size)) / GB
         return total, total

@@ -90,7 +90,7 @@ def tiling(s: int, K: int) -> Tiling:
         return Tiling(16, 32, 16)
     if s <= 512:
         return Tiling(128, 128, 64, warps=4, stages=4)
-    return Tiling(stages=4 if s <= 1024 or K > 2 * s else 3)
+    return Tiling(stages=4 if s <= 1024 or 2 * s < K else 3)
 
 
 @cache

@@ -19,6 +19,9 @@ from cosmos_optim.linalg.newton_schulz import NewtonSchulz, newton_schulz
 from cosmos_optim.linalg.orthonormal import orthonormalize
 from cosmos_optim.rounding import write_
 
+# Columns beyond r in the first subspace iteration: they buy convergence where the spectrum is flat around r.
+OVERSAMPLING = 16
+
 
 class Algebra:
     """Plain torch algebra for whole m x n matrices.
@@ -59,6 +62,15 @@ class Algebra:
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Orthonormal columns spanning those of Y (..., n, r), or `fallback` where they are dependent."""
         return orthonormalize(Y, self.un, fallback)
+
+    def eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues in ascending order and eigenvectors of small symmetric matrices (..., k, k)."""
+        values, vectors = torch.linalg.eigh(A)
+        return values, vectors
+
+    def oversampling(self, r: int) -> int:
+        """Columns beyond r in the first subspace iteration."""
+        return OVERSAMPLING
 
     def slice_n(self, Y: Tensor) -> Tensor:
         """The rows of a whole (n, k) matrix that belong to the columns held here."""

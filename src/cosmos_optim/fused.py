@@ -237,7 +237,7 @@ class FusedAlgebra(Algebra):
         return self.scale(D, self.unit_gain(self.energy(D)).float())
 
     def _basis(self, U: Tensor) -> Basis:
-        """The parts of U, made once; the entry keeps U alive, so that its id stays its own. A first basis makes many."""
+        """The parts of U, made once; the entry keeps U alive, so that its id stays its own. The last few are kept."""
         if id(U) not in self._bases and len(self._bases) == BASES:
             del self._bases[next(iter(self._bases))]
         return self._bases.setdefault(id(U), Basis(U))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cosmos_optim.kernels import table
 from cosmos_optim.kernels.correlate import correlate
+from cosmos_optim.kernels.eigen import eigh
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.project import overlap, project
@@ -121,8 +122,16 @@ def products(device: torch.device) -> float:
     return worst
 
 
+def eigen(device: torch.device) -> float:
+    """Eigenvalues against torch's, and eigenvectors by what they make of them."""
+    A = _draw(2, RANK, RANK, device=device)
+    A = A @ A.mT
+    values, V = eigh(A)
+    return _far((values, torch.linalg.eigvalsh(A)), (V * values.unsqueeze(1) @ V.mT, A), (V.mT @ V @ A, A))
+
+
 FAMILIES: dict[str, Callable[[torch.device], float]] = {
-    "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products,
+    "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen,
 }  # fmt: skip
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
 
-# Columns beyond r in the first subspace iteration: they buy convergence where the spectrum is flat around r.
-OVERSAMPLING = 16
 # A first basis in float32 is as good as its rounding after this many steps wherever the spectrum has a real gap.
 START_STEPS = {torch.float32: 8, torch.float64: 100}
+# A condition of the columns of 1 / (KEPT eps) is well within what `orthonormalize` can take.
+KEPT = 512
 
 
 def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tensor:
@@ -39,24 +39,25 @@ def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tens
 def first_basis(G: Any, r: int, alg: Algebra, like: Tensor) -> Tensor:
     """The top-r eigenvectors of G'G, (..., n, r), by subspace iteration with a Rayleigh-Ritz step.
 
-    A full n x n decomposition takes minutes at a billion parameters; k = r + 16 columns and a few products with G give
-    the same basis wherever the spectrum has a gap at r. Where k would be most of n, the whole space is taken: the
-    Ritz step is then the exact eigendecomposition.
+    A full n x n decomposition takes minutes at a billion parameters; k columns, r and a few more, and a few products
+    with G give the same basis wherever the spectrum has a gap at r. Where k would be most of n, the whole space is
+    taken: the Ritz step is then the exact eigendecomposition. A whole basis starts from the identity.
     """
-    whole = alg.n <= 2 * (r + OVERSAMPLING)
-    k = alg.n if whole else r + OVERSAMPLING
-    Y = _start_columns(alg.n, k, r, like)
-    Y = alg.slice_n(Y).expand(*like.shape[:-2], -1, -1).contiguous()
-    Q, before = Y, None
+    k = r + alg.oversampling(r)
+    whole = alg.n <= 2 * k
+    F = alg.slice_n(_random_columns(alg.n, alg.n if whole else k, like))
+    Y = alg.slice_n(torch.eye(alg.n, dtype=like.dtype, device=like.device)) if r == alg.n else F
+    Q, before = Y.expand(*like.shape[:-2], -1, -1).contiguous(), None
     for _ in range(0 if whole else START_STEPS.get(like.dtype, 8)):
         GQ = alg.mm(G, Q)
         energy = alg.energy_m(GQ)
         if before is not None and _settled(energy, before, Q):
             break
         c, before = energy.sqrt().to(Q.dtype), energy
-        safe = torch.where(c > 0, c, torch.ones_like(c))
-        Q = alg.orthonormalize(alg.tn(G, GQ / safe) / safe + torch.finfo(Q.dtype).eps * Q, fallback=Q)
-    return _ritz(G, Q, alg)[..., :r].contiguous()
+        safe = _or_one(c)
+        HQ = alg.tn(G, GQ / safe) / safe
+        Q = alg.orthonormalize(HQ + _damping(alg.un(HQ, HQ)) * Q, fallback=Q)
+    return _ritz(G, Q, F, alg)[..., :r].contiguous()
 
 
 def _settled(energy: Tensor, before: Tensor, Q: Tensor) -> bool:
@@ -64,39 +65,50 @@ def _settled(energy: Tensor, before: Tensor, Q: Tensor) -> bool:
     return not Q.is_cuda and bool(((energy - before).abs() <= torch.finfo(Q.dtype).eps * energy).all())
 
 
-def _start_columns(n: int, k: int, r: int, like: Tensor) -> Tensor:
-    """Orthonormal columns to start from: the same random ones on every machine, or the identity for a whole basis.
+def _damping(gram: Tensor) -> Tensor:
+    """How much of itself each column keeps in a step, (..., 1, k): KEPT roundings of its new length, and one of all.
+
+    Where the gradient has fewer than k directions, or a few that hold nearly all of it, the products of random columns
+    with it are dependent to rounding and could not be made orthonormal. In proportion to the length of a column this
+    does not keep small eigenvalues from converging.
+    """
+    length = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().unsqueeze(-2)
+    return torch.finfo(gram.dtype).eps * (1 + KEPT * length)
+
+
+def _or_one(c: Tensor) -> Tensor:
+    """c, or 1 where it is 0: something to divide by."""
+    return c + (c == 0)  # `where` with a number would make the host wait for the GPU
+
+
+def _random_columns(n: int, k: int, like: Tensor) -> Tensor:
+    """Orthonormal columns, the same on every machine; on their way to a GPU while the host goes on.
 
     Where the first gradient has fewer than r directions the other columns of the basis come from here. Unit vectors
     may lie in inputs that are dead, where no power step finds them again.
     """
-    if r == n:
-        return torch.eye(n, dtype=like.dtype, device=like.device)
-    return _random_columns(n, k, like)
-
-
-def _random_columns(n: int, k: int, like: Tensor) -> Tensor:
-    """Orthonormal columns, the same on every machine."""
-    return _columns_on_host(n, k).to(dtype=like.dtype, device=like.device)
+    make = _columns_on_host if k < n else _columns_on_host.__wrapped__  # a whole basis is too large to be kept
+    return make(n, k, like.dtype, like.is_cuda).to(like.device, non_blocking=True)
 
 
 @lru_cache(maxsize=4)  # the stacks of a first step share them; each costs more than the rest of its stack
-def _columns_on_host(n: int, k: int) -> Tensor:
+def _columns_on_host(n: int, k: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64))[0]
+    Q = torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64))[0].to(dtype)
+    return Q.pin_memory() if pinned else Q
 
 
-def _ritz(G: Any, Y: Tensor, alg: Algebra) -> Tensor:
+def _ritz(G: Any, Y: Tensor, F: Tensor, alg: Algebra) -> Tensor:
     """Turn orthonormal Y to the eigenvectors of G'G within its span, largest first.
 
-    Eigenvectors of the eigenvalue 0 are any, whatever rounding makes them: random columns made orthogonal to the others
-    stand for them, so that shards of a matrix with fewer rows than r go the same way as the whole of it.
+    Eigenvectors of the eigenvalue 0 are any, whatever rounding makes them: random columns F made orthogonal to the
+    others stand for them, so that shards of a matrix with fewer rows than r go the same way as the whole of it.
     """
     GY = alg.mm(G, Y)
     c = alg.energy_m(GY).sqrt().to(Y.dtype)
-    GY = GY / torch.where(c > 0, c, torch.ones_like(c))
-    values, vectors = torch.linalg.eigh(alg.tn(GY, GY))
+    GY = GY / _or_one(c)
+    values, vectors = alg.eigh(alg.tn(GY, GY))
     Q, k = Y @ vectors.flip(-1), Y.shape[-1]
     real = (values > 10 * k * torch.finfo(Y.dtype).eps * values[..., -1:]).flip(-1).unsqueeze(-2)
-    V, F = Q * real, alg.slice_n(_random_columns(alg.n, k, like=Y)).expand_as(Q)
+    V, F = Q * real, F.expand_as(Q)
     return alg.orthonormalize(torch.where(real, Q, F - V @ alg.un(V, F)), fallback=Q)

@@ -14,7 +14,7 @@ from cosmos_optim.kernels.backend import INTERPRET
 ROUNDING = 2e-6
 KINDS = ["random", "negative", "steep", "repeated", "clusters", "diagonal", "zero", "ones"]
 # The interpreter is slow.
-CASES = [(5, KINDS), (16, KINDS), (33, KINDS[1:3])] if INTERPRET else [(10, KINDS), (48, KINDS), (64, KINDS)]
+CASES = [(5, KINDS), (16, KINDS), (33, KINDS[1:3])] if INTERPRET else [(k, KINDS) for k in (10, 20, 48, 64)]
 
 
 def symmetric(X: Tensor) -> Tensor:

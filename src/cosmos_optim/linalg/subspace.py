@@ -56,7 +56,7 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor) -> Tensor:
         c, before = energy.sqrt().to(Q.dtype), energy
         safe = _or_one(c)
         HQ = alg.tn(G, GQ / safe) / safe
-        Q = alg.orthonormalize(HQ + _damping(alg.un(HQ, HQ)) * Q, fallback=Q)
+        Q = alg.orthonormalize(torch.addcmul(HQ, Q, _damping(alg.un(HQ, HQ))), fallback=Q)
     return _ritz(G, Q, F, alg)[..., :r].contiguous()
 
 
@@ -72,8 +72,8 @@ def _damping(gram: Tensor) -> Tensor:
     with it are dependent to rounding and could not be made orthonormal. In proportion to the length of a column this
     does not keep small eigenvalues from converging.
     """
-    length = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().unsqueeze(-2)
-    return torch.finfo(gram.dtype).eps * (1 + KEPT * length)
+    length = gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-2)
+    return (length + 1 / KEPT) * (KEPT * torch.finfo(gram.dtype).eps)
 
 
 def _or_one(c: Tensor) -> Tensor:

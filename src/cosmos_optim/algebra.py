@@ -9,7 +9,7 @@ is the plain torch form: whole matrices, stacked. `fused.FusedAlgebra` runs kern
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, newton_schulz
 from cosmos_optim.linalg.orthonormal import orthonormalize
+from cosmos_optim.linalg.thin import Adam, correction, quotient, real_columns, root, symmetric
 from cosmos_optim.rounding import write_
 
 # Columns beyond r in the first subspace iteration: they buy convergence where the spectrum is flat around r.
@@ -76,6 +77,39 @@ class Algebra:
         """The rows of a whole (n, k) matrix that belong to the columns held here."""
         return Y
 
+    # -- arithmetic on thin factors -----------------------------------------------------------------------------------
+
+    def scaled(self, Y: Tensor, S: Tensor) -> tuple[Any, Tensor]:
+        """Y / c for `tn` and c (..., 1, 1), c^2 = |Y|^2 + trace S; 1 for zeros. Y (..., m, r), S (..., r, r)."""
+        trace = S.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        c = (self.energy_m(Y) + trace).sqrt().to(Y.dtype)
+        c = torch.where(c > 0, c, torch.ones_like(c))
+        return Y / c, c
+
+    def power_sum(self, U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta2: float) -> Tensor:
+        """beta2 U S / c^2 + (1 - beta2) (HU / c + eps U), (..., n, r)."""
+        HU = HU / c + torch.finfo(U.dtype).eps * U
+        return beta2 * U @ (S / c / c) + (1 - beta2) * HU
+
+    def second_moment(
+        self, S: Tensor, U: Tensor, U_old: Tensor, GU: Tensor, beta2: float, guard: bool
+    ) -> tuple[Tensor, Tensor]:
+        """beta2 C S C' + E, C = U'U_old, E = (1 - beta2) (GU)'(GU), made symmetric, and its `real_columns`."""
+        C, E = self.un(U, U_old), self.tn((1 - beta2) * GU, GU)
+        S = symmetric(beta2 * C @ S @ C.mT + E)
+        return S, real_columns(S, E, guard)
+
+    def adapt(self, V: Tensor, GU: Tensor, NU: Tensor, real: Tensor, t: Tensor, how: Adam) -> tuple[Tensor, Tensor]:
+        """V <- beta2 V + (1 - beta2) GU*GU, and NU / (1 - beta1^t) / root(V) in the `real` columns. (..., m, r)."""
+        V = how.beta2 * V + (1 - how.beta2) * GU * GU
+        return V, quotient(NU / correction(how.beta1, t + how.ahead), root(V, t, how)) * real
+
+    def muon_gain(self, X: Any, NU: Tensor, B: Any, gamma: float, guard: float) -> Tensor:
+        """gamma sqrt(mn) / |B|, or 0 where the residual X holds no more than `guard` of the energy |X|^2 + |NU|^2."""
+        residual, polar = self.energy(X), self.energy(B)
+        real = residual > guard * (residual + self.energy_m(NU))
+        return torch.where(real, gamma * self.unit_gain(polar), torch.zeros_like(polar))
+
     # -- m x n operands, which need not be tensors --------------------------------------------------------------------
 
     def lerp(self, M: Any, G: Any, weight: float) -> Any:
@@ -96,7 +130,7 @@ class Algebra:
 
     def combine(self, b: Tensor, B: Any, P: Tensor, U: Tensor) -> Any:
         """b B + P U'."""
-        return b * B + P @ U.mT
+        return b.to(P.dtype) * B + P @ U.mT
 
     def scale(self, D: Any, s: Tensor) -> Any:
         """s D, with s of shape (..., 1, 1)."""
@@ -124,6 +158,15 @@ class Algebra:
         if self.skip is not None:
             value = torch.where(self.skip, self.load(tensors, value.dtype), value)
         torch._foreach_copy_(list(tensors), list(value.unbind(0)))
+
+    def load_state(self, lists: Mapping[str, Sequence[Tensor]], dtype: torch.dtype) -> dict[str, Any]:
+        """`load` for every factor of a state."""
+        return {name: self.load(tensors, dtype) for name, tensors in lists.items()}
+
+    def store_state_(self, lists: Mapping[str, Sequence[Tensor]], values: Mapping[str, Any]) -> None:
+        """`store_` for every factor of a state."""
+        for name, tensors in lists.items():
+            self.store_(tensors, values[name])
 
     def apply_(
         self,

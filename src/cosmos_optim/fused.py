@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra, sum_of_squares
-from cosmos_optim.kernels import available, eigen
-from cosmos_optim.kernels.backend import power_of_two
+from cosmos_optim.algebra import sum_of_squares
+from cosmos_optim.fused_thin import FusedThin, fits, kernels_at
+from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
+from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain
 from cosmos_optim.kernels.health import sound
 from cosmos_optim.kernels.momentum import momentum_
-from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual
-from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
-from cosmos_optim.kernels.orthonormal import supports as rank_supports
+from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual, Scaled
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual, work_buffer
 from cosmos_optim.kernels.slab import newton_schulz_bytes
@@ -66,7 +65,7 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> b
 def _checked(t: Tensor) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
     device = t.device
-    for family in ("basis", "products", "eigen"):
+    for family in ("basis", "products", "eigen", "thin"):
         sound(device, family)
     if max(t.stride()) * t.element_size() % 16:
         sound(device, "odd_rows")
@@ -86,7 +85,7 @@ def chunk_matrices(m: int, n: int, r: int, budget_bytes: int) -> int:
     return max(1, budget_bytes // bytes_per_matrix(m, n, r))
 
 
-class FusedAlgebra(Algebra):
+class FusedAlgebra(FusedThin):
     """`Algebra` over lists of whole matrices on one GPU; one instance serves one chunk of one step.
 
     `top` may be set to the largest |entry| of each gradient, (B,): who has looked for non-finite ones knows it.
@@ -124,43 +123,22 @@ class FusedAlgebra(Algebra):
         """G U and M U, with M written on the way if it is not yet."""
         if basis not in mean.products:
             if mean.peak is None:
-                parts = (basis.half, basis.wide)
-                GU, MU, mean.peak = momentum_(mean.M, mean.G, mean.w, parts, basis.r, self.skip, self.top)
+                GU, MU, mean.peak = momentum_(mean.M, mean.G, mean.w, basis.both, basis.r, self.skip, self.top)
             else:
                 GU = project(mean.G, basis.half, basis.r, self.top)
                 MU = project(mean.M, basis.half, basis.r)
             mean.products[basis] = (GU, MU)
         return mean.products[basis]
 
-    def tn(self, X: Any, Y: Tensor) -> Tensor:
+    def tn(self, X: Any, Y: Any) -> Tensor:
         """X'Y."""
         if isinstance(X, Tensor):
             return self.un(X, Y)
         assert isinstance(X, Matrices), f"X'Y of a {type(X).__name__} is not needed by any rule"
+        if isinstance(Y, Scaled):
+            return correlate(X, Y.parts, Y.peak, Y.r, self.top)
         peak = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
         return correlate(X, split(Y, torch.float16, peak=peak), peak, Y.shape[-1], self.top)
-
-    def un(self, A: Tensor, B: Tensor) -> Tensor:
-        """A'B of thin factors."""
-        if A.shape == B.shape and orthonormal_supports(A):
-            return thin_gram(A, B)
-        return super().un(A, B)
-
-    def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
-        """Orthonormal columns spanning those of Y, in a few kernels."""
-        if orthonormal_supports(Y):
-            return orthonormal(Y, fallback)
-        return super().orthonormalize(Y, fallback)
-
-    def eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of a stack in one launch, and no word from the host."""
-        if eigen.supports(A.shape[-1]) and (not A.is_cuda or sound(A.device, "eigen")):
-            return eigen.eigh(A)
-        return super().eigh(A)
-
-    def oversampling(self, r: int) -> int:
-        """What the kernels, made for powers of two, compute anyway: one column more would cost as much as r more."""
-        return min(super().oversampling(r), power_of_two(r) - r)
 
     def energy(self, X: Any) -> Tensor:
         """|X|^2 in float64, from sums that a kernel left on its way where there are some."""
@@ -173,10 +151,11 @@ class FusedAlgebra(Algebra):
             return X.energy
         if isinstance(X, Direction):
             # X U = 0 makes B U = 0, up to the rounding that `Polar` takes out: no mixed term.
-            total = X.b.double().square() * X.B.energy
+            total = X.B.energy if X.b is None else X.b.double().square() * X.B.energy
             if X.P is not None:
-                total = total + sum_of_squares(X.P)
-            return total if X.s is None else total * X.s.double().square()
+                total = total + self.energy_m(X.P)
+            total = total if X.s is None else total * X.s.double().square()
+            return total * self.unit_gain(total).square() if X.unit else total
         M = X.M if isinstance(X, Mean) else X
         assert isinstance(M, Matrices) and not M.moves
         self._written(X)
@@ -233,8 +212,16 @@ class FusedAlgebra(Algebra):
         return replace(D, s=s if D.s is None else s * D.s)
 
     def unit_rms(self, D: Any) -> Any:
-        """D at RMS 1."""
-        return self.scale(D, self.unit_gain(self.energy(D)).float())
+        """D at RMS 1, by a factor that is made when the parameters are updated."""
+        D = Direction(None, D, None, None) if isinstance(D, Polar) else D
+        return replace(D, unit=True) if D.s is None else super().unit_rms(D)
+
+    def muon_gain(self, X: Any, NU: Tensor, B: Any, gamma: float, guard: float) -> Tensor:
+        """gamma sqrt(mn) / |B|, or 0 for a residual of noise."""
+        if not fits(NU):
+            return super().muon_gain(X, NU, B, gamma, guard)
+        square, factor = self._in_buffer(X, torch.float16)[1:]
+        return muon_gain(square, factor, self._squares(NU), B.parts, B.square, gamma * self._root(), guard)
 
     def _basis(self, U: Tensor) -> Basis:
         """The parts of U, made once; the entry keeps U alive, so that its id stays its own. The last few are kept."""
@@ -254,7 +241,7 @@ class FusedAlgebra(Algebra):
             self._written(X.N)
             mean = X.N.mean
             assert mean.peak is not None
-            P = None if X.P is None else split(X.P, torch.bfloat16, scale=-1.0)
+            P = None if X.P is None else self._minus(X.P)
             U = None if X.basis is None else X.basis.wide
             X.buffer, X.square, X.factor = residual(mean.M, mean.G, X.N.a, X.N.b, P, U, mean.peak, dtype)
         return X.buffer, X.square, X.factor  # type: ignore[return-value]
@@ -287,24 +274,17 @@ class FusedAlgebra(Algebra):
         noise: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
         """W <- decay W - lr D in one pass."""
-        D = Direction(torch.ones_like(D.square), D, None, None) if isinstance(D, Polar) else D
-        B = D.B
-        size = lr if D.s is None else lr * D.s
-        gain = (D.b * B.square.rsqrt() * size).float()
-        coefficients = torch.cat([torch.zeros_like(gain) + decay, gain], dim=-1).view(-1, 2)
-        P = None if D.P is None else D.P * -size
-        if B.BU is not None:
-            P = B.BU * gain if P is None else torch.addcmul(P, B.BU, gain)
-        W = Matrices.of(params)
+        D = Direction(None, D, None, None) if isinstance(D, Polar) else D
+        B, W = D.B, Matrices.of(params)
+        sums: dict[str, Any] = {}
+        if D.unit:
+            squares = None if D.P is None else self._squares(D.P)
+            sums = {"left": B.parts, "squares": squares, "root": self._root()}
+        make = finish if kernels_at(B.buffer, "thin") else finish_torch
+        coefficients, parts = make(D.b, B.square, lr, decay, P=D.P, BU=B.BU, s=D.s, **sums)
         seeds = None if noise is None or W.dtype is not torch.bfloat16 else torch.stack(list(noise)).int().view(-1)
-        parts = None if P is None else split(P, torch.bfloat16)
         basis = D.basis or B.basis
         update_(W, B.buffer, parts, None if basis is None else basis.wide, coefficients, self.skip, seeds)
-
-
-def orthonormal_supports(Y: Tensor) -> bool:
-    """Whether the kernels take thin factors of so many columns, and work here."""
-    return rank_supports(Y.shape[-1]) and (not Y.is_cuda or sound(Y.device, "basis"))
 
 
 def _as_blend(X: Any) -> Blend:

@@ -39,11 +39,10 @@ def one_step(
     alg = kind(*params[0].shape, skip=skip)
     dtype = params[0].dtype
     G = alg.load(grads, dtype)
-    loaded = {name: alg.load(tensors, dtype) for name, tensors in state.items()}
+    loaded = alg.load_state(state, dtype)
     count = torch.full((len(params), 1, 1), float(t), dtype=dtype, device=params[0].device)
     D, new = RULES[rule].direction(G, loaded, count, h=h, alg=alg)
-    for name, tensors in state.items():
-        alg.store_(tensors, new[name])
+    alg.store_state_(state, new)
     alg.apply_(params, D, 0.01, 0.99)
 
 

@@ -198,7 +198,7 @@ def test_overlap(wide: bool, device: torch.device) -> None:
     exact = X.double() @ U.double()
     assert rel(BU, exact) < HALF
     expected = X.double().square().sum((1, 2), keepdim=True) - exact.square().sum((1, 2), keepdim=True)
-    assert rel(left, expected) < HALF
+    assert rel(left.sum(1).view(-1, 1, 1), expected) < HALF
 
 
 def test_lists_that_kernels_can_take(device: torch.device) -> None:

@@ -16,15 +16,20 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels import table
+from cosmos_optim.kernels.adapt import adapt
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.eigen import eigh
+from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch
+from cosmos_optim.kernels.moment import second_moment
 from cosmos_optim.kernels.momentum import momentum_
+from cosmos_optim.kernels.move import gather, scatter_
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual
-from cosmos_optim.kernels.split import BASIS_SCALE, split
+from cosmos_optim.kernels.split import BASIS_SCALE, split, split_both
 from cosmos_optim.kernels.symmetric import supports, symmetric_product
 from cosmos_optim.kernels.table import Matrices
+from cosmos_optim.kernels.thin import power_sum, scaled
 from cosmos_optim.kernels.update import update_
 
 # A wrong kernel is wrong by far more; the exact bounds are the tests' business.
@@ -84,7 +89,7 @@ def passes(device: torch.device) -> float:
         (buffer.float() / factor, X),
         (square / factor.double().square(), _energy(X)),
         (BU, m @ U / 16),
-        (left, _energy(X / 16)),
+        (left.sum(1).view(-1, 1, 1), _energy(X / 16)),
         (W.stacked(), 0.9 * w - 0.5 * buffer.float() - (m @ U) @ U.mT),
     )
     return max(found, _thin_products(device, SIZE))
@@ -130,8 +135,49 @@ def eigen(device: torch.device) -> float:
     return _far((values, torch.linalg.eigvalsh(A)), (V * values.unsqueeze(1) @ V.mT, A), (V.mT @ V @ A, A))
 
 
+def _moments(device: torch.device, r: int) -> float:
+    """The thin factors of a power step, both moments, and the SOAP half."""
+    Y, N, V = _draw(3, 2, SIZE + 7, r, device=device)
+    U, old = torch.linalg.qr(_draw(2, 2, SIZE + 7, r, device=device))[0].contiguous()
+    S, V = Y.mT @ Y, V.abs()
+    parts, peak, c = scaled(Y, S)
+    e = 10 - torch.frexp(peak.view(-1, 1, 1)).exponent
+    scale = (_energy(Y) + S.diagonal(dim1=1, dim2=2).sum(1).view(-1, 1, 1)).sqrt().float()
+    power, _ = power_sum(U, S, Y, c, 0.5)
+    new, real = second_moment(S, U, old, Y, 0.5, 0.0)
+    t, ones = torch.full((2, 1, 1), 3.0, device=device), torch.ones(2, 1, r, device=device)
+    W, P, minus, squares = adapt(V, Y, N, ones, t, betas=(0.9, 0.5), eps=1e-8, inside=False, ahead=0)
+    C, mean = U.mT @ old, 0.5 * V + 0.5 * Y * Y
+    half, wide = split_both(U)
+    exact = N / (1 - 0.9**3) / (mean / (1 - 0.5**3)).sqrt()
+    return _far(
+        (torch.ldexp(parts.float().sum(0)[..., :r], -e), Y / scale), (c, scale), (power, 0.5 * (U @ S / c / c + Y / c)),
+        (new, 0.5 * (C @ S @ C.mT + S)), (real, ones), (W, mean), (P, exact), (-minus.float().sum(0)[..., :r], N),
+        (squares.sum(2), torch.stack([_energy(P), _energy(N)]).view(2, 2)),
+        (half.float().sum(0)[..., :r] / BASIS_SCALE, U), (wide.float().sum(0)[..., :r], U),
+    )  # fmt: skip
+
+
+def thin(device: torch.device) -> float:
+    """The arithmetic on thin factors, at the rank of a step and at the next power of two."""
+    P, Y = _draw(2, 2, SIZE + 7, RANK, device=device)
+    b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
+    sums, rate = _energy(P).view(2, 1), torch.tensor(0.1, dtype=torch.float64, device=device)
+    given = {"P": P, "BU": Y, "left": sums, "squares": sums, "root": 40.0}
+    (k, parts), (k_exact, exact) = (make(b, norm, rate, 0.9, **given) for make in (finish, finish_torch))
+    assert parts is not None and exact is not None
+    energies = (sums, b, sums, sums, norm, 3.0, 1e-5)
+    homes = _copies(torch.zeros_like(P))
+    scatter_([homes], gather([_copies(P)]), None)
+    found = _far(
+        (k, k_exact), (parts.float().sum(0), exact.float().sum(0)), (muon_gain(*energies), muon_gain_torch(*energies)),
+        (torch.stack(homes), P),
+    )  # fmt: skip
+    return max(found, *(_moments(device, r) for r in (RANK, RANK + 16)))
+
+
 FAMILIES: dict[str, Callable[[torch.device], float]] = {
-    "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen,
+    "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen, "thin": thin,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cosmos_optim.kernels.split import BASIS_SCALE, split
+from cosmos_optim.kernels.split import BASIS_SCALE, split, split_both
 from cosmos_optim.kernels.table import Matrices
 
 
@@ -32,6 +32,22 @@ class Basis:
         if self._wide is None:
             self._wide = split(self.U, torch.bfloat16)
         return self._wide
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor]:
+        """`half` and `wide`, in one launch if there is neither."""
+        if self._half is None and self._wide is None:
+            self._half, self._wide = split_both(self.U)
+        return self.half, self.wide
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """A thin factor that is only multiplied: float16 parts (2, B, k, R) with this largest |entry| (B,)."""
+
+    parts: Tensor
+    peak: Tensor
+    r: int
 
 
 @dataclass(eq=False)
@@ -74,23 +90,29 @@ class Polar:
     square: Tensor  # norm^2
     basis: Basis | None = None
     BU: Tensor | None = None
-    left: Tensor | None = None  # |buffer - (buffer U) U'|^2
+    left: Tensor | None = None  # |buffer - (buffer U) U'|^2 by parts (B, parts)
+
+    @property
+    def parts(self) -> Tensor:
+        """norm^2 |B|^2 by parts."""
+        if self.left is None:
+            self.left = torch.linalg.vector_norm(self.buffer, dim=(1, 2), dtype=torch.float64).square()[:, None]
+        return self.left
 
     @property
     def energy(self) -> Tensor:
         """|B|^2."""
-        if self.left is None:
-            self.left = torch.linalg.vector_norm(self.buffer, dim=(1, 2), keepdim=True, dtype=torch.float64).square()
-        return self.left / self.square
+        return self.parts.sum(1, dtype=torch.float64).view(-1, 1, 1) / self.square
 
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """s (b B + P U')."""
+    """s (b B + P U'), b = 1 for None; `unit`: then brought to RMS 1."""
 
-    b: Tensor
+    b: Tensor | None
     B: Polar
     P: Tensor | None
     basis: Basis | None
     s: Tensor | None = None
+    unit: bool = False
     dtype: torch.dtype = torch.float32

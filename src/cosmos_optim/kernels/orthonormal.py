@@ -11,25 +11,13 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.backend import INTERPRET, jit, power_of_two, tl
-from cosmos_optim.kernels.tiles import bring, exponent, mac_parts, mac_tile, undo
+from cosmos_optim.kernels.tiles import bring, exponent, halves, mac_parts, mac_tile, thin_rows, undo
 
 # One block holds the Gram matrix and its inverse factor in registers.
 MAX_COLUMNS = 128
 # Rows that one block sums: few enough that a dozen matrices fill the machine, many enough that little is left to add.
 ROWS = 256
 BLOCK = 64
-
-
-@jit
-def _halves(x):  # type: ignore[no-untyped-def]
-    """The two float16 parts of x."""
-    lead = x.to(tl.float16)
-    return lead, (x - lead.to(tl.float32)).to(tl.float16)
-
-
-@jit
-def _load(x, row, col, k, r):  # type: ignore[no-untyped-def]
-    return tl.load(x + row[:, None] * r + col[None, :], mask=(row[:, None] < k) & (col[None, :] < r), other=0.0)
 
 
 @jit
@@ -40,7 +28,7 @@ def _columns(y, out, k, r, ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.conste
     total = tl.zeros((R,), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        value = _load(y + batch.to(tl.int64) * k * r, row, col, k, r)
+        value = thin_rows(y + batch.to(tl.int64) * k * r, row, col, k, r)
         total += tl.sum(value * value, axis=0)
     tl.store(out + (batch * parts + part) * R + col, total)
 
@@ -56,26 +44,26 @@ def _unit(columns, batch, parts, R: tl.constexpr, PARTS: tl.constexpr):  # type:
 
 @jit
 def _gram(  # type: ignore[no-untyped-def]
-    a, b, columns, out, k, r,
+    a, b, columns, out, k, r, gain,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A'B over ROWS rows; with UNIT, A = B and its columns are scaled to norm 1 first."""
+    """gain A'B over ROWS rows; with UNIT, A = B and its columns are scaled to norm 1 instead."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     col = tl.arange(0, R)
     acc = tl.zeros((R, R), dtype=tl.float32)
-    scale = tl.full((R,), 1.0, dtype=tl.float32)
+    scale = tl.full((R,), 1.0, dtype=tl.float32) * gain
     if UNIT:
         scale = _unit(columns, batch, parts, R, PARTS)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        x = _load(a + batch.to(tl.int64) * k * r, row, col, k, r) * scale[None, :]
+        x = thin_rows(a + batch.to(tl.int64) * k * r, row, col, k, r) * scale[None, :]
         e = exponent(tl.max(tl.abs(x)))
-        x1, x2 = _halves(x * bring(e))
+        x1, x2 = halves(x * bring(e))
         if UNIT:
             acc = acc + undo(e) * undo(e) * mac_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, WIDE)
         else:
-            y = _load(b + batch.to(tl.int64) * k * r, row, col, k, r)
+            y = thin_rows(b + batch.to(tl.int64) * k * r, row, col, k, r)
             e_y = exponent(tl.max(tl.abs(y)))
             acc = acc + undo(e) * mac_tile(y, e_y, x1, x2, tl.zeros_like(acc), False, True, WIDE)
     i = tl.arange(0, R)
@@ -135,32 +123,32 @@ def _apply(  # type: ignore[no-untyped-def]
         scale = _unit(columns, batch, parts, R, PARTS)
     T = tl.load(factor + (batch * R + i[:, None]) * R + col[None, :])
     e_t = exponent(tl.max(tl.abs(T)))
-    t1, t2 = _halves(T * bring(e_t))
+    t1, t2 = halves(T * bring(e_t))
     e = exponent(tl.full((), 1.0, dtype=tl.float32))
     fit = tl.load(fine + batch) != 0
     acc = tl.zeros((R, R), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        x = _load(y + base, row, col, k, r) * scale[None, :]
+        x = thin_rows(y + base, row, col, k, r) * scale[None, :]
         q = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, WIDE)
         if LAST:
-            q = tl.where(fit, q, _load(fallback + base, row, col, k, r))
+            q = tl.where(fit, q, thin_rows(fallback + base, row, col, k, r))
         else:
-            q1, q2 = _halves(q * bring(e))
+            q1, q2 = halves(q * bring(e))
             acc = acc + undo(e) * undo(e) * mac_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, WIDE)
         tl.store(out + base + row[:, None] * r + col[None, :], q, mask=(row[:, None] < k) & (col[None, :] < r))
     if not LAST:
         tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
-def _plan(k: int, r: int) -> tuple[int, dict[str, int]]:
+def plan(k: int, r: int) -> tuple[int, dict[str, int]]:
     """The number of row blocks, and the constants of the kernels."""
     rows, block = (32, 16) if INTERPRET else (ROWS, BLOCK)
     parts = -(-k // rows)
     return parts, {"ROWS": rows, "BLOCK": block, "R": power_of_two(r)}
 
 
-def _warps(R: int) -> int:
+def warps(R: int) -> int:
     return 4 if R <= 64 else 8
 
 
@@ -169,33 +157,45 @@ def supports(r: int) -> bool:
     return r <= MAX_COLUMNS
 
 
-def thin_gram(A: Tensor, B: Tensor) -> Tensor:
-    """A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
+def gram_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
+    """gain A'B by row blocks, (B, k, r) x 2 -> (B, blocks, R, R), zeros beyond r."""
     batch, k, r = A.shape
-    parts, how = _plan(k, r)
+    parts, how = plan(k, r)
     A, B = A.contiguous(), B.contiguous()
     out = torch.empty(batch, parts, how["R"], how["R"], dtype=torch.float32, device=A.device)
-    _gram[(parts, batch)](A, B, out, out, k, r, PARTS=16, UNIT=False, WIDE=INTERPRET, **how, num_warps=_warps(how["R"]))
-    return out.sum(1)[:, :r, :r]
+    _gram[(parts, batch)](
+        A, B, out, out, k, r, gain, PARTS=16, UNIT=False, WIDE=INTERPRET, **how, num_warps=warps(how["R"])
+    )
+    return out
 
 
-def orthonormal(Y: Tensor, fallback: Tensor) -> Tensor:
-    """Orthonormal columns spanning those of Y in order; `fallback` for a matrix whose columns are dependent."""
+def thin_gram(A: Tensor, B: Tensor) -> Tensor:
+    """A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
+    r = A.shape[-1]
+    return gram_parts(A, B).sum(1)[:, :r, :r]
+
+
+def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Orthonormal columns spanning those of Y in order; `fallback` for a matrix whose columns are dependent.
+
+    `columns`: the sums of squares of its columns by row blocks (B, blocks, R), where a kernel has left them.
+    """
     batch, k, r = Y.shape
-    parts, how = _plan(k, r)
+    parts, how = plan(k, r)
     R, grid = how["R"], (parts, batch)
-    few = {**how, "PARTS": power_of_two(parts), "WIDE": INTERPRET, "num_warps": _warps(R)}
+    few = {**how, "PARTS": power_of_two(parts), "WIDE": INTERPRET, "num_warps": warps(R)}
     Y, fallback = Y.contiguous(), fallback.contiguous()
-    columns = Y.new_empty(batch, parts, R)
     gram, factor = Y.new_empty(batch, parts, R, R), Y.new_empty(batch, R, R)
     fine = torch.empty(batch, dtype=torch.int32, device=Y.device)
     Q = torch.empty_like(Y)
-    _columns[grid](Y, columns, k, r, **how, num_warps=4)
-    _gram[grid](Y, Y, columns, gram, k, r, UNIT=True, **few)
+    if columns is None:
+        columns = Y.new_empty(batch, parts, R)
+        _columns[grid](Y, columns, k, r, **how, num_warps=4)
+    _gram[grid](Y, Y, columns, gram, k, r, 1.0, UNIT=True, **few)
     shifts = (10 * r * torch.finfo(torch.float32).eps, 0.0, 0.0)
     for turn, shift in enumerate(shifts):
         turns = {"FIRST": turn == 0, "LAST": turn == 2}
-        _factor[(batch,)](gram, factor, fine, parts, r, shift, R=R, **turns, num_warps=_warps(R))
+        _factor[(batch,)](gram, factor, fine, parts, r, shift, R=R, **turns, num_warps=warps(R))
         _apply[grid](Y if turn == 0 else Q, factor, columns, fine, fallback, Q, gram, k, r, **turns, **few)
     return Q
 

@@ -114,7 +114,7 @@ def _overlap(  # type: ignore[no-untyped-def]
 
 
 def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """X U (B, m, r) and |X - X U U'|^2 (B, 1, 1) in float64, for a float16 stack X of any strides."""
+    """X U (B, m, r) and |X - X U U'|^2 by row blocks (B, blocks), for a float16 stack X of any strides."""
     _, batch, n, R = U.shape
     m = X.shape[1]
     how = OVERLAP.fit(R)
@@ -125,7 +125,7 @@ def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor]:
         x=X, u=U, y=Y, e=E, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1),
         sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
-    return Y, E.sum(1, dtype=torch.float64).view(-1, 1, 1)
+    return Y, E
 
 
 def project_torch(X: Tensor, U: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.backend import available, jit, power_of_two, tl
-from cosmos_optim.kernels.tiles import bring, exponent
+from cosmos_optim.kernels.tiles import bring, exponent, halves, thin_rows
 
 # c for the factors whose entries are at most 1.
 BASIS_SCALE = 256.0
@@ -45,6 +45,33 @@ def split(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | N
         PEAK=peak is not None, num_warps=4,
     )  # fmt: skip
     return Y
+
+
+@jit
+def _split_both(x, half, wide, total, r, step, scale, BLOCK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
+    value = thin_rows(x, row.to(tl.int64), col, total, r)
+    at, inside = row[:, None].to(tl.int64) * R + col[None, :], row[:, None] < total
+    lead, rest = halves(value * scale)
+    tl.store(half + at, lead, mask=inside)
+    tl.store(half + step + at, rest, mask=inside)
+    wider = value.to(tl.bfloat16)
+    tl.store(wide + at, wider, mask=inside)
+    tl.store(wide + step + at, (value - wider.to(tl.float32)).to(tl.bfloat16), mask=inside)
+
+
+def split_both(U: Tensor) -> tuple[Tensor, Tensor]:
+    """A basis in float16 parts times BASIS_SCALE, and in bfloat16 parts."""
+    if not available(U.device):
+        return split_torch(U, torch.float16, scale=BASIS_SCALE), split_torch(U, torch.bfloat16)
+    batch, k, r = U.shape
+    U, R = U.contiguous(), power_of_two(r)
+    half, wide = (torch.empty(2, batch, k, R, dtype=d, device=U.device) for d in (torch.float16, torch.bfloat16))
+    block = max(1, 2048 // R)
+    _split_both[(-(-batch * k // block),)](
+        U, half, wide, batch * k, r, half.stride(0), BASIS_SCALE, BLOCK=block, R=R, num_warps=4
+    )
+    return half, wide
 
 
 def split_torch(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | None = None) -> Tensor:

@@ -49,6 +49,19 @@ def tile(start, i, j, m, n, si, sj):  # type: ignore[no-untyped-def]
 
 
 @jit
+def thin_rows(x, row, col, k, r):  # type: ignore[no-untyped-def]
+    """Rows of a contiguous thin factor (k, r), 0 outside."""
+    return tl.load(x + row[:, None] * r + col[None, :], mask=(row[:, None] < k) & (col[None, :] < r), other=0.0)
+
+
+@jit
+def halves(x):  # type: ignore[no-untyped-def]
+    """The two float16 parts of x."""
+    lead = x.to(tl.float16)
+    return lead, (x - lead.to(tl.float32)).to(tl.float16)
+
+
+@jit
 def mac(a, b, acc, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + a b; the interpreter multiplies bfloat16 wrongly, so it gets float32."""
     if WIDE:

@@ -23,16 +23,12 @@ KEPT = 512
 def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tensor:
     """QR(beta2 U S + (1 - beta2) G'G U): one power step on the running second moment.
 
-    Divided by its own scale c^2 (so that neither 1e18 nor 1e-30 leaves the number range), with (1 - beta2) eps c^2 U
-    added: above the rounding of G'G U, so that the columns stay independent where the moment lacks full rank, and below
-    all that counts where it has it.
+    Divided by its own scale c^2 = |G U|^2 + trace S (so that neither 1e18 nor 1e-30 leaves the number range), with
+    (1 - beta2) eps c^2 U added: above the rounding of G'G U, so that the columns stay independent where the moment
+    lacks full rank, and below all that counts where it has it.
     """
-    GU = alg.mm(G, U)
-    trace = S.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    c = (alg.energy_m(GU) + trace).sqrt().to(U.dtype)
-    safe = torch.where(c > 0, c, torch.ones_like(c))
-    HU = alg.tn(G, GU / safe) / safe + torch.finfo(U.dtype).eps * U
-    Y = beta2 * U @ (S / safe / safe) + (1 - beta2) * HU
+    Y, c = alg.scaled(alg.mm(G, U), S)
+    Y = alg.power_sum(U, S, alg.tn(G, Y), c, beta2)
     return alg.orthonormalize(Y, fallback=U)
 
 

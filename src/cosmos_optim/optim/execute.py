@@ -225,7 +225,7 @@ def run_chunk(
     else:
         assert isinstance(alg, FusedAlgebra)
         G, lr, decay = alg.follow(grads, moving.table), moving.lr, moving.decay
-    state = {name: alg.load(tensors, dtype) for name, tensors in lists.items()}
+    state = alg.load_state(lists, dtype)
     steps = [x.entry.state["step"] for x in chunk]
     t = torch.stack(steps).to(dtype).view(-1, 1, 1)
 
@@ -239,8 +239,7 @@ def run_chunk(
         return D, new
 
     D, new = place.run(step, alg, G, state, t)
-    for name, tensors in lists.items():
-        alg.store_(tensors, new[name])
+    alg.store_state_(lists, new)
     alg.apply_([x.p for x in chunk], D, lr, decay, noise=steps if group["stochastic_rounding"] else None)
 
 

@@ -6,28 +6,15 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.newton_schulz import COEFFICIENTS, NewtonSchulz
+from cosmos_optim.linalg.thin import correction, quotient
 from cosmos_optim.rules.base import Hyper, require
 
-
-def symmetric(S: Tensor) -> Tensor:
-    """(S + S')/2: rounding must not let the halves of a second moment drift apart."""
-    return (S + S.mT) / 2
-
-
-def correction(beta: float, t: Tensor) -> Tensor:
-    """1 - beta^t, from double precision: beta = 0.9999 would lose half its digits at t = 1 otherwise."""
-    wide = torch.float32 if t.device.type == "mps" else torch.float64
-    return (1 - torch.pow(beta, t.to(wide))).to(t.dtype)
+__all__ = ["check_newton_schulz", "correction", "due", "newton_schulz_of", "quotient"]
 
 
 def due(t: Tensor, every: int) -> Tensor:
     """Whether step t is one of 1, 1 + every, 1 + 2 every, ..."""
     return (t - 1).remainder(every) == 0
-
-
-def quotient(a: Tensor, b: Tensor) -> Tensor:
-    """a / b with 0/0 = 0, so that eps = 0 is legal."""
-    return torch.where(b > 0, a / b, torch.zeros_like(a))
 
 
 def newton_schulz_of(h: Hyper) -> NewtonSchulz:

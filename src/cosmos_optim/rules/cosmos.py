@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.linalg.subspace import first_basis, power_step
+from cosmos_optim.linalg.thin import Adam
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
-from cosmos_optim.rules.common import check_newton_schulz, correction, newton_schulz_of, quotient, symmetric
+from cosmos_optim.rules.common import check_newton_schulz, newton_schulz_of
 
 HYPER: dict[str, Any] = {
     "betas": (0.9, 0.98),
@@ -46,18 +47,17 @@ def direction(
     (b1, b2), M, U_old, S, V = h["betas"], state["M"], state["U"], state["S"], state["V"]
     M = alg.lerp(M, G, 1 - b1)                                              # L4
     U = power_step(G, U_old, S, b2, alg)                                    # L5   QR(b2 U S + (1-b2) G'G U)
-    GU, C = alg.mm(G, U), alg.un(U, U_old)
-    E = alg.tn((1 - b2) * GU, GU)
-    S = symmetric(b2 * C @ S @ C.mT + E)                                    # L6
-    V = b2 * V + (1 - b2) * GU * GU                                         # L7
-    N, c1 = momentum(M, G, t, h, alg)
+    GU = alg.mm(G, U)
+    S, real = alg.second_moment(S, U, U_old, GU, b2, guarded(h))            # L6   U'(b2 U_old S U_old' + (1-b2) G'G) U
+    N = momentum(M, G, h, alg)
     NU = alg.mm(N, U)
-    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, E, h)            # L8   A = P U'
+    V, P = alg.adapt(V, GU, NU, real, t, adam(h))                           # L7   b2 V + (1-b2) GU*GU,  L8  A = P U'
     X = alg.residual(N, NU, U)                                              #      M - M U U'
     B = alg.polar(X, newton_schulz_of(h))                                   # L9
-    b = muon_gain(alg.energy(X), alg.energy_m(NU), alg.energy(B), h, alg)   #      gamma NORM sqrt(m)
-    D = alg.combine(b.to(V.dtype), B, P, U)                                 # L10  A + gamma B sqrt(m)
+    b = alg.muon_gain(X, NU, B, h["gamma"], h["residual_guard"])            #      gamma NORM sqrt(m)
+    D = alg.combine(b, B, P, U)                                             # L10  A + gamma B sqrt(m)
     if probe is not None:
+        C = alg.un(U, U_old)
         probe(G=G, GU=GU, C=C, soap=alg.energy_m(P), muon=b.square() * alg.energy(B), alg=alg)
     return alg.unit_rms(D), {"M": M, "U": U, "S": S, "V": V}                # L11  NORM sqrt(m)
 
@@ -71,65 +71,43 @@ def direction_two_sided(
     U = power_step(G, U_old, state["S"], b2, alg)                           # L5
     O = power_step(G.mT, O_old, state["R"], b2, alg.T)                      # L6   (paper: R O; meant: O R)
     GU, OG = alg.mm(G, U), alg.T.mm(G.mT, O)
-    C, K = alg.un(U, U_old), alg.tn(O, O_old)
-    E, F = alg.tn((1 - b2) * GU, GU), alg.un((1 - b2) * OG, OG)
-    S = symmetric(b2 * C @ state["S"] @ C.mT + E)                           # L7
-    R = symmetric(b2 * K @ state["R"] @ K.mT + F)                           # L8
-    V = b2 * state["V"] + (1 - b2) * alg.tn(O, GU).square()                 # L9
-    N, c1 = momentum(M, G, t, h, alg)
+    S, real = alg.second_moment(state["S"], U, U_old, GU, b2, guarded(h))   # L7
+    R, rows = alg.T.second_moment(state["R"], O, O_old, OG, b2, guarded(h))  # L8
+    N = momentum(M, G, h, alg)
     NU = alg.tn(O, alg.mm(N, U))
-    P = quotient(NU / c1, root(V, t, h)) * real_columns(S, E, h) * real_columns(R, F, h).mT  # L10  A = O P U'
+    V, P = alg.adapt(state["V"], alg.tn(O, GU), NU, real * rows.mT, t, adam(h))  # L9, L10  A = O P U'
     X = alg.residual(N, O @ NU, U)                                          #      (paper: O'O M; meant: O O'M)
     B = alg.polar(X, newton_schulz_of(h))                                   # L11
-    b = muon_gain(alg.energy(X), sum_of_squares(NU), alg.energy(B), h, alg)
-    D = alg.combine(b.to(V.dtype), B, O @ P, U)                             # L12
+    b = alg.muon_gain(X, O @ NU, B, h["gamma"], h["residual_guard"])
+    D = alg.combine(b, B, O @ P, U)                                         # L12
     if probe is not None:
+        C = alg.un(U, U_old)
         probe(G=G, GU=GU, C=C, soap=sum_of_squares(P), muon=b.square() * alg.energy(B), alg=alg)
     return alg.unit_rms(D), {"M": M, "U": U, "O": O, "S": S, "R": R, "V": V}  # L13  (paper: without sqrt(m))
 
 # fmt: on
 
 
-def momentum(M: Any, G: Any, t: Tensor, h: Hyper, alg: Algebra) -> tuple[Any, Tensor]:
-    """The momentum both halves use and its bias correction: M, or Nesterov's look-ahead (1-b1) G + b1 M."""
+def momentum(M: Any, G: Any, h: Hyper, alg: Algebra) -> Any:
+    """The momentum both halves use: M, or Nesterov's look-ahead (1-b1) G + b1 M."""
     b1 = h["betas"][0]
-    if h["nesterov"]:
-        return alg.blend(b1, M, 1 - b1, G), correction(b1, t + 1)
-    return M, correction(b1, t)
+    return alg.blend(b1, M, 1 - b1, G) if h["nesterov"] else M
 
 
-def root(V: Tensor, t: Tensor, h: Hyper) -> Tensor:
-    """The denominator of L8. Paper: sqrt((V + eps) / (1 - b2^t)), "inside"; here by default sqrt(V / ..) + eps.
-
-    With eps = 1e-8 the printed form has a floor of 1e-4, above the typical gradient of a language model
-    (docs/algorithm.md has the one trial there is).
-    """
-    c2 = correction(h["betas"][1], t)
-    if h["eps_placement"] == "inside":
-        return ((V + h["eps"]) / c2).sqrt()
-    return (V / c2).sqrt() + h["eps"]
+def adam(h: Hyper) -> Adam:
+    """The constants of L8. Nesterov's look-ahead is an average over a step more."""
+    b1, b2 = h["betas"]
+    return Adam(b1, b2, h["eps"], inside=h["eps_placement"] == "inside", ahead=int(h["nesterov"]))
 
 
-def real_columns(S: Tensor, E: Tensor, h: Hyper) -> Tensor:
-    """(..., 1, r): 1 for tracked directions that hold gradient, 0 for those that hold rounding, 1 with the guard off.
-
-    Where the gradient has fewer than r directions, the others get quotients of rounding noise by rounding noise, as
-    large as any real one. In exact arithmetic they are 0/0. A direction is real that holds a share of the past, S, or
-    of this gradient, E: after one huge gradient the past alone would hide everything else for hundreds of steps.
-    """
-    floor = (64 * torch.finfo(S.dtype).eps) ** 2 if h["residual_guard"] > 0 else -1.0
-    past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (S, E))
-    return ((past > floor * past.sum(-1, keepdim=True)) | (now > floor * now.sum(-1, keepdim=True))).to(S.dtype)
-
-
-def muon_gain(residual: Tensor, tracked: Tensor, polar: Tensor, h: Hyper, alg: Algebra) -> Tensor:
-    """gamma sqrt(mn) / |NS5(X)|, or 0 where the residual holds less than `residual_guard` of the momentum's energy.
+def guarded(h: Hyper) -> bool:
+    """Whether noise is kept out of both halves.
 
     Paper: the residual is normalized whatever its energy. Where the gradient has no more than r directions that
-    residual is rounding noise, and normalizing it would make noise most of the update.
+    residual is rounding noise, and normalizing it would make noise most of the update; so are the tracked directions
+    beyond the gradient's.
     """
-    real = residual > h["residual_guard"] * (residual + tracked)
-    return torch.where(real, h["gamma"] * alg.unit_gain(polar), torch.zeros_like(polar))
+    return bool(h["residual_guard"] > 0)
 
 
 def slots(m: int, n: int, h: Hyper) -> dict[str, Slot]:

@@ -27,7 +27,7 @@ from cosmos_optim.algebra import sum_of_squares
 from cosmos_optim.fused_thin import FusedThin, fits, kernels_at
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
-from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain
+from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, norms, norms_torch
 from cosmos_optim.kernels.health import sound
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual, Scaled
@@ -36,6 +36,7 @@ from cosmos_optim.kernels.residual import residual, work_buffer
 from cosmos_optim.kernels.slab import newton_schulz_bytes
 from cosmos_optim.kernels.split import split
 from cosmos_optim.kernels.streams import Lanes
+from cosmos_optim.kernels.sums import added
 from cosmos_optim.kernels.symmetric import SymmetricProducts
 from cosmos_optim.kernels.symmetric import supports as symmetric_supports
 from cosmos_optim.kernels.table import Matrices, uniform
@@ -146,7 +147,7 @@ class FusedAlgebra(FusedThin):
             return sum_of_squares(X)
         if isinstance(X, Residual):
             square, factor = self._in_buffer(X, torch.float16)[1:]
-            return square / factor.double().square()
+            return added(square) / factor.double().square()
         if isinstance(X, Polar):
             return X.energy
         if isinstance(X, Direction):
@@ -184,8 +185,8 @@ class FusedAlgebra(FusedThin):
         buffer, square, _ = self._in_buffer(X, dtype)
         X.buffer = None
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
-        square = square.clamp_min(TINY)
-        weight = (scale**2 / square).float()
+        make = norms if kernels_at(buffer, "thin") else norms_torch
+        square, weight = make(square, scale**2, TINY)
         fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
         halves = symmetric_supports(buffer) and (not buffer.is_cuda or sound(buffer.device, "products"))
         # What the lane reads afterwards must be the lane's: the other stream reuses its own memory too early for that.

@@ -1,5 +1,6 @@
 """The factors of an update, for all matrices of a chunk in one launch each, from sums that other kernels left.
 
+    |X|^2, and the weight 1 / |X|^2 of the first product of Newton-Schulz            (norms)
     b = gamma sqrt(m n) / |B|, or 0 where the residual is rounding noise             (muon_gain)
     W <- decay W - lr s (b B + P U'), s = sqrt(m n) / |b B + P U'|                   (finish: all but the pass over W)
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from cosmos_optim.kernels.backend import jit, power_of_two, tl
 from cosmos_optim.kernels.split import split_torch
-from cosmos_optim.kernels.sums import total
+from cosmos_optim.kernels.sums import added, total
 from cosmos_optim.kernels.tiles import thin_rows
 
 
@@ -21,6 +22,29 @@ from cosmos_optim.kernels.tiles import thin_rows
 def _unit(energy, root):  # type: ignore[no-untyped-def]
     """root / sqrt(energy), and 0 for none."""
     return tl.where(energy > 0, root / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
+
+
+@jit
+def _norms(squares, norm, weight, count, scale, least, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    batch = tl.program_id(0)
+    energy = total(squares, batch, count, COUNT)
+    energy = tl.where(energy < least, least, energy)
+    tl.store(norm + batch, energy)
+    tl.store(weight + batch, (scale / energy).to(tl.float32))
+
+
+def norms(squares: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
+    """|X|^2, but at least `least`, in float64, and scale / |X|^2 in float32, (B, 1, 1), from its parts (B, parts)."""
+    batch, count = squares.shape
+    norm, weight = (squares.new_empty(batch, 1, 1, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    _norms[(batch,)](squares, norm, weight, count, scale, least, COUNT=power_of_two(count), num_warps=1)
+    return norm, weight
+
+
+def norms_torch(squares: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
+    norm = added(squares).clamp_min(least)
+    return norm, (scale / norm).float()
 
 
 @jit
@@ -61,10 +85,10 @@ def muon_gain_torch(
     square: Tensor, factor: Tensor, tracked: Tensor, left: Tensor, norm: Tensor, root: float, guard: float
 ) -> Tensor:
     """The same in plain torch."""
-    residual = _whole(square) / factor.double().square()
-    energy = _whole(left) / norm
+    residual = added(square) / factor.double().square()
+    energy = added(left) / norm
     gain = torch.where(energy > 0, root * energy.rsqrt(), torch.zeros_like(energy))
-    return torch.where(residual > guard * (residual + _whole(tracked)), gain, torch.zeros_like(gain)).float()
+    return torch.where(residual > guard * (residual + added(tracked)), gain, torch.zeros_like(gain)).float()
 
 
 @jit
@@ -151,8 +175,8 @@ def finish_torch(
     one = torch.ones_like(norm)
     b, size = one if b is None else b.double(), one * lr if s is None else lr * s.double()
     if left is not None:
-        energy = b.square() * _whole(left) / norm
-        energy = energy if squares is None else energy + _whole(squares)
+        energy = b.square() * added(left) / norm
+        energy = energy if squares is None else energy + added(squares)
         size = size * torch.where(energy > 0, root * energy.rsqrt(), torch.zeros_like(energy))
     gain, size = (b * norm.rsqrt() * size).float(), size.float()
     coefficients = torch.cat([torch.zeros_like(gain) + decay, gain], dim=-1).view(-1, 2)
@@ -160,11 +184,6 @@ def finish_torch(
     if BU is not None:
         value = BU * gain if value is None else torch.addcmul(value, BU, gain)
     return coefficients, None if value is None else split_torch(value, torch.bfloat16)
-
-
-def _whole(parts: Tensor) -> Tensor:
-    """Sums by parts, added: (B, 1, 1) in float64."""
-    return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)
 
 
 def _number(x: float | Tensor, device: torch.device) -> float | Tensor:

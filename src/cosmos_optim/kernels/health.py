@@ -19,7 +19,7 @@ from cosmos_optim.kernels import table
 from cosmos_optim.kernels.adapt import adapt
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.eigen import eigh
-from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch
+from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch, norms, norms_torch
 from cosmos_optim.kernels.moment import second_moment
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.move import gather, scatter_
@@ -27,6 +27,7 @@ from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual
 from cosmos_optim.kernels.split import BASIS_SCALE, split, split_both
+from cosmos_optim.kernels.sums import added
 from cosmos_optim.kernels.symmetric import supports, symmetric_product
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.thin import power_sum, scaled
@@ -87,9 +88,9 @@ def passes(device: torch.device) -> float:
     update_(W, buffer, minus, wide, torch.tensor([[0.9, 0.5]] * 2, device=device), None)
     found = _far(
         (buffer.float() / factor, X),
-        (square / factor.double().square(), _energy(X)),
+        (added(square) / factor.double().square(), _energy(X)),
         (BU, m @ U / 16),
-        (left.sum(1).view(-1, 1, 1), _energy(X / 16)),
+        (added(left), _energy(X / 16)),
         (W.stacked(), 0.9 * w - 0.5 * buffer.float() - (m @ U) @ U.mT),
     )
     return max(found, _thin_products(device, SIZE))
@@ -171,7 +172,7 @@ def thin(device: torch.device) -> float:
     scatter_([homes], gather([_copies(P)]), None)
     found = _far(
         (k, k_exact), (parts.float().sum(0), exact.float().sum(0)), (muon_gain(*energies), muon_gain_torch(*energies)),
-        (torch.stack(homes), P),
+        (torch.stack(homes), P), *zip(norms(sums, 4.0, 1e-30), norms_torch(sums, 4.0, 1e-30), strict=True),
     )  # fmt: skip
     return max(found, *(_moments(device, r) for r in (RANK, RANK + 16)))
 

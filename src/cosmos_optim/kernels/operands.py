@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.split import BASIS_SCALE, split, split_both
+from cosmos_optim.kernels.sums import added
 from cosmos_optim.kernels.table import Matrices
 
 
@@ -78,7 +79,7 @@ class Residual:
     P: Tensor | None = None
     basis: Basis | None = None
     buffer: Tensor | None = None
-    square: Tensor | None = None  # |buffer|^2
+    square: Tensor | None = None  # |buffer|^2 by parts (B, parts)
     factor: Tensor | None = None  # buffer = factor X
 
 
@@ -102,7 +103,7 @@ class Polar:
     @property
     def energy(self) -> Tensor:
         """|B|^2."""
-        return self.parts.sum(1, dtype=torch.float64).view(-1, 1, 1) / self.square
+        return added(self.parts) / self.square
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,7 +69,7 @@ def _residual(  # type: ignore[no-untyped-def]
 def residual(
     M: Matrices, G: Matrices, a: float, b: float, P: Tensor | None, U: Tensor | None, peak: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The work buffer (B, long, short), |X|^2 in its units (B, 1, 1) float64, and the factor c (B, 1, 1) float32.
+    """The work buffer (B, long, short), |X|^2 in its units by row blocks (B, blocks), and the factor c (B, 1, 1).
 
     P (with its sign) and U are pre-split (2, B, m or n, R), or None for a M + b G alone. `peak` comes from `momentum_`.
     """
@@ -90,7 +90,7 @@ def residual(
         BLOCKS=power_of_two(peak.shape[1]), MOMENT=target["ELEMENT"], MALIGNED=target["ALIGNED"], WIDE=INTERPRET,
         **how.options,
     )  # fmt: skip
-    return X, squares.sum(1, dtype=torch.float64).view(-1, 1, 1), c
+    return X, squares, c
 
 
 def work_buffer(batch: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -62,6 +62,11 @@ def measure(X: Tensor) -> tuple[Tensor, Tensor]:
     return squares, peaks
 
 
+def added(parts: Tensor) -> Tensor:
+    """Sums by parts, added: (B, 1, 1) in float64."""
+    return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)
+
+
 def measure_torch(X: Tensor) -> tuple[Tensor, Tensor]:
     """The same in one part, in plain torch."""
     return X.double().square().sum((1, 2))[:, None], X.abs().amax((1, 2))[:, None]

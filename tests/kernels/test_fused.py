@@ -13,6 +13,7 @@ from cosmos_optim.algebra import Algebra
 from cosmos_optim.fused import FusedAlgebra, bytes_per_matrix, chunk_matrices, fusable
 from cosmos_optim.kernels.backend import INTERPRET
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+from cosmos_optim.optim.execute import Probe
 from cosmos_optim.rules import RULES
 
 # What the issue of speed leaves of exactness, against float64 from the same state.
@@ -105,6 +106,35 @@ def check(errors: dict[str, float], update: float) -> None:
 def test_a_step_under_the_interpreter(m: int, n: int, nesterov: bool) -> None:
     """Tall and wide, with and without Nesterov's blend."""
     check(compare(m, n, 6, torch.device("cpu"), nesterov=nesterov), UPDATE)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the GPU has its own sizes below")
+@pytest.mark.parametrize("family", ["thin", "basis"])
+def test_a_step_without_some_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a family does not work, plain torch does its part among the other kernels."""
+    for module in ("cosmos_optim.fused", "cosmos_optim.fused_thin"):
+        monkeypatch.setattr(f"{module}.kernels_at", lambda X, asked: asked != family)
+    check(compare(37, 24, 6, torch.device("cpu"), nesterov=True), UPDATE)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="one place is enough")
+def test_diagnostics_see_the_same() -> None:
+    """What a probe is shown by the kernels and by plain torch."""
+    seen = []
+    for kind in (FusedAlgebra, Algebra):
+        torch.manual_seed(3)
+        grads, state = problem(30, 24, 5, torch.device("cpu"))
+        alg, h = kind(30, 24), {**RULES["cosmos"].hyper, "rank": 5, "gamma": 0.25}
+        G = alg.load([g.float() for g in grads], torch.float32)
+        lists = {k: [x.float() for x in v] for k, v in state.items()}
+        record: dict[str, dict[str, float]] = {}
+        probe = Probe(record, ["a", "b"])
+        t = torch.full((2, 1, 1), 3.0)
+        D, _ = RULES["cosmos"].direction(G, alg.load_state(lists, torch.float32), t, h=h, alg=alg, probe=probe)
+        probe.update(alg.energy(D) / (30 * 24))
+        seen.append(record)
+    for name, values in seen[1].items():
+        assert seen[0][name] == pytest.approx(values, rel=UPDATE)
 
 
 @pytest.mark.skipif(not INTERPRET, reason="the GPU has its own sizes below")

@@ -6,8 +6,9 @@ CPU builds of torch come without Triton; the kernel files still import then, and
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,9 +28,15 @@ except ImportError:  # no kernels; `jit` leaves the functions as plain names
 INTERPRET = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def jit(fn: Any) -> Any:
-    """`triton.jit`, or the function itself where there is no Triton (it is then never called)."""
-    return fn if triton is None else triton.jit(fn)
+def jit(fn: Any = None, *, anywhere: Sequence[str] = ()) -> Any:
+    """`triton.jit`, or the function itself where there is no Triton (it is then never called).
+
+    `anywhere`: pointers whose alignment makes no other kernel. What a recorded step reads lies elsewhere than what the
+    steps before it read, and nothing should be compiled while it is recorded.
+    """
+    if fn is None:
+        return partial(jit, anywhere=anywhere)
+    return fn if triton is None else triton.jit(fn, do_not_specialize_on_alignment=list(anywhere))
 
 
 def available(device: torch.device) -> bool:

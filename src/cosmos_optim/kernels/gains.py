@@ -92,23 +92,24 @@ def muon_gain_torch(
 
 
 @jit
+def _number(here, value, there):  # type: ignore[no-untyped-def]
+    """A number in memory (there > 0) or one that the host gave, in float64."""
+    zero = tl.full((), 0.0, dtype=tl.float64)
+    return tl.where(zero + there > 0, tl.load(here), zero + value)
+
+
+@jit(anywhere=("lr", "decay"))
 def _finish(  # type: ignore[no-untyped-def]
     p, bu, b, s, squares, left, norm, lr, decay, parts, coefficients, k, r, step, b_step, s_step, square_count,
-    left_count, root,
+    left_count, root, lr_value, lr_there, decay_value, decay_there,
     BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, P: tl.constexpr, BU: tl.constexpr, SCALED: tl.constexpr,
-    UNIT: tl.constexpr, RATE: tl.constexpr, DECAY: tl.constexpr, SQUARES: tl.constexpr, LEFT: tl.constexpr,
+    UNIT: tl.constexpr, SQUARES: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
-    zero, square = tl.full((), 0.0, dtype=tl.float64), tl.load(norm + batch)
-    gain = zero + 1
+    size, keep = _number(lr, lr_value, lr_there), _number(decay, decay_value, decay_there)
+    gain, square = tl.full((), 1.0, dtype=tl.float64), tl.load(norm + batch)
     if B:
         gain = tl.load(b + batch * b_step).to(tl.float64)
-    size, keep = lr, decay
-    if RATE:
-        size = tl.load(lr)
-    if DECAY:
-        keep = tl.load(decay)
-    size, keep = zero + size, zero + keep
     if SCALED:
         size = size * tl.load(s + batch * s_step).to(tl.float64)
     if UNIT:
@@ -155,13 +156,13 @@ def finish(
     coefficients = torch.empty(len(norm), 2, dtype=torch.float32, device=device)
     sums = [norm if x is None else x.contiguous() for x in (squares, left)]
     counts = [x[0].numel() for x in sums]
-    lr, decay = _number(lr, device), _number(decay, device)
+    (rate, *rate_value), (keep, *keep_value) = _known(lr, norm), _known(decay, norm)
     _finish[(1 if thin is None else -(-k // block), len(norm))](
-        _or(P, norm), _or(BU, norm), _or(b, norm), _or(s, norm), sums[0], sums[1], norm, lr, decay, _or(parts, norm),
+        _or(P, norm), _or(BU, norm), _or(b, norm), _or(s, norm), sums[0], sums[1], norm, rate, keep, _or(parts, norm),
         coefficients, k, r, 0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0], counts[1], root,
-        BLOCK=block, R=R, B=b is not None, P=P is not None, BU=BU is not None, SCALED=s is not None,
-        UNIT=left is not None, RATE=isinstance(lr, Tensor), DECAY=isinstance(decay, Tensor),
-        SQUARES=power_of_two(counts[0]), LEFT=power_of_two(counts[1]), num_warps=4,
+        *rate_value, *keep_value, BLOCK=block, R=R, B=b is not None, P=P is not None, BU=BU is not None,
+        SCALED=s is not None, UNIT=left is not None, SQUARES=power_of_two(counts[0]), LEFT=power_of_two(counts[1]),
+        num_warps=4,
     )  # fmt: skip
     return coefficients, parts
 
@@ -186,9 +187,11 @@ def finish_torch(
     return coefficients, None if value is None else split_torch(value, torch.bfloat16)
 
 
-def _number(x: float | Tensor, device: torch.device) -> float | Tensor:
-    """A tensor only where a kernel can read it."""
-    return x if isinstance(x, Tensor) and x.device == device else float(x)
+def _known(x: float | Tensor, like: Tensor) -> tuple[Tensor, float, float]:
+    """Where a kernel finds a number, its value if that is known here, and which of the two counts: 1 for memory."""
+    if isinstance(x, Tensor) and x.device == like.device:
+        return x.double(), 0.0, 1.0
+    return like, float(x), 0.0
 
 
 def _step(x: Tensor | None) -> int:

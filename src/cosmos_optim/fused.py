@@ -28,7 +28,7 @@ from cosmos_optim.fused_thin import FusedThin, fits, kernels_at
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, norms, norms_torch
-from cosmos_optim.kernels.health import sound
+from cosmos_optim.kernels.health import at_rank, sound
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual, Scaled
 from cosmos_optim.kernels.project import overlap, project
@@ -60,13 +60,13 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> b
     # Below 16 rows or columns nothing is left to save; r >= min(m, n) would make U look like a matrix.
     if min(t.shape) < 16 or not 1 <= rank <= MAX_RANK or rank >= min(t.shape):
         return False
-    return _checked(t)
+    return _checked(t, rank)
 
 
-def _checked(t: Tensor) -> bool:
+def _checked(t: Tensor, rank: int) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
     device = t.device
-    for family in ("basis", "products", "eigen", "thin"):
+    for family in (at_rank("basis", rank), "products", "eigen", at_rank("thin", rank)):
         sound(device, family)
     if max(t.stride()) * t.element_size() % 16:
         sound(device, "odd_rows")

@@ -19,7 +19,7 @@ from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.kernels import available, eigen
 from cosmos_optim.kernels.adapt import adapt
 from cosmos_optim.kernels.backend import power_of_two
-from cosmos_optim.kernels.health import sound
+from cosmos_optim.kernels.health import at_rank, sound
 from cosmos_optim.kernels.moment import second_moment
 from cosmos_optim.kernels.move import gather, movable, scatter_
 from cosmos_optim.kernels.operands import Scaled
@@ -166,9 +166,9 @@ def kernels_at(X: Tensor, family: str) -> bool:
 
 def fits(X: Tensor) -> bool:
     """Whether the kernels here take such a stack, and work."""
-    return X.dtype is torch.float32 and X.ndim == 3 and kernels_at(X, "thin")
+    return X.dtype is torch.float32 and X.ndim == 3 and kernels_at(X, at_rank("thin", X.shape[-1]))
 
 
 def columns_fit(Y: Tensor) -> bool:
     """Whether the kernels that factorize take thin factors of so many columns, and work."""
-    return rank_supports(Y.shape[-1]) and kernels_at(Y, "basis")
+    return rank_supports(Y.shape[-1]) and kernels_at(Y, at_rank("basis", Y.shape[-1]))

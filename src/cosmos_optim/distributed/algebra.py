@@ -16,7 +16,7 @@ from torch import Tensor
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.distributed import comm
 from cosmos_optim.kernels import available
-from cosmos_optim.kernels.health import sound
+from cosmos_optim.kernels.health import at_rank, sound
 from cosmos_optim.kernels.orthonormal import orthonormal
 from cosmos_optim.kernels.orthonormal import supports as orthonormal_supports
 from cosmos_optim.kernels.symmetric import SymmetricProducts
@@ -84,7 +84,7 @@ class ShardedAlgebra(Algebra):
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Orthonormal columns spanning those of Y (..., n, r); by kernels where all its rows are here."""
         here = self.place.col_team is None and Y.is_cuda and Y.dtype is torch.float32 and available(Y.device)
-        if here and orthonormal_supports(Y.shape[-1]) and sound(Y.device, "basis"):
+        if here and orthonormal_supports(Y.shape[-1]) and sound(Y.device, at_rank("basis", Y.shape[-1])):
             return orthonormal(Y, fallback)
         return super().orthonormalize(Y, fallback)
 

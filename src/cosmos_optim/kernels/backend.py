@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -28,15 +29,18 @@ except ImportError:  # no kernels; `jit` leaves the functions as plain names
 INTERPRET = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def jit(fn: Any = None, *, anywhere: Sequence[str] = ()) -> Any:
+def jit(fn: Any = None, *, anywhere: Sequence[str] = (), whatever: Sequence[str] = ()) -> Any:
     """`triton.jit`, or the function itself where there is no Triton (it is then never called).
 
     `anywhere`: pointers whose alignment makes no other kernel. What a recorded step reads lies elsewhere than what the
-    steps before it read, and nothing should be compiled while it is recorded.
+    steps before it read, and nothing should be compiled while it is recorded. `whatever`: numbers that make no other
+    kernel, multiples of 16 or not.
     """
     if fn is None:
-        return partial(jit, anywhere=anywhere)
-    return fn if triton is None else triton.jit(fn, do_not_specialize_on_alignment=list(anywhere))
+        return partial(jit, anywhere=anywhere, whatever=whatever)
+    if triton is None:
+        return fn
+    return triton.jit(fn, do_not_specialize_on_alignment=list(anywhere), do_not_specialize=list(whatever))
 
 
 def available(device: torch.device) -> bool:
@@ -58,6 +62,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors, or a small number under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def never(device: torch.device) -> Tensor:
+    """A flag that does not hold, for kernels that read one: no second kernel for steps that are not to be skipped."""
+    return torch.zeros((), dtype=torch.bool, device=device)
 
 
 def power_of_two(x: int, least: int = 16) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -101,16 +101,14 @@ def odd_rows(device: torch.device) -> float:
     return _thin_products(device, SIZE + 1)
 
 
-def basis(device: torch.device) -> float:
-    """Orthonormal columns and thin Gram matrices, at the ranks of a step and of a first basis."""
-    worst = 0.0
-    for r in (RANK, RANK + 16):
-        Y = _draw(2, 2 * SIZE + 128, r, device=device) * torch.logspace(0, -4, r, device=device)
-        Q = orthonormal(Y, torch.zeros_like(Y))
-        exact, R = torch.linalg.qr(Y.double())
-        exact = exact * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
-        worst = max(worst, _far((Q, exact), (thin_gram(Y, Q), Y.mT @ Q)))
-    return worst
+def basis(device: torch.device, more: int = 0) -> float:
+    """Orthonormal columns and thin Gram matrices, at the common rank or `more`."""
+    r = RANK + more
+    Y = _draw(2, 2 * SIZE + 128, r, device=device) * torch.logspace(0, -4, r, device=device)
+    Q = orthonormal(Y, torch.zeros_like(Y))
+    exact, R = torch.linalg.qr(Y.double())
+    exact = exact * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    return _far((Q, exact), (thin_gram(Y, Q), Y.mT @ Q))
 
 
 def products(device: torch.device) -> float:
@@ -159,8 +157,8 @@ def _moments(device: torch.device, r: int) -> float:
     )  # fmt: skip
 
 
-def thin(device: torch.device) -> float:
-    """The arithmetic on thin factors, at the rank of a step and at the next power of two."""
+def thin(device: torch.device, more: int = 0) -> float:
+    """The arithmetic on thin factors, at the common rank or `more`."""
     P, Y = _draw(2, 2, SIZE + 7, RANK, device=device)
     b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
     sums, rate = _energy(P).view(2, 1), torch.tensor(0.1, dtype=torch.float64, device=device)
@@ -174,12 +172,18 @@ def thin(device: torch.device) -> float:
         (k, k_exact), (parts.float().sum(0), exact.float().sum(0)), (muon_gain(*energies), muon_gain_torch(*energies)),
         (torch.stack(homes), P), *zip(norms(sums, 4.0, 1e-30), norms_torch(sums, 4.0, 1e-30), strict=True),
     )  # fmt: skip
-    return max(found, *(_moments(device, r) for r in (RANK, RANK + 16)))
+    return max(found, _moments(device, RANK + more))
 
 
 FAMILIES: dict[str, Callable[[torch.device], float]] = {
     "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen, "thin": thin,
+    "wide basis": partial(basis, more=16), "wide thin": partial(thin, more=16),
 }  # fmt: skip
+
+
+def at_rank(family: str, r: int) -> str:
+    """The family of "basis" or "thin" that stands for r columns: beyond the common rank blocks are larger."""
+    return family if r <= RANK else f"wide {family}"
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
+from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, never, tl
 from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.tiles import exponent, lead, mac_tile, mac_wide, matrix, tile, whole
@@ -17,10 +17,10 @@ LAUNCH = Launch(64, 32, warps=4, stages=3)
 ODD = Launch(128, 32, stages=2)
 
 
-@jit
+@jit(whatever=["m"])
 def _momentum(  # type: ignore[no-untyped-def]
     x, mom, u, v, gu, mu, peak, top, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
-    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, CLASSES: tl.constexpr, KNOWN: tl.constexpr,
     NARROW: tl.constexpr, MNARROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -29,9 +29,7 @@ def _momentum(  # type: ignore[no-untyped-def]
     q, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
     i = first + CLASSES * q
     start, state = matrix(x, batch, ELEMENT, ALIGNED), matrix(mom, batch, MOMENT, ALIGNED)
-    write = True
-    if SKIP:
-        write = tl.load(skip) == 0
+    write = tl.load(skip) == 0
     base = batch.to(tl.int64) * n * R
     acc_g, acc_m = tl.zeros((BM, R), dtype=tl.float32), tl.zeros((BM, R), dtype=tl.float32)
     e = 0
@@ -128,9 +126,9 @@ def momentum_(
     peak = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     _momentum[(blocks, batch)](
         **source, mom=M.table, u=peak if U is None else U[0], v=peak if U is None else U[1], gu=GU, mu=MU, peak=peak,
-        top=peak if top is None else top, skip=peak if skip is None else skip,
+        top=peak if top is None else top, skip=never(M.device) if skip is None else skip,
         u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"], w=w,
-        gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None, SKIP=skip is not None,
+        gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None,
         MOMENT=target["ELEMENT"], KNOWN=top is not None, NARROW=G.dtype is torch.bfloat16,
         MNARROW=M.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
+from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, never, tl
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.tiles import add_outer, matrix, tile
 
@@ -25,16 +25,14 @@ def dither(value, index, seed):  # type: ignore[no-untyped-def]
 @jit
 def _update(  # type: ignore[no-untyped-def]
     x, work, p, u, coefficients, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SKIP: tl.constexpr, SEEDED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, ELEMENT, ALIGNED)
     source = work + batch.to(tl.int64) * work_stride
     decay, gain = tl.load(coefficients + batch * 2), tl.load(coefficients + batch * 2 + 1)
-    write = True
-    if SKIP:
-        write = tl.load(skip) == 0
+    write = tl.load(skip) == 0
     seed = 0
     if SEEDED:
         seed = tl.load(seeds + batch)
@@ -77,9 +75,9 @@ def update_(
     wm, wn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
     _update[(-(-m // how.rows), batch)](
         **W.rows_source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
-        skip=coefficients if skip is None else skip, seeds=coefficients if seeds is None else seeds,
+        skip=never(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
         work_stride=B.stride(0), p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0),
-        m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None, SKIP=skip is not None,
+        m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
         SEEDED=seeds is not None, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
 

@@ -73,12 +73,17 @@ def _checked(t: Tensor, rank: int) -> bool:
     return sound(device, "passes")
 
 
+def polar_bytes(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
+    """Memory of the temporaries of Newton-Schulz on such a stack in half precision."""
+    long, short = max(m, n), min(m, n)
+    fresh = fresh_at(long, short, ns.steps, ns.dtype or torch.float16)
+    return newton_schulz_bytes(batch, long, short, 2, len(fresh), ns.steps)
+
+
 def bytes_per_matrix(m: int, n: int, r: int) -> int:
     """Transient memory of one matrix in flight, from the shapes: work buffers, Gram matrices, thin factors."""
-    long, short = max(m, n), min(m, n)
-    fresh = len(fresh_at(long, short, 5, torch.float16))
     # Two chunks are on the way at a time, their products one after the other.
-    return 2 * (2 * long * short + 4 * r * (5 * m + 4 * n)) + newton_schulz_bytes(1, long, short, 2, fresh, 5)
+    return 2 * (2 * m * n + 4 * r * 9 * (m + n)) + polar_bytes(1, m, n, NewtonSchulz())
 
 
 def chunk_matrices(m: int, n: int, r: int, budget_bytes: int) -> int:
@@ -193,8 +198,7 @@ class FusedAlgebra(FusedThin):
         out = buffer if len(fresh) > 1 else work_buffer(len(buffer), self.m, self.n, dtype, buffer.device)
         lanes = Lanes.of(buffer.device)
         with lanes.heavy():
-            batch, long, short = buffer.shape
-            room = newton_schulz_bytes(batch, long, short, buffer.element_size(), len(fresh), ns.steps)
+            room = polar_bytes(len(buffer), self.m, self.n, ns)
             products = SymmetricProducts(lanes.slab(room).like) if halves else TorchProducts()
             Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=out)
         if X.basis is None or dtype is not torch.float16:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import Adam, Cosmos, Muon, MuonNorm
-from cosmos_optim.optim.execute import Entry
+from cosmos_optim.optim.entries import Entry
 from cosmos_optim.optim.replay import PATIENCE, SETTLED, Replays, signature
 
 CUDA = torch.device("cuda")
@@ -189,7 +189,7 @@ def test_a_capture_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
     with pytest.warns(UserWarning, match="without one, slower"):
-        for step in range(EAGER):
+        for step in range(EAGER + 1):
             feed(step, a, b)
             one.step()
             two.step()

@@ -32,6 +32,7 @@ class Lanes:
         self.heavy_stream = torch.cuda.Stream(device, priority=0) if self.on else None
         self.depth = 0
         self._slab: Slab | None = None
+        self._room = 0
 
     @classmethod
     def of(cls, device: torch.device) -> Lanes:
@@ -41,8 +42,8 @@ class Lanes:
         return cls._known[device]
 
     @contextmanager
-    def forked(self) -> Iterator[None]:
-        """Around all chunks of a step."""
+    def forked(self, room: int = 0) -> Iterator[None]:
+        """Around all chunks of a step, the largest of which needs so much room in the slab."""
         if not self.on:
             yield
             return
@@ -50,6 +51,7 @@ class Lanes:
         for stream in self.lanes:
             stream.wait_stream(main)
         self.depth += 1
+        self._room = room
         try:
             yield
         finally:
@@ -73,7 +75,7 @@ class Lanes:
             return Slab(size, self.device)
         if self._slab is None or self._slab.memory.numel() < size:
             self._slab = None
-            self._slab = Slab(size, self.device)
+            self._slab = Slab(max(size, self._room), self.device)
         return self._slab
 
     @contextmanager

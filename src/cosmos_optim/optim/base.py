@@ -18,7 +18,7 @@ from cosmos_optim import distributed
 from cosmos_optim.groups import as_groups
 from cosmos_optim.layout import LAYOUTS, Layout
 from cosmos_optim.optim import checkpoint, execute, gradients
-from cosmos_optim.optim.execute import Entry
+from cosmos_optim.optim.entries import Entry
 from cosmos_optim.optim.replay import Replays
 from cosmos_optim.rules import RULES, Rule
 from cosmos_optim.rules.base import require

@@ -1,4 +1,4 @@
-"""Running the rules: stacks of same-shape matrices in chunks of bounded size, and lists of tensors for Adam."""
+"""Running the rules on matrices: stacks of equal shape in chunks of bounded size, and all else handed on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from cosmos_optim import distributed
 from cosmos_optim.algebra import Algebra, sum_of_squares
-from cosmos_optim.fused import FusedAlgebra, chunk_matrices, fusable
+from cosmos_optim.fused import FusedAlgebra, chunk_matrices, fusable, polar_bytes
 from cosmos_optim.kernels.streams import Lanes
-from cosmos_optim.layout import HERE, Layout, Place
-from cosmos_optim.rounding import write_
-from cosmos_optim.rules import Rule
+from cosmos_optim.layout import HERE, Place
+from cosmos_optim.optim.elementwise import run_elementwise
+from cosmos_optim.optim.entries import Entry, by_group, decay_of, signed_lr
 from cosmos_optim.rules.base import State
 from cosmos_optim.rules.common import newton_schulz_of
 
@@ -25,19 +25,7 @@ from cosmos_optim.rules.common import newton_schulz_of
 # its cache, where stacks of large matrices win nothing.
 CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Bytes of work buffers that the kernels may have in flight.
-FUSED_BYTES = 1024 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A parameter with a gradient in this step."""
-
-    p: Tensor
-    grad: Tensor
-    state: dict[str, Tensor]
-    layout: Layout
-    group: dict[str, Any]
-    rule: Rule
+FUSED_BYTES = 1000 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +76,7 @@ def run(
     jobs: list[tuple[object, Callable[[], None]]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     taken: Counter[object] = Counter()
+    room = 0
     tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True))
     apart: set[Tensor] = set()
     replay: Callable[[], None] | None = None
@@ -104,10 +93,11 @@ def run(
                 place = chunk[0].place
                 turn = place.after(taken[place.team])
                 taken[place.team] += len(chunk)
+                room = max(room, room_for(chunk) if local is FusedAlgebra else 0)
                 jobs.append((place.team, partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)))
     device = entries[0].p.device
     lanes = Lanes.of(device)
-    with lanes.forked():
+    with lanes.forked(room):
         if replay is not None:
             with lanes.lane(0):
                 replay()
@@ -120,28 +110,6 @@ def run(
     distributed.run([(team, job) for team, job in jobs if team is not None], device)
     for home, flat in copies:
         home.copy_(flat)
-
-
-def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Entries of one param group together, in order."""
-    groups: dict[int, list[Entry]] = defaultdict(list)
-    for e in entries:
-        groups[id(e.group)].append(e)
-    yield from groups.values()
-
-
-def decay_of(group: dict[str, Any]) -> float | Tensor:
-    """1 - lr * weight_decay, a number or a tensor as lr is."""
-    if not group["weight_decay"]:
-        return 1.0
-    decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
-    return decay
-
-
-def signed_lr(group: dict[str, Any]) -> float | Tensor:
-    """lr, negative for maximize: every rule is odd in the gradient."""
-    lr: float | Tensor = -group["lr"] if group["maximize"] else group["lr"]
-    return lr
 
 
 # -- matrices ------------------------------------------------------------------------------------------------------
@@ -197,6 +165,12 @@ def chunks(matrices: list[Matrix], local: type[Algebra]) -> Iterator[list[Matrix
     count = -(-len(matrices) // size)
     for i in range(count):
         yield matrices[i * len(matrices) // count : (i + 1) * len(matrices) // count]
+
+
+def room_for(chunk: list[Matrix]) -> int:
+    """Bytes that the products of a chunk need beside its work buffers."""
+    m, n = chunk[0].p.shape
+    return polar_bytes(len(chunk), m, n, newton_schulz_of(chunk[0].entry.group))
 
 
 def run_chunk(
@@ -267,53 +241,3 @@ class Probe:
     def _note(self, key: str, tensor: Tensor) -> None:
         for name, value in zip(self.names, tensor.flatten().tolist(), strict=True):
             self.record.setdefault(name, {})[key] = value
-
-
-# -- anything else -------------------------------------------------------------------------------------------------
-
-
-def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
-    """An elementwise rule over whole (or local) tensors: its fused kernel where dtypes allow, else one by one."""
-    rule, group = entries[0].rule, entries[0].group
-    names = list(rule.slots(1, 1, group))
-    plain: dict[Any, list[Entry]] = defaultdict(list)
-    for e in entries:
-        if rule.fused is not None and _fusable(e, names):
-            plain[e.p.device, e.p.dtype].append(e)
-        else:
-            run_one(e, skip)
-    for here in plain.values():
-        assert rule.fused is not None
-        rule.fused(
-            [e.layout.local(e.p) for e in here], [e.layout.local(e.grad) for e in here],
-            {k: [e.layout.local(e.state[k]) for e in here] for k in names}, [e.state["step"] for e in here],
-            h=group, lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"], skip=skip,
-        )  # fmt: skip
-
-
-def _fusable(e: Entry, names: Sequence[str]) -> bool:
-    """Torch's kernel wants one dtype throughout, runs over memory whatever the strides, and divides 0 by 0 at eps 0."""
-    if e.p.dtype not in (torch.float32, torch.float64) or e.group["eps"] == 0:
-        return False
-    local = e.layout.local
-    p = local(e.p)
-    dtype, stride = p.dtype, p.stride()
-    # The state is dense, so whatever has its strides is dense too.
-    others = [local(e.grad), *(local(e.state[name]) for name in names)]
-    return p.numel() > 0 and all(x.dtype is dtype and x.stride() == stride for x in others)
-
-
-def run_one(e: Entry, skip: Tensor | None) -> None:
-    """One tensor by the rule's own formula, in at least float32."""
-    local = e.layout.local
-    p, dtype = local(e.p), torch.promote_types(e.p.dtype, torch.float32)
-    names = e.rule.slots(1, 1, e.group)
-    state = {k: local(e.state[k]) for k in names}
-    t = local(e.state["step"])
-    D, new = e.rule.direction(local(e.grad).to(dtype), state, t, h=e.group, alg=Algebra(1, 1))
-    value = p.to(dtype) * decay_of(e.group) - signed_lr(e.group) * D
-    for k in names:
-        state[k].copy_(new[k] if skip is None else torch.where(skip, state[k], new[k]))
-    if skip is not None:
-        value = torch.where(skip, p.to(dtype), value)
-    write_(p, value, t if e.group["stochastic_rounding"] else None)

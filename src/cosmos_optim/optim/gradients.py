@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim import distributed
-from cosmos_optim.optim.execute import Entry
+from cosmos_optim.optim.entries import Entry
 
 
 @dataclass(frozen=True)

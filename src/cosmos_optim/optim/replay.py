@@ -25,7 +25,8 @@ from cosmos_optim.kernels import table
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.layout import HERE, Layout
 from cosmos_optim.optim import execute
-from cosmos_optim.optim.execute import Entry, Moving
+from cosmos_optim.optim.entries import Entry, by_group, decay_of, signed_lr
+from cosmos_optim.optim.execute import Moving
 
 # Steps with the same key before it is recorded: kernels are compiled by then, and gradients lie where they will.
 SETTLED = 2
@@ -69,10 +70,12 @@ class Recording:
         self.tops.copy_(peaks.index_select(0, self.index))
 
     def _write_numbers(self) -> None:
-        values = [x for g in self.groups for x in (execute.signed_lr(g), execute.decay_of(g))]
+        values = [x for g in self.groups for x in (signed_lr(g), decay_of(g))]
         there = {i: x for i, x in enumerate(values) if isinstance(x, Tensor) and x.is_cuda}
         known = [0.0 if i in there else float(x) for i, x in enumerate(values)]
-        self.numbers.copy_(_pinned(known, torch.float64), non_blocking=True)
+        # A kernel that gets a number from the host gets it in float32: the same here, bit for bit.
+        rounded = torch.tensor(known, dtype=torch.float32).tolist()
+        self.numbers.copy_(_pinned(rounded, torch.float64), non_blocking=True)
         for i, x in there.items():
             self.numbers[i].copy_(x)
 
@@ -182,7 +185,7 @@ def recordable(entries: Sequence[Entry]) -> list[Entry]:
     """Those whose every block is a view that the kernels can run on, of a gradient that can be found again."""
     copies: list[tuple[Tensor, Tensor]] = []
     out: set[Tensor] = set()
-    for held in execute.by_group(entries):
+    for held in by_group(entries):
         for _, matrices in execute.buckets(held, set(), copies):
             fused = execute.local_algebra(matrices) is FusedAlgebra and matrices[0].place is HERE
             out |= {x.entry.p for x in matrices if not fused or not _inside(x.grad, x.entry.grad)}
@@ -198,7 +201,7 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     """Capture the step of `inside`; nothing runs."""
     device = entries[0].p.device
     index = {e.p: i for i, e in enumerate(entries)}
-    groups = [held[0].group for held in execute.by_group(inside)]
+    groups = [held[0].group for held in by_group(inside)]
     count = sum(len(e.layout.blocks_mn) for e in inside)
     made = Recording(
         key, {e.p for e in inside}, torch.zeros(count, dtype=torch.int64, device=device),
@@ -208,7 +211,8 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     )  # fmt: skip
     tops = {e.p: made.tops[index[e.p]] for e in inside}
     jobs: list[tuple[int, Callable[[], None]]] = []
-    for i, held in enumerate(execute.by_group(inside)):
+    room = 0
+    for i, held in enumerate(by_group(inside)):
         lr, decay = made.numbers[2 * i], made.numbers[2 * i + 1]
         for (m, n), matrices in execute.buckets(held, set(), []):
             for chunk in execute.chunks(matrices, FusedAlgebra):
@@ -217,12 +221,13 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
                 moving = Moving(made.addresses[begin : len(made.offsets)], lr, decay)
                 job = partial(execute.run_chunk, chunk, HERE, m, n, made.skip, None, FusedAlgebra, tops, moving)
                 jobs.append((len(chunk) * m * n, job))
+                room = max(room, execute.room_for(chunk))
     # The largest first: the buffers of the others then fit into theirs, and the graph keeps less memory.
-    _capture(made, [job for _, job in sorted(jobs, key=lambda item: -item[0])], device)
+    _capture(made, [job for _, job in sorted(jobs, key=lambda item: -item[0])], room, device)
     return made
 
 
-def _capture(made: Recording, jobs: Sequence[Callable[[], None]], device: torch.device) -> None:
+def _capture(made: Recording, jobs: Sequence[Callable[[], None]], room: int, device: torch.device) -> None:
     """Run the jobs under capture, two at a time as a step does."""
     lanes, stream = Lanes.of(device), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -234,7 +239,7 @@ def _capture(made: Recording, jobs: Sequence[Callable[[], None]], device: torch.
             # Other threads may pin memory or ask for events meanwhile: only this one is held to the rules.
             made.graph.capture_begin(capture_error_mode="thread_local")
             try:
-                with lanes.forked():
+                with lanes.forked(room):
                     for k, job in enumerate(jobs):
                         with lanes.lane(k):
                             job()

@@ -1,0 +1,47 @@
+"""What a step works on, and the two numbers that every rule's update needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cosmos_optim.layout import Layout
+from cosmos_optim.rules import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A parameter with a gradient in this step."""
+
+    p: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    layout: Layout
+    group: dict[str, Any]
+    rule: Rule
+
+
+def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Entries of one param group together, in order."""
+    groups: dict[int, list[Entry]] = defaultdict(list)
+    for e in entries:
+        groups[id(e.group)].append(e)
+    yield from groups.values()
+
+
+def decay_of(group: dict[str, Any]) -> float | Tensor:
+    """1 - lr * weight_decay, a number or a tensor as lr is."""
+    if not group["weight_decay"]:
+        return 1.0
+    decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+    return decay
+
+
+def signed_lr(group: dict[str, Any]) -> float | Tensor:
+    """lr, negative for maximize: every rule is odd in the gradient."""
+    lr: float | Tensor = -group["lr"] if group["maximize"] else group["lr"]
+    return lr

@@ -78,11 +78,15 @@ def synchronizations(step: Callable[[], Any], device: torch.device) -> int | Non
     return sum("synchroniz" in str(w.message) for w in seen)
 
 
+# The first kind that fits: "_momentum" is a thin product, "_moment" is not.
 KINDS = {
     "symmetric products": ("_symmetric",),
     "small products": ("f32f32_f32f32", "sgemm"),
     "full products": ("gemm", "nvjet", "cutlass", "sm90_xmma"),
     "thin products": ("_project", "_correlate", "_momentum", "_overlap", "_split"),
+    "thin factors": (
+        "_moment", "_adapt", "_scaled", "_power_sum", "_measure", "_finish", "_muon_gain", "_norms", "_move", "_eigh",
+    ),
     "residual and update": ("_residual", "_update"),
     "adam": ("FusedAdam", "fused_adam"),
     "magnitudes of the gradients": ("LpNorm", "lpnorm"),

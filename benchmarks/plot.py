@@ -1,6 +1,7 @@
-"""Where the time of a step goes, from a result of `benchmarks.step --profile`: `python -m benchmarks.plot FILE OUT`.
+"""Where the time of a step goes, from results of `benchmarks.step --profile`: `python -m benchmarks.plot FILE... OUT`.
 
-Kernels of two chunks overlap, so the parts of a bar may add up to more than the step; the line is the step itself.
+Several files: rows of all but the last are called "before". Kernels of two chunks overlap, and in a recorded step their
+time stamps do as well, so the parts of a bar may add up to more than the step; the line is the step itself.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ import sys
 from pathlib import Path
 
 
-def main(source: Path, target: Path) -> None:
+def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", "muon")) -> None:
     """One bar of device time by kind for each profiled row, the step as a line, and the roofline."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    result = json.loads(source.read_text())
-    rows = [row for row in result["rows"] if row.get("profile")]
-    names = [row["name"] for row in rows]
-    kinds = list(rows[0]["profile"]["kinds_ms"])
+    results = [json.loads(source.read_text()) for source in sources]
+    result, rows = results[-1], []
+    for found in results:
+        suffix = "" if found is result else ", before"
+        chosen = [row for row in found["rows"] if row.get("profile") and row["name"] in names]
+        rows += [row | {"name": row["name"] + suffix} for row in chosen]
+    names = tuple(row["name"] for row in rows)
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row["profile"]["kinds_ms"]))
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * (len(rows) + 1)))
     left = [0.0] * len(rows)
     for kind in kinds:
-        widths = [row["profile"]["kinds_ms"][kind] for row in rows]
+        widths = [row["profile"]["kinds_ms"].get(kind, 0.0) for row in rows]
         axes.barh(names, widths, left=left, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for i, row in enumerate(rows):
@@ -41,4 +46,5 @@ def main(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    *files, picture = map(Path, sys.argv[1:])
+    main(files, picture)

@@ -13,13 +13,18 @@ from cosmos_optim.rules.base import Hyper, Rule, State
 
 # Options worth drawing; {} are the defaults. `gamma` has no default of its own: the optimizer resolves it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
-    "cosmos": [{}, {"nesterov": True}, {"eps_placement": "inside"}],
+    "cosmos": [{}, {"nesterov": True}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
     "muon": [{}, {"nesterov": False}, {"scaling": "original"}],
     "normuon": [{}, {"nesterov": False}],
     "soap": [{}, {"frequency": 2}, {"squares": "momentum"}],
     "galore": [{}, {"update_gap": 2}],
     # O'GU is diagonal at the first step, its other entries rounding noise: epsilon must stand above that noise.
-    "cosmos-two-sided": [{"eps": 0.01}, {"eps": 0.01, "nesterov": True}, {"eps": 0.01, "eps_placement": "inside"}],
+    "cosmos-two-sided": [
+        {"eps": 0.01},
+        {"eps": 0.01, "nesterov": True},
+        {"eps": 0.01, "eps_placement": "inside"},
+        {"eps": 0.01, "row_beta2": 0.5},
+    ],
     "soap-two-sided": [{"eps": 0.01}, {"eps": 0.01, "frequency": 2}],
 }
 

@@ -60,6 +60,11 @@ class Algebra:
         """Sum of squares of a thin factor (..., m, k) over m and k."""
         return sum_of_squares(P)
 
+    def row_energy(self, X: Any) -> Tensor:
+        """Sums of squares over n, (..., m, 1)."""
+        norm: Tensor = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
+        return norm.square()
+
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Orthonormal columns spanning those of Y (..., n, r), or `fallback` where they are dependent."""
         return orthonormalize(Y, self.un, fallback)
@@ -110,6 +115,14 @@ class Algebra:
         real = residual > guard * (residual + self.energy_m(NU))
         return torch.where(real, gamma * self.unit_gain(polar), torch.zeros_like(polar))
 
+    def even_rows(self, D: Any, v: Tensor, beta2: float, eps: float) -> tuple[Any, Tensor]:
+        """D's rows divided by sqrt(v) + eps, v <- beta2 v + (1 - beta2) (their mean squares), (..., m, 1); and v.
+
+        NorMuon's second moment (Li et al. 2025). It is not bias-corrected: what follows removes a factor of all rows.
+        """
+        v = beta2 * v + (1 - beta2) * (self.row_energy(D) / self.n).to(v.dtype)
+        return self.scale_rows(D, quotient(torch.ones_like(v), v.sqrt() + eps)), v
+
     # -- m x n operands, which need not be tensors --------------------------------------------------------------------
 
     def lerp(self, M: Any, G: Any, weight: float) -> Any:
@@ -135,6 +148,10 @@ class Algebra:
     def scale(self, D: Any, s: Tensor) -> Any:
         """s D, with s of shape (..., 1, 1)."""
         return s * D
+
+    def scale_rows(self, D: Any, g: Tensor) -> Any:
+        """D with row i times g_i, g of shape (..., m, 1)."""
+        return g * D
 
     def unit_rms(self, D: Any) -> Any:
         """sqrt(m n) D / |D|_F, the paper's sqrt(m) NORM(D); 0 stays 0."""

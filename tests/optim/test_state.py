@@ -123,6 +123,24 @@ def test_bf16_momentum_halves_it() -> None:
     assert again.state[p]["M"].dtype is torch.bfloat16
 
 
+def test_a_second_moment_of_rows_is_a_number_a_row() -> None:
+    p, e = matrix((10, 6)), matrix((3, 10, 6))
+    plain, opt = Cosmos([p, e], rank=4), Cosmos([p, e], rank=4, row_beta2=0.9)
+    assert opt.state[p]["v"].shape == (10, 1)
+    assert opt.state[e]["v"].shape == (3, 10, 1)
+    assert opt.state_bytes() == plain.state_bytes() + 4 * 40 == plan(opt).state_bytes
+    p.grad, e.grad = gradient((10, 6), 0), gradient((3, 10, 6), 0)
+    opt.step()
+    again = Cosmos([p, e], rank=4, row_beta2=0.9)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert torch.equal(again.state[e]["v"], opt.state[e]["v"])
+    assert opt.state[e]["v"].min() > 0
+    with pytest.raises(ValueError, match="row_beta2=0.9.*row_beta2=None"):
+        plain.load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match="row_beta2=1"):
+        Cosmos([p], row_beta2=1)
+
+
 def test_another_rank_is_refused_naming_both() -> None:
     p = matrix((10, 8))
     saved = Cosmos([p], rank=4).state_dict()

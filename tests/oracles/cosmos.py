@@ -29,6 +29,7 @@ class Cosmos:
     weight_decay: float = 0.0
     two_sided: bool = False
     side: str = "input"
+    row_beta2: float | None = None
     coefficients: Sequence[tuple[float, float, float]] = NS5
     t: int = 0
     state: dict[str, Matrix] = field(default_factory=dict)
@@ -97,4 +98,12 @@ class Cosmos:
         rest, held = np.sum(X * X), np.sum(P * P)
         alone = rest < self.residual_guard * (rest + held)
         B = np.zeros_like(X) if alone else unit_rms(newton_schulz(X, self.coefficients))
-        return unit_rms(A + self.gamma * B)
+        return unit_rms(self._even_rows(A + self.gamma * B))
+
+    def _even_rows(self, D: Matrix) -> Matrix:
+        """Not the paper's: rows over the root of their running mean square, as NorMuon has it (arXiv 2510.05491)."""
+        if self.row_beta2 is None:
+            return D
+        v = self.state.get("v", np.zeros((len(D), 1)))
+        self.state["v"] = v = self.row_beta2 * v + (1 - self.row_beta2) * np.mean(D * D, axis=1, keepdims=True)
+        return ratio(D, np.broadcast_to(np.sqrt(v) + self.eps, D.shape))

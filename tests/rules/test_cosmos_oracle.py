@@ -47,6 +47,12 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "rank = n, guarded": ((24, 8), {"rank": 8, "residual_guard": 1e-6}),
     "rank > n, guarded": ((24, 8), {"rank": 64, "residual_guard": 1e-6}),
     "rank > n, gamma 0": ((24, 8), {"rank": 64, "gamma": 0.0}),
+    "rows": ((24, 14), {"row_beta2": 0.95}),
+    "rows, wide, nesterov": ((12, 26), {"row_beta2": 0.8, "nesterov": True, "weight_decay": 0.3}),
+    "rows, no average": ((24, 14), {"row_beta2": 0.0, "eps": 1e-2}),
+    "rows, epsilon 0": ((24, 14), {"row_beta2": 0.95, "eps": 0.0, "eps_placement": "inside"}),
+    "rows, smaller side": ((12, 26), {"row_beta2": 0.95, "side": "smaller"}),
+    "two-sided, rows": ((24, 14), TWO_SIDED | {"row_beta2": 0.95}),
     "two-sided": ((24, 14), TWO_SIDED),
     "two-sided, wide": ((12, 26), TWO_SIDED),
     "two-sided, square": ((16, 16), TWO_SIDED),
@@ -81,7 +87,7 @@ def run_ours(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[np.ndarray, d
         p.grad = torch.from_numpy(gradient.copy())
         opt.step()
         path.append(p.detach().numpy().copy())
-    state = {k: v.detach().numpy() for k, v in opt.state[p].items() if k in {"M", "U", "S", "V", "O", "R"}}
+    state = {k: v.detach().numpy() for k, v in opt.state[p].items() if k in {"M", "U", "S", "V", "O", "R", "v"}}
     return np.stack(path), state
 
 

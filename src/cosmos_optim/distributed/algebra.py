@@ -76,6 +76,10 @@ class ShardedAlgebra(Algebra):
         """Sum of squares of a thin factor over m and k."""
         return _total(self.local.energy_m(P), self.place.row_team)
 
+    def row_energy(self, X: Any) -> Tensor:
+        """Sums of squares over n, (..., m, 1)."""
+        return _total(self.local.row_energy(X), self.place.col_team)
+
     def slice_n(self, Y: Tensor) -> Tensor:
         """The rows of a whole (n, k) matrix that belong to the columns held here."""
         start, length = self.place.my_columns
@@ -137,6 +141,10 @@ class ShardedAlgebra(Algebra):
     def scale(self, D: Any, s: Tensor) -> Any:
         """s D."""
         return self.local.scale(D, s)
+
+    def scale_rows(self, D: Any, g: Tensor) -> Any:
+        """D with row i times g_i."""
+        return self.local.scale_rows(D, g)
 
     def load(self, tensors: Any, dtype: torch.dtype) -> Any:
         """Stack same-shape parts."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 # Hyper-parameters that decide what the state means: a checkpoint with others cannot be continued.
-STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows")
+STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows", "row_beta2")
 
 
 def as_default_dict(state: Any) -> defaultdict[Tensor, Any]:

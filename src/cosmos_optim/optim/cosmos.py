@@ -34,6 +34,7 @@ class Cosmos(MatrixOptimizer):
         two_sided: track a basis on both sides (Algorithm 4).
         options: eps_placement, side, ns_steps, ns_coefficients, ns_dtype, momentum_dtype, residual_guard,
             stochastic_rounding, maximize, split_sizes, nonfinite; each may stand in a group too. See the README.
+            row_beta2: NorMuon's second moment of each row of the update; off by default; not in the paper.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

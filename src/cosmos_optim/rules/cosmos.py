@@ -6,6 +6,7 @@ Letters, per matrix, all with any leading batch dimensions:
     U (n, r)  leading eigenbasis of G'G      S (r, r)  second moment G'G in that basis
     V (m, r)  second moment of G U           P (m, r)  the SOAP half in the basis, A = P U'
     X (m, n)  residual momentum              B (m, n)  the MUON half
+    v (m, 1)  mean squares of D's rows, with `row_beta2` alone
     two-sided only: O (m, r) basis of GG', R (r, r) its second moment, V (r, r)
 
 docs/algorithm.md sets each line beside the paper's and lists the deviations.
@@ -36,6 +37,7 @@ HYPER: dict[str, Any] = {
     "ns_dtype": None,
     "momentum_dtype": None,
     "residual_guard": 1e-5,
+    "row_beta2": None,
 }
 
 
@@ -56,10 +58,11 @@ def direction(
     B = alg.polar(X, newton_schulz_of(h))                                   # L9
     b = alg.muon_gain(X, NU, B, h["gamma"], h["residual_guard"])            #      gamma NORM sqrt(m)
     D = alg.combine(b, B, P, U)                                             # L10  A + gamma B sqrt(m)
+    D, rows = even_rows(D, state, h, alg)                                   #      not in the paper; off by default
     if probe is not None:
         C = alg.un(U, U_old)
         probe(G=G, GU=GU, C=C, soap=alg.energy_m(P), muon=b.square() * alg.energy(B), alg=alg)
-    return alg.unit_rms(D), {"M": M, "U": U, "S": S, "V": V}                # L11  NORM sqrt(m)
+    return alg.unit_rms(D), {"M": M, "U": U, "S": S, "V": V} | rows         # L11  NORM sqrt(m)
 
 
 def direction_two_sided(
@@ -72,18 +75,19 @@ def direction_two_sided(
     O = power_step(G.mT, O_old, state["R"], b2, alg.T)                      # L6   (paper: R O; meant: O R)
     GU, OG = alg.mm(G, U), alg.T.mm(G.mT, O)
     S, real = alg.second_moment(state["S"], U, U_old, GU, b2, guarded(h))   # L7
-    R, rows = alg.T.second_moment(state["R"], O, O_old, OG, b2, guarded(h))  # L8
+    R, real_O = alg.T.second_moment(state["R"], O, O_old, OG, b2, guarded(h))  # L8
     N = momentum(M, G, h, alg)
     NU = alg.tn(O, alg.mm(N, U))
-    V, P = alg.adapt(state["V"], alg.tn(O, GU), NU, real * rows.mT, t, adam(h))  # L9, L10  A = O P U'
+    V, P = alg.adapt(state["V"], alg.tn(O, GU), NU, real * real_O.mT, t, adam(h))  # L9, L10  A = O P U'
     X = alg.residual(N, O @ NU, U)                                          #      (paper: O'O M; meant: O O'M)
     B = alg.polar(X, newton_schulz_of(h))                                   # L11
     b = alg.muon_gain(X, O @ NU, B, h["gamma"], h["residual_guard"])
     D = alg.combine(b, B, O @ P, U)                                         # L12
+    D, rows = even_rows(D, state, h, alg)
     if probe is not None:
         C = alg.un(U, U_old)
         probe(G=G, GU=GU, C=C, soap=sum_of_squares(P), muon=b.square() * alg.energy(B), alg=alg)
-    return alg.unit_rms(D), {"M": M, "U": U, "O": O, "S": S, "R": R, "V": V}  # L13  (paper: without sqrt(m))
+    return alg.unit_rms(D), {"M": M, "U": U, "O": O, "S": S, "R": R, "V": V} | rows  # L13  (paper: without sqrt(m))
 
 # fmt: on
 
@@ -92,6 +96,14 @@ def momentum(M: Any, G: Any, h: Hyper, alg: Algebra) -> Any:
     """The momentum both halves use: M, or Nesterov's look-ahead (1-b1) G + b1 M."""
     b1 = h["betas"][0]
     return alg.blend(b1, M, 1 - b1, G) if h["nesterov"] else M
+
+
+def even_rows(D: Any, state: State, h: Hyper, alg: Algebra) -> tuple[Any, State]:
+    """With `row_beta2`, NorMuon's second moment of each row before the last normalization; its state."""
+    if h["row_beta2"] is None:
+        return D, {}
+    D, v = alg.even_rows(D, state["v"], h["row_beta2"], h["eps"])
+    return D, {"v": v}
 
 
 def adam(h: Hyper) -> Adam:
@@ -111,14 +123,15 @@ def guarded(h: Hyper) -> bool:
 
 
 def slots(m: int, n: int, h: Hyper) -> dict[str, Slot]:
-    """M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n)."""
+    """M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n), and v (m, 1) if rows have a second moment."""
     r = min(h["rank"], n)
+    rows = {} if h["row_beta2"] is None else {"v": Slot("mo", (m, 1))}
     return {
         "M": Slot("mn", (m, n), h["momentum_dtype"]),
         "U": Slot("nr", (n, r)),
         "S": Slot("rr", (r, r)),
         "V": Slot("mr", (m, r)),
-    }
+    } | rows
 
 
 def slots_two_sided(m: int, n: int, h: Hyper) -> dict[str, Slot]:
@@ -148,6 +161,8 @@ def check(h: Hyper) -> None:
     require(h["gamma"] is None or h["gamma"] >= 0, "gamma", h["gamma"], "0 or positive, or None for lr / adam_lr")
     require(h["eps_placement"] in ("outside", "inside"), "eps_placement", h["eps_placement"], "'outside' or 'inside'")
     require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
+    beta = h["row_beta2"]
+    require(beta is None or 0 <= beta < 1, "row_beta2", beta, "it must lie in [0, 1); None is off")
     require(
         h["momentum_dtype"] in (None, torch.float32, torch.bfloat16),
         "momentum_dtype",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_eps, require
-from cosmos_optim.rules.common import check_newton_schulz, newton_schulz_of, quotient
+from cosmos_optim.rules.common import check_newton_schulz, newton_schulz_of
 
 # The paper's sqrt(m) assumes that m is the longer side. The other two are torch.optim.Muon's.
 SCALINGS: dict[str, Callable[[int, int], float]] = {
@@ -65,14 +65,10 @@ def direction_norm(
 def direction_normuon(
     G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
 ) -> tuple[Any, State]:
-    """NorMuon (Li et al. 2025): B's rows divided by the root of their running mean square, then RMS 1.
-
-    The second moment is not bias-corrected: the rescaling removes a factor common to all rows.
-    """
+    """NorMuon (Li et al. 2025): B's rows divided by the root of their running mean square, then RMS 1."""
     M, B = orthogonal_momentum(G, state, h=h, alg=alg)
-    mean_square = alg.mm(B * B, B.new_full((B.shape[-1], 1), 1 / alg.n))
-    v = h["beta2"] * state["v"] + (1 - h["beta2"]) * mean_square
-    return alg.unit_rms(quotient(B, (v.sqrt() + h["eps"]).expand_as(B))), {"M": M, "v": v}
+    D, v = alg.even_rows(B, state["v"], h["beta2"], h["eps"])
+    return alg.unit_rms(D), {"M": M, "v": v}
 
 
 def slots(m: int, n: int, h: Hyper) -> dict[str, Slot]:

@@ -28,7 +28,7 @@ from cosmos_optim.fused_thin import FusedThin, fits, kernels_at
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, norms, norms_torch
-from cosmos_optim.kernels.health import at_rank, sound
+from cosmos_optim.kernels.health import at_rank, at_width, sound
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual, Scaled
 from cosmos_optim.kernels.project import overlap, project
@@ -66,7 +66,7 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> b
 def _checked(t: Tensor, rank: int) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
     device = t.device
-    for family in (at_rank("basis", rank), "products", "eigen", at_rank("thin", rank)):
+    for family in (at_rank("basis", rank), at_width(min(t.shape)), "eigen", at_rank("thin", rank)):
         sound(device, family)
     if max(t.stride()) * t.element_size() % 16:
         sound(device, "odd_rows")
@@ -193,7 +193,7 @@ class FusedAlgebra(FusedThin):
         make = norms if kernels_at(buffer, "thin") else norms_torch
         square, weight = make(square, scale**2, TINY)
         fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
-        halves = symmetric_supports(buffer) and (not buffer.is_cuda or sound(buffer.device, "products"))
+        halves = symmetric_supports(buffer) and (not buffer.is_cuda or sound(buffer.device, at_width(buffer.shape[2])))
         # What the lane reads afterwards must be the lane's: the other stream reuses its own memory too early for that.
         out = buffer if len(fresh) > 1 else work_buffer(len(buffer), self.m, self.n, dtype, buffer.device)
         lanes = Lanes.of(buffer.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.distributed import comm
 from cosmos_optim.kernels import available
-from cosmos_optim.kernels.health import at_rank, sound
+from cosmos_optim.kernels.health import at_rank, at_width, sound
 from cosmos_optim.kernels.orthonormal import orthonormal
 from cosmos_optim.kernels.orthonormal import supports as orthonormal_supports
 from cosmos_optim.kernels.symmetric import SymmetricProducts
@@ -201,4 +201,4 @@ def _total(x: Tensor, team: Team | None) -> Tensor:
 
 def _by_halves(X: Tensor) -> bool:
     """Whether symmetric products may be made by halves here."""
-    return X.is_cuda and symmetric_supports(X) and sound(X.device, "products")
+    return X.is_cuda and symmetric_supports(X) and sound(X.device, at_width(X.shape[-1]))

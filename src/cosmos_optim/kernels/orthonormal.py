@@ -20,7 +20,7 @@ ROWS = 256
 BLOCK = 64
 
 
-@jit
+@jit(whatever=("k",))
 def _columns(y, out, k, r, ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums of squares of the columns over ROWS rows."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -42,7 +42,7 @@ def _unit(columns, batch, parts, R: tl.constexpr, PARTS: tl.constexpr):  # type:
     return tl.where(total > 0, 1 / tl.sqrt_rn(tl.maximum(total, 1e-37)), 0.0)
 
 
-@jit
+@jit(whatever=("k",))
 def _gram(  # type: ignore[no-untyped-def]
     a, b, columns, out, k, r, gain,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
@@ -70,10 +70,8 @@ def _gram(  # type: ignore[no-untyped-def]
     tl.store(out + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
-@jit
-def _factor(  # type: ignore[no-untyped-def]
-    gram, factor, fine, parts, r, shift, R: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
+@jit(whatever=("turn", "parts", "r"))
+def _factor(gram, factor, fine, parts, r, shift, turn, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """L^-T of the Cholesky factor of the summed Gram matrix, by elimination on [G | I]; notes what fails in `fine`."""
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
@@ -82,10 +80,8 @@ def _factor(  # type: ignore[no-untyped-def]
     for part in range(parts):
         G += tl.load(gram + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
     beyond = (i >= r)[:, None] & diagonal
-    ok = 1
-    if LAST:
-        off = tl.where((i[:, None] < r) & (j[None, :] < r), tl.abs(G - tl.where(diagonal, 1.0, 0.0)), 0.0)
-        ok = tl.where(tl.max(off) < 0.5, 1, 0)  # false for NaN as well
+    off = tl.where((i[:, None] < r) & (j[None, :] < r), tl.abs(G - tl.where(diagonal, 1.0, 0.0)), 0.0)
+    ok = tl.where((turn < 2) | (tl.max(off) < 0.5), 1, 0)  # at last; false for NaN as well
     G += tl.where(beyond, 1.0, tl.where(diagonal, shift, 0.0))
     W = tl.where(diagonal, 1.0, 0.0)
     root = tl.zeros((R,), dtype=tl.float32)
@@ -103,42 +99,34 @@ def _factor(  # type: ignore[no-untyped-def]
         root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), root)
     W = W * root[:, None]
     tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], W)
-    if not FIRST:
-        ok = ok & tl.load(fine + batch)
-    tl.store(fine + batch, ok)
+    tl.store(fine + batch, ok & tl.load(fine + batch, mask=turn > 0, other=1))
 
 
-@jit
+@jit(whatever=("turn", "k"))
 def _apply(  # type: ignore[no-untyped-def]
-    y, factor, columns, fine, fallback, out, gram, k, r,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, WIDE: tl.constexpr,
+    y, factor, columns, fine, fallback, out, gram, k, r, turn,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Q = Y L^-T over ROWS rows and its Gram matrix there; at last the fallback where a factorization failed."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     base = batch.to(tl.int64) * k * r
     i, col = tl.arange(0, R), tl.arange(0, R)
-    scale = tl.full((R,), 1.0, dtype=tl.float32)
-    if FIRST:
-        scale = _unit(columns, batch, parts, R, PARTS)
+    scale = tl.where(turn == 0, _unit(columns, batch, parts, R, PARTS), 1.0)
     T = tl.load(factor + (batch * R + i[:, None]) * R + col[None, :])
     e_t = exponent(tl.max(tl.abs(T)))
     t1, t2 = halves(T * bring(e_t))
     e = exponent(tl.full((), 1.0, dtype=tl.float32))
-    fit = tl.load(fine + batch) != 0
+    fit = (turn < 2) | (tl.load(fine + batch) != 0)
     acc = tl.zeros((R, R), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
         x = thin_rows(y + base, row, col, k, r) * scale[None, :]
         q = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, WIDE)
-        if LAST:
-            q = tl.where(fit, q, thin_rows(fallback + base, row, col, k, r))
-        else:
-            q1, q2 = halves(q * bring(e))
-            acc = acc + undo(e) * undo(e) * mac_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, WIDE)
+        q1, q2 = halves(q * bring(e))
+        acc = acc + undo(e) * undo(e) * mac_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, WIDE)
+        q = tl.where(fit, q, thin_rows(fallback + base, row, col, tl.where(fit, 0, k), r))
         tl.store(out + base + row[:, None] * r + col[None, :], q, mask=(row[:, None] < k) & (col[None, :] < r))
-    if not LAST:
-        tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
+    tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
 def plan(k: int, r: int) -> tuple[int, dict[str, int]]:
@@ -183,7 +171,8 @@ def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> T
     batch, k, r = Y.shape
     parts, how = plan(k, r)
     R, grid = how["R"], (parts, batch)
-    few = {**how, "PARTS": power_of_two(parts), "WIDE": INTERPRET, "num_warps": warps(R)}
+    # One kernel for all lengths up to 8,192.
+    few = {**how, "PARTS": power_of_two(parts, 32), "WIDE": INTERPRET, "num_warps": warps(R)}
     Y, fallback = Y.contiguous(), fallback.contiguous()
     gram, factor = Y.new_empty(batch, parts, R, R), Y.new_empty(batch, R, R)
     fine = torch.empty(batch, dtype=torch.int32, device=Y.device)
@@ -194,9 +183,8 @@ def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> T
     _gram[grid](Y, Y, columns, gram, k, r, 1.0, UNIT=True, **few)
     shifts = (10 * r * torch.finfo(torch.float32).eps, 0.0, 0.0)
     for turn, shift in enumerate(shifts):
-        turns = {"FIRST": turn == 0, "LAST": turn == 2}
-        _factor[(batch,)](gram, factor, fine, parts, r, shift, R=R, **turns, num_warps=warps(R))
-        _apply[grid](Y if turn == 0 else Q, factor, columns, fine, fallback, Q, gram, k, r, **turns, **few)
+        _factor[(batch,)](gram, factor, fine, parts, r, shift, turn, R=R, num_warps=warps(R))
+        _apply[grid](Y if turn == 0 else Q, factor, columns, fine, fallback, Q, gram, k, r, turn, **few)
     return Q
 
 

@@ -13,7 +13,7 @@ from cosmos_lab.recipes.base import Recipe, recipe
 from cosmos_lab.recipes.llama import GALORE, matrix_like
 from cosmos_lab.recipes.rows import Variant, variants
 
-ADAM_LRS = (1e-3, 2e-3, 4e-3, 8e-3)
+ADAM_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
 LRS = (2.5e-4, 5e-4, 1e-3, 2e-3)
 
 

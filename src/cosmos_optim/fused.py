@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import sum_of_squares
-from cosmos_optim.fused_thin import FusedThin, fits, kernels_at
+from cosmos_optim.fused_thin import FusedThin, as_direction, fits, kernels_at
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, norms, norms_torch
@@ -156,12 +156,7 @@ class FusedAlgebra(FusedThin):
         if isinstance(X, Polar):
             return X.energy
         if isinstance(X, Direction):
-            # X U = 0 makes B U = 0, up to the rounding that `Polar` takes out: no mixed term.
-            total = X.B.energy if X.b is None else X.b.double().square() * X.B.energy
-            if X.P is not None:
-                total = total + self.energy_m(X.P)
-            total = total if X.s is None else total * X.s.double().square()
-            return total * self.unit_gain(total).square() if X.unit else total
+            return self._direction_energy(X)
         M = X.M if isinstance(X, Mean) else X
         assert isinstance(M, Matrices) and not M.moves
         self._written(X)
@@ -203,8 +198,9 @@ class FusedAlgebra(FusedThin):
             Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=out)
         if X.basis is None or dtype is not torch.float16:
             return Polar(Y, square)
-        BU, left = overlap(Y if self.m >= self.n else Y.mT, X.basis.half, X.basis.r)
-        return Polar(Y, square, X.basis, BU, left)
+        rows = torch.empty(len(Y), self.m, dtype=torch.float32, device=Y.device)
+        BU, left = overlap(Y if self.m >= self.n else Y.mT, X.basis.half, X.basis.r, rows)
+        return Polar(Y, square, X.basis, BU, left, rows)
 
     def combine(self, b: Tensor, B: Any, P: Tensor, U: Tensor) -> Any:
         """b B + P U'."""
@@ -218,7 +214,7 @@ class FusedAlgebra(FusedThin):
 
     def unit_rms(self, D: Any) -> Any:
         """D at RMS 1, by a factor that is made when the parameters are updated."""
-        D = Direction(None, D, None, None) if isinstance(D, Polar) else D
+        D = as_direction(D)
         return replace(D, unit=True) if D.s is None else super().unit_rms(D)
 
     def muon_gain(self, X: Any, NU: Tensor, B: Any, gamma: float, guard: float) -> Tensor:
@@ -279,17 +275,14 @@ class FusedAlgebra(FusedThin):
         noise: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
         """W <- decay W - lr D in one pass."""
-        D = Direction(None, D, None, None) if isinstance(D, Polar) else D
-        B, W = D.B, Matrices.of(params)
-        sums: dict[str, Any] = {}
-        if D.unit:
-            squares = None if D.P is None else self._squares(D.P)
-            sums = {"left": B.parts, "squares": squares, "root": self._root()}
+        D = as_direction(D)
+        B, W, rows = D.B, Matrices.of(params), None if D.rows is None else D.rows.gain
+        sums = self._sums(D) if D.unit else {}
         make = finish if kernels_at(B.buffer, "thin") else finish_torch
-        coefficients, parts = make(D.b, B.square, lr, decay, P=D.P, BU=B.BU, s=D.s, **sums)
+        coefficients, parts = make(D.b, B.square, lr, decay, P=D.P, BU=B.BU, s=D.s, rows=rows, **sums)
         seeds = None if noise is None or W.dtype is not torch.bfloat16 else torch.stack(list(noise)).int().view(-1)
         basis = D.basis or B.basis
-        update_(W, B.buffer, parts, None if basis is None else basis.wide, coefficients, self.skip, seeds)
+        update_(W, B.buffer, parts, None if basis is None else basis.wide, coefficients, self.skip, seeds, rows)
 
 
 def _as_blend(X: Any) -> Blend:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from cosmos_optim.kernels.backend import power_of_two
 from cosmos_optim.kernels.health import at_rank, sound
 from cosmos_optim.kernels.moment import second_moment
 from cosmos_optim.kernels.move import gather, movable, scatter_
-from cosmos_optim.kernels.operands import Scaled
+from cosmos_optim.kernels.operands import Direction, Polar, Rows, Scaled
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.orthonormal import supports as rank_supports
+from cosmos_optim.kernels.rows import even_rows, row_squares
 from cosmos_optim.kernels.split import split
-from cosmos_optim.kernels.sums import measure
+from cosmos_optim.kernels.sums import added, measure
 from cosmos_optim.kernels.thin import power_sum, scaled
 from cosmos_optim.linalg.thin import Adam, noise_floor
 
@@ -138,6 +139,55 @@ class FusedThin(Algebra):
         """sqrt(m n), the norm of a matrix of RMS 1."""
         return math.sqrt(self.m * self.n)
 
+    # -- rows of a direction ------------------------------------------------------------------------------------------
+
+    def row_energy(self, X: Any) -> Tensor:
+        """Sums of squares over n: of a direction without mixed term, as P U' lies in the span of U and B outside."""
+        if isinstance(X, Tensor):
+            return super().row_energy(X)
+        D = as_direction(X)
+        assert D.s is None and D.rows is None and not D.unit
+        energy = self._polar_rows(D.B).double().unsqueeze(-1) / D.B.square
+        energy = energy if D.b is None else energy * D.b.double().square()
+        return energy if D.P is None else energy + D.P.double().square().sum(-1, keepdim=True)
+
+    def scale_rows(self, D: Any, g: Tensor) -> Any:
+        """D with row i times g_i."""
+        if isinstance(D, Tensor):
+            return super().scale_rows(D, g)
+        energy = (g.double().square() * self.row_energy(D)).sum(1)
+        return replace(as_direction(D), rows=Rows(g, energy))
+
+    def even_rows(self, D: Any, v: Tensor, beta2: float, eps: float) -> tuple[Any, Tensor]:
+        """D's rows over the root of their second moment, as factors; in one kernel with the energy of what results."""
+        if isinstance(D, Tensor) or not all(fits(x) for x in (v, as_direction(D).P) if x is not None):
+            return super().even_rows(D, v, beta2, eps)
+        D = as_direction(D)
+        left = self._polar_rows(D.B)
+        v, gain, energy = even_rows(v, left, D.B.square, self.n, beta2, eps, b=D.b, P=D.P)
+        return replace(D, rows=Rows(gain, energy)), v
+
+    def _polar_rows(self, B: Polar) -> Tensor:
+        """norm^2 |B_i|^2 (B, m)."""
+        return row_squares(B.buffer if self.m >= self.n else B.buffer.mT) if B.rows is None else B.rows
+
+    def _sums(self, D: Direction) -> dict[str, Any]:
+        """What `finish` needs to know to bring D to RMS 1."""
+        if D.rows is not None:
+            return {"squares": D.rows.energy, "root": self._root()}
+        squares = None if D.P is None else self._squares(D.P)
+        return {"left": D.B.parts, "squares": squares, "root": self._root()}
+
+    def _direction_energy(self, D: Direction) -> Tensor:
+        """|D|^2. X U = 0 makes B U = 0, up to the rounding that `Polar` takes out: no mixed term."""
+        if D.rows is not None:
+            total = added(D.rows.energy)
+        else:
+            total = D.B.energy if D.b is None else D.b.double().square() * D.B.energy
+            total = total if D.P is None else total + self.energy_m(D.P)
+        total = total if D.s is None else total * D.s.double().square()
+        return total * self.unit_gain(total).square() if D.unit else total
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _thin(self, lists: Mapping[str, Sequence[Tensor]]) -> list[str]:
@@ -157,6 +207,11 @@ class FusedThin(Algebra):
         if thin:
             scatter_([lists[name] for name in thin], [values[name] for name in thin], self.skip)
         super().store_state_({name: x for name, x in lists.items() if name not in thin}, values)
+
+
+def as_direction(D: Any) -> Direction:
+    """A direction, of a polar factor alone too."""
+    return D if isinstance(D, Direction) else Direction(None, D, None, None)
 
 
 def kernels_at(X: Tensor, family: str) -> bool:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim import Cosmos, Muon, MuonNorm
+from cosmos_optim import Cosmos, Muon, MuonNorm, NorMuon
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.fused import FusedAlgebra
 from cosmos_optim.kernels.backend import INTERPRET
@@ -209,10 +209,10 @@ def test_both_splits_at_once(shape: tuple[int, int], device: torch.device) -> No
     assert torch.equal(wide, split(U, torch.bfloat16))
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, 4, 5])
 def test_moves(count: int, device: torch.device) -> None:
     """Any number of factors, there and back; nothing where `skip` holds."""
-    lists = [[torch.randn(k, 5).to(device) for _ in range(2)] for k in (70, 3, 20, 33)[:count]]
+    lists = [[torch.randn(k, 5).to(device) for _ in range(2)] for k in (70, 3, 20, 33, 1)[:count]]
     stacks = gather(lists)
     assert all(torch.equal(s, torch.stack(x)) for s, x in zip(stacks, lists, strict=True))
     for skip in (torch.tensor(True, device=device), torch.tensor(False, device=device), None):
@@ -228,13 +228,15 @@ def test_moves(count: int, device: torch.device) -> None:
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 # Outside Newton-Schulz; in plain torch a chunk of COSMOS takes 138. Each is a few microseconds on the critical path.
-MOST = {"cosmos": 29, "nesterov": 31, "muon": 8, "norm": 9}
+MOST = {"cosmos": 29, "nesterov": 31, "rows": 30, "muon": 8, "norm": 9, "normuon": 11}
 RANKED = {"rank": 6, "gamma": 0.25}
 CASES = {
     "cosmos": (Cosmos, RANKED),
     "nesterov": (Cosmos, RANKED | {"nesterov": True}),
+    "rows": (Cosmos, RANKED | {"row_beta2": 0.95}),
     "muon": (Muon, {}),
     "norm": (MuonNorm, {}),
+    "normuon": (NorMuon, {}),
 }
 
 

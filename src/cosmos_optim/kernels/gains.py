@@ -3,6 +3,7 @@
     |X|^2, and the weight 1 / |X|^2 of the first product of Newton-Schulz            (norms)
     b = gamma sqrt(m n) / |B|, or 0 where the residual is rounding noise             (muon_gain)
     W <- decay W - lr s (b B + P U'), s = sqrt(m n) / |b B + P U'|                   (finish: all but the pass over W)
+                                                        with `rows`, row i of b B + P U' times g_i
 
 B = (buffer - (buffer U) U') / norm (`operands.Polar`): its first part is the update's, the second joins P.
 """
@@ -100,10 +101,10 @@ def _number(here, value, there):  # type: ignore[no-untyped-def]
 
 @jit(anywhere=("lr", "decay"))
 def _finish(  # type: ignore[no-untyped-def]
-    p, bu, b, s, squares, left, norm, lr, decay, parts, coefficients, k, r, step, b_step, s_step, square_count,
+    p, bu, b, s, rows, squares, left, norm, lr, decay, parts, coefficients, k, r, step, b_step, s_step, square_count,
     left_count, root, lr_value, lr_there, decay_value, decay_there,
     BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, P: tl.constexpr, BU: tl.constexpr, SCALED: tl.constexpr,
-    UNIT: tl.constexpr, SQUARES: tl.constexpr, LEFT: tl.constexpr,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, SQUARES: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     size, keep = _number(lr, lr_value, lr_there), _number(decay, decay_value, decay_there)
@@ -113,8 +114,10 @@ def _finish(  # type: ignore[no-untyped-def]
     if SCALED:
         size = size * tl.load(s + batch * s_step).to(tl.float64)
     if UNIT:
-        energy = gain * gain * total(left, batch, left_count, LEFT) / square
-        if P:
+        energy = tl.full((), 0.0, dtype=tl.float64)
+        if LEFT > 0:
+            energy += gain * gain * total(left, batch, left_count, LEFT) / square
+        if SQUARES > 0:
             energy += total(squares, batch, square_count, SQUARES)
         size = size * _unit(energy, root)
     gain = (gain * size / tl.sqrt(square)).to(tl.float32)
@@ -129,6 +132,8 @@ def _finish(  # type: ignore[no-untyped-def]
             value -= size.to(tl.float32) * thin_rows(p + base, row, col, k, r)
         if BU:
             value += gain * thin_rows(bu + base, row, col, k, r)
+        if ROWS:
+            value = value * tl.load(rows + batch * k + row, mask=row < k, other=0.0)[:, None]
         lead = value.to(tl.bfloat16)
         at = parts + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
         tl.store(at, lead, mask=row[:, None] < k)
@@ -138,15 +143,17 @@ def _finish(  # type: ignore[no-untyped-def]
 def finish(
     b: Tensor | None, norm: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
+    rows: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(decay, lr s b / norm) by matrix (B, 2), and -lr s P + (lr s b / norm) BU in bfloat16 parts (2, B, m, R).
+    """(decay, lr s b / norm) by matrix (B, 2), and g (-lr s P + (lr s b / norm) BU) in bfloat16 parts (2, B, m, R).
 
     Args:
         b, s: (B or 1, 1, 1), None for 1.
         norm: its square (B, 1, 1) in float64.
         P, BU: (B, m, r) or None.
-        left, squares: given `left`, s is besides root / sqrt(b^2 left / norm^2 + squares); sums by parts.
+        rows: g (B, m, 1), None for 1.
+        root: if not 0, s is besides root / sqrt(b^2 left / norm^2 + squares).
+        left, squares: sums by parts, None for 0.
     """
     thin = P if P is not None else BU
     k, r = (1, 16) if thin is None else thin.shape[1:]
@@ -156,13 +163,14 @@ def finish(
     coefficients = torch.empty(len(norm), 2, dtype=torch.float32, device=device)
     sums = [norm if x is None else x.contiguous() for x in (squares, left)]
     counts = [x[0].numel() for x in sums]
+    sizes = [0 if x is None else power_of_two(count) for x, count in zip((squares, left), counts, strict=True)]
     (rate, *rate_value), (keep, *keep_value) = _known(lr, norm), _known(decay, norm)
     _finish[(1 if thin is None else -(-k // block), len(norm))](
-        _or(P, norm), _or(BU, norm), _or(b, norm), _or(s, norm), sums[0], sums[1], norm, rate, keep, _or(parts, norm),
-        coefficients, k, r, 0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0], counts[1], root,
-        *rate_value, *keep_value, BLOCK=block, R=R, B=b is not None, P=P is not None, BU=BU is not None,
-        SCALED=s is not None, UNIT=left is not None, SQUARES=power_of_two(counts[0]), LEFT=power_of_two(counts[1]),
-        num_warps=4,
+        _or(P, norm), _or(BU, norm), _or(b, norm), _or(s, norm), _or(rows, norm), sums[0], sums[1], norm, rate, keep,
+        _or(parts, norm), coefficients, k, r, 0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0],
+        counts[1], root, *rate_value, *keep_value, BLOCK=block, R=R, B=b is not None, P=P is not None,
+        BU=BU is not None, SCALED=s is not None, ROWS=rows is not None, UNIT=root != 0.0, SQUARES=sizes[0],
+        LEFT=sizes[1], num_warps=4,
     )  # fmt: skip
     return coefficients, parts
 
@@ -170,13 +178,13 @@ def finish(
 def finish_torch(
     b: Tensor | None, norm: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
+    rows: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same in plain torch."""
     one = torch.ones_like(norm)
     b, size = one if b is None else b.double(), one * lr if s is None else lr * s.double()
-    if left is not None:
-        energy = b.square() * added(left) / norm
+    if root:
+        energy = 0 * one if left is None else b.square() * added(left) / norm
         energy = energy if squares is None else energy + added(squares)
         size = size * torch.where(energy > 0, root * energy.rsqrt(), torch.zeros_like(energy))
     gain, size = (b * norm.rsqrt() * size).float(), size.float()
@@ -184,6 +192,7 @@ def finish_torch(
     value = None if P is None else P * -size
     if BU is not None:
         value = BU * gain if value is None else torch.addcmul(value, BU, gain)
+    value = value if value is None or rows is None else value * rows
     return coefficients, None if value is None else split_torch(value, torch.bfloat16)
 
 

@@ -11,14 +11,14 @@ from cosmos_optim.kernels.backend import INTERPRET, jit, tl
 from cosmos_optim.kernels.table import addresses
 from cosmos_optim.kernels.tiles import matrix
 
-# Factors that one launch moves; COSMOS has three.
-MOST = 3
+# Factors that one launch moves; COSMOS has three, four with a second moment of rows.
+MOST = 4
 BLOCK = 4096
 
 
 @jit
 def _move(  # type: ignore[no-untyped-def]
-    a, b, c, home_a, home_b, home_c, size_a, size_b, size_c, skip, batch,
+    a, b, c, d, home_a, home_b, home_c, home_d, size_a, size_b, size_c, size_d, skip, batch,
     BLOCK: tl.constexpr, WRITE: tl.constexpr, SKIP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     which, index = tl.program_id(1) // batch, tl.program_id(1) % batch
@@ -30,8 +30,10 @@ def _move(  # type: ignore[no-untyped-def]
         _copy(a, home_a, size_a, index, at, write, WRITE, ALIGNED)
     elif which == 1:
         _copy(b, home_b, size_b, index, at, write, WRITE, ALIGNED)
-    else:
+    elif which == 2:
         _copy(c, home_c, size_c, index, at, write, WRITE, ALIGNED)
+    else:
+        _copy(d, home_d, size_d, index, at, write, WRITE, ALIGNED)
 
 
 @jit

@@ -92,6 +92,7 @@ class Polar:
     basis: Basis | None = None
     BU: Tensor | None = None
     left: Tensor | None = None  # |buffer - (buffer U) U'|^2 by parts (B, parts)
+    rows: Tensor | None = None  # the same by rows (B, m)
 
     @property
     def parts(self) -> Tensor:
@@ -107,8 +108,16 @@ class Polar:
 
 
 @dataclass(frozen=True, eq=False)
+class Rows:
+    """A factor for each row of an update, g (B, m, 1), and |g D|^2 by parts (B, parts)."""
+
+    gain: Tensor
+    energy: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Direction:
-    """s (b B + P U'), b = 1 for None; `unit`: then brought to RMS 1."""
+    """s (b B + P U'), b = 1 for None, `rows` a factor for each row; `unit`: then brought to RMS 1."""
 
     b: Tensor | None
     B: Polar
@@ -116,4 +125,5 @@ class Direction:
     basis: Basis | None
     s: Tensor | None = None
     unit: bool = False
+    rows: Rows | None = None
     dtype: torch.dtype = torch.float32

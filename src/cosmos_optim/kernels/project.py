@@ -91,7 +91,7 @@ def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor
 
 @jit
 def _overlap(  # type: ignore[no-untyped-def]
-    x, u, y, e, stride, u_step, m, n, r, sm, sn, gain,
+    x, u, y, e, rows, stride, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
@@ -107,22 +107,29 @@ def _overlap(  # type: ignore[no-untyped-def]
         at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
         acc = mac(a, tl.load(at + u_step, mask=held, other=0.0), acc, WIDE)
         acc = mac(a, tl.load(at, mask=held, other=0.0), acc, WIDE)
-    at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
-    tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
+    # The sums first: after the product is stored they would take half as many registers again at R = 128.
     left = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
     tl.store(e + batch * tl.num_programs(0) + block, left)
+    left_rows = tl.sum(squares, axis=1) - gain * gain * tl.sum(acc * acc, axis=1)
+    tl.store(rows + batch * m + i, left_rows, mask=i < m)
+    at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
+    tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
 
-def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """X U (B, m, r) and |X - X U U'|^2 by row blocks (B, blocks), for a float16 stack X of any strides."""
+def overlap(X: Tensor, U: Tensor, r: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """X U (B, m, r) and |X - X U U'|^2 by row blocks (B, blocks), for a float16 stack X of any strides.
+
+    `rows` (B, m) float32 takes the same by rows: who will ask for them is not known yet, and they cost nothing.
+    """
     _, batch, n, R = U.shape
     m = X.shape[1]
     how = OVERLAP.fit(R)
     blocks = -(-m // how.rows)
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     E = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
+    rows = torch.empty(batch, m, dtype=torch.float32, device=U.device) if rows is None else rows
     _overlap[(blocks, batch)](
-        x=X, u=U, y=Y, e=E, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1),
+        x=X, u=U, y=Y, e=E, rows=rows, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1),
         sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
     return Y, E

@@ -24,9 +24,9 @@ def dither(value, index, seed):  # type: ignore[no-untyped-def]
 
 @jit
 def _update(  # type: ignore[no-untyped-def]
-    x, work, p, u, coefficients, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
+    x, work, p, u, coefficients, rows, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
-    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, ELEMENT, ALIGNED)
@@ -37,6 +37,8 @@ def _update(  # type: ignore[no-untyped-def]
     if SEEDED:
         seed = tl.load(seeds + batch)
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
+    if ROWS:
+        gain = gain * tl.load(rows + batch * m + i, mask=i < m, other=0.0)[:, None]
     if THIN:
         at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
         p1 = tl.load(at_p, mask=i[:, None] < m, other=0.0)
@@ -59,7 +61,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 def update_(
     W: Matrices, B: Tensor, P: Tensor | None, U: Tensor | None, coefficients: Tensor, skip: Tensor | None,
-    seeds: Tensor | None = None,
+    seeds: Tensor | None = None, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update W in place; nothing is written where `skip` holds.
 
@@ -68,6 +70,7 @@ def update_(
         P, U: pre-split thin factors (2, B, m or n, R), or None; P carries its sign and size.
         coefficients: (B, 2) float32: decay, b.
         seeds: (B,) int32; given, bfloat16 parameters are rounded stochastically.
+        rows: (B, m, 1) float32; given, b is besides times this in each row.
     """
     (m, n), batch = W.shape, len(W)
     R = 16 if U is None else U.shape[-1]
@@ -75,10 +78,11 @@ def update_(
     wm, wn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
     _update[(-(-m // how.rows), batch)](
         **W.rows_source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
+        rows=coefficients if rows is None else rows,
         skip=never(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
         work_stride=B.stride(0), p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0),
         m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
-        SEEDED=seeds is not None, WIDE=INTERPRET, **how.options,
+        SEEDED=seeds is not None, ROWS=rows is not None, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def buckets(
 def local_algebra(matrices: list[Matrix]) -> type[Algebra]:
     """Kernels where the rule, the shapes and the memory of a bucket allow them, plain torch otherwise."""
     first = matrices[0]
-    if not first.entry.rule.lazy or "v" in first.state or first.place is not HERE or not first.p.is_cuda:
+    if not first.entry.rule.lazy or first.place is not HERE or not first.p.is_cuda:
         return Algebra
     lists = [[x.p for x in matrices], [x.grad for x in matrices], [x.state["M"] for x in matrices]]
     return FusedAlgebra if fusable(lists, rank_of(first), newton_schulz_of(first.entry.group)) else Algebra

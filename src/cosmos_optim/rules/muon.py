@@ -103,5 +103,5 @@ LAWS = frozenset({"row_permutation", "scale_invariance", "batched_equals_single"
 MUON = Rule("muon", HYPER, slots, direction, check=check, laws=LAWS, lazy=True)
 MUON_NORM = Rule("muon-norm", HYPER_NORM, slots, direction_norm, check=check, laws=LAWS | {"unit_rms"}, lazy=True)
 NORMUON = Rule(
-    "normuon", HYPER_NORMUON, slots_normuon, direction_normuon, check=check_normuon, laws=LAWS | {"unit_rms"}
+    "normuon", HYPER_NORMUON, slots_normuon, direction_normuon, check=check_normuon, laws=LAWS | {"unit_rms"}, lazy=True
 )

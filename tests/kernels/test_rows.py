@@ -76,7 +76,7 @@ def test_second_moment_of_rows(thin: bool, eps: float, device: torch.device) -> 
     assert rel(found, second) < HALF
     assert rel(fused.row_energy(D), plain.row_energy(exact)) < HALF
     assert rel(fused.energy(even), plain.energy(expected)) < HALF
-    assert rel(fused.energy(fused.unit_rms(even)), torch.full((2, 1, 1), float(m * n))) < EXACT
+    assert rel(fused.energy(fused.unit_rms(even)), torch.full((2, 1, 1), float(m * n), device=device)) < EXACT
     assert even.rows.gain[:, 7].isfinite().all()
     again = fused.scale_rows(D, even.rows.gain)  # the plain form on the same operands
     assert rel(added(again.rows.energy), added(even.rows.energy)) < EXACT

@@ -160,7 +160,8 @@ class FusedThin(Algebra):
 
     def even_rows(self, D: Any, v: Tensor, beta2: float, eps: float) -> tuple[Any, Tensor]:
         """D's rows over the root of their second moment, as factors; in one kernel with the energy of what results."""
-        if isinstance(D, Tensor) or not all(fits(x) for x in (v, as_direction(D).P) if x is not None):
+        thin = () if isinstance(D, Tensor) else (v, as_direction(D).P)
+        if not thin or not all(fits(x) for x in thin if x is not None) or not kernels_at(v, "rows"):
             return super().even_rows(D, v, beta2, eps)
         D = as_direction(D)
         left = self._polar_rows(D.B)
@@ -169,7 +170,10 @@ class FusedThin(Algebra):
 
     def _polar_rows(self, B: Polar) -> Tensor:
         """norm^2 |B_i|^2 (B, m)."""
-        return row_squares(B.buffer if self.m >= self.n else B.buffer.mT) if B.rows is None else B.rows
+        if B.rows is not None:
+            return B.rows
+        buffer = B.buffer if self.m >= self.n else B.buffer.mT
+        return row_squares(buffer) if kernels_at(buffer, "rows") else buffer.float().square().sum(2)
 
     def _sums(self, D: Direction) -> dict[str, Any]:
         """What `finish` needs to know to bring D to RMS 1."""

@@ -17,7 +17,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(health, "SIZE", 24)
 
 
-@pytest.mark.parametrize("family", ["passes", "odd_rows", "eigen", "thin"])
+@pytest.mark.parametrize("family", ["passes", "odd_rows", "eigen", "thin", "rows"])
 def test_good_kernels_pass(family: str, device: torch.device, small: None) -> None:
     """Far below the bound: the check is not what decides about precision."""
     assert health.FAMILIES[family](device) < health.CLOSE / 5

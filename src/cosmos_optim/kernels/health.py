@@ -26,6 +26,7 @@ from cosmos_optim.kernels.move import gather, scatter_
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram
 from cosmos_optim.kernels.project import overlap, project
 from cosmos_optim.kernels.residual import residual
+from cosmos_optim.kernels.rows import even_rows, row_squares
 from cosmos_optim.kernels.split import BASIS_SCALE, split, split_both
 from cosmos_optim.kernels.sums import added
 from cosmos_optim.kernels.symmetric import supports, symmetric_product, tiling
@@ -174,9 +175,20 @@ def thin(device: torch.device, more: int = 0) -> float:
     return max(found, _moments(device, RANK + more))
 
 
+def rows(device: torch.device) -> float:
+    """Sums of squares by row, and the second moment of rows with all that follows from it."""
+    X, P = (_draw(2, SIZE + 7, SIZE, device=device) / 16).half(), _draw(2, SIZE + 7, RANK, device=device)
+    b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
+    left, exact = row_squares(X), X.float().square().sum(2)
+    v, g, energy = even_rows(torch.ones_like(P[..., :1]), left, norm, SIZE, 0.5, 1e-8, b=b, P=P)
+    q = (0.09 / 5 * exact + P.square().sum(2))[..., None]
+    mean = 0.5 + 0.5 * q / SIZE
+    return _far((left, exact), (v, mean), (g, mean.rsqrt()), (energy.sum(1), (q / mean).sum((1, 2))))
+
+
 FAMILIES: dict[str, Callable[[torch.device], float]] = {
     "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen, "thin": thin,
-    "wide basis": partial(basis, more=16), "wide thin": partial(thin, more=16),
+    "rows": rows, "wide basis": partial(basis, more=16), "wide thin": partial(thin, more=16),
     "small products": partial(products, s=512), "middle products": partial(products, s=1024),
 }  # fmt: skip
 

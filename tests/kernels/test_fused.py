@@ -15,6 +15,7 @@ from cosmos_optim.kernels.backend import INTERPRET
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.optim.execute import Probe
 from cosmos_optim.rules import RULES
+from tests.gpu import never_waiting
 
 # What the issue of speed leaves of exactness, against float64 from the same state.
 UPDATE = 5e-2  # the whole update; half-precision Newton-Schulz
@@ -221,12 +222,8 @@ def test_a_step_does_not_wait_for_the_gpu(kind: type[torch.optim.Optimizer]) -> 
     opt = kind(model(CUDA))
     for _ in range(2):
         opt.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         opt.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

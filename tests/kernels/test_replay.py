@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cosmos_optim import Adam, Cosmos, Muon, MuonNorm
 from cosmos_optim.optim.entries import Entry
 from cosmos_optim.optim.replay import PATIENCE, SETTLED, Replays, signature
+from tests.gpu import never_waiting
 
 CUDA = torch.device("cuda")
 SHAPES = [(256, 256)] * 5 + [(512, 256)] * 3 + [(256, 513)] * 2
@@ -148,12 +149,9 @@ def test_no_waiting_and_no_new_memory() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for _ in range(3):
             one.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 

@@ -11,6 +11,7 @@ from cosmos_lab import checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.profile import ProfileConfig, profile
 from cosmos_lab.train import Trainer, train
+from tests.gpu import never_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -28,12 +29,9 @@ def test_a_step_never_waits_for_the_device(gpu_run: RunConfig, optimizer: str) -
         with closing(Trainer(gpu_run.replace(optimizer=optimizer, rank=rank, steps=20, clip=1.0), world)) as trainer:
             for _ in range(4):
                 trainer._step()  # first bases, autotuning
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with never_waiting():
                 for _ in range(4):
                     trainer._step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
 
 def test_deterministic_runs_resume_bit_for_bit(gpu_run: RunConfig) -> None:

@@ -286,3 +286,21 @@ def test_a_step_is_deterministic() -> None:
             opt.step()
         results.append([p.detach().clone() for p in params])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here: a model cannot lie on two")
+def test_a_model_on_two_gpus() -> None:
+    """Each matrix is stepped where it lies, whatever the current device."""
+    torch.manual_seed(3)
+    alone = model(CUDA)
+    places = [torch.device("cuda", i % 2) for i in range(len(alone))]
+    apart = [p.detach().to(where, copy=True).requires_grad_() for p, where in zip(alone, places, strict=True)]
+    for p, q in zip(alone, apart, strict=True):
+        q.grad = p.grad.to(q.device)
+    one, two = Cosmos(alone), Cosmos(apart)
+    for _ in range(4):
+        one.step()
+        two.step()
+    for p, q in zip(alone, apart, strict=True):
+        torch.testing.assert_close(q.to(p.device), p, rtol=0, atol=1e-6)

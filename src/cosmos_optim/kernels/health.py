@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -207,7 +208,9 @@ def at_rank(family: str, r: int) -> str:
 def sound(device: torch.device, family: str) -> bool:
     """Whether a family of kernels works on this device; compiled and compared once, with a warning if it does not."""
     try:
-        far, reason = FAMILIES[family](device), ""
+        # Kernels go to the current device, whatever their operands are on.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            far, reason = FAMILIES[family](device), ""
     except Exception as error:  # whatever the compiler or the driver has to say
         far, reason = math.inf, f": {type(error).__name__}: {str(error)[:200]}"
     if far < CLOSE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -73,10 +74,11 @@ def run(
     for e, started in zip(entries, found.started, strict=True):
         if not started and e.group["weight_decay"]:
             e.layout.local(e.p).mul_(decay_of(e.group))
-    jobs: list[tuple[object, Callable[[], None]]] = []
+    jobs: list[tuple[object, torch.device, Callable[[], None]]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     taken: Counter[object] = Counter()
-    room = 0
+    device = entries[0].p.device
+    rooms = {device: 0}
     tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True))
     apart: set[Tensor] = set()
     replay: Callable[[], None] | None = None
@@ -93,21 +95,24 @@ def run(
                 place = chunk[0].place
                 turn = place.after(taken[place.team])
                 taken[place.team] += len(chunk)
-                room = max(room, room_for(chunk) if local is FusedAlgebra else 0)
-                jobs.append((place.team, partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)))
-    device = entries[0].p.device
-    lanes = Lanes.of(device)
-    with lanes.forked(room):
+                there = chunk[0].p.device
+                rooms[there] = max(rooms.get(there, 0), room_for(chunk) if local is FusedAlgebra else 0)
+                work = partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)
+                jobs.append((place.team, there, work))
+    lanes = {where: Lanes.of(where) for where in rooms}  # a model may lie on several GPUs
+    with ExitStack() as forks:
+        for where, room in rooms.items():
+            forks.enter_context(lanes[where].forked(room))
         if replay is not None:
-            with lanes.lane(0):
+            with lanes[device].lane(0):
                 replay()
-        for k, here in enumerate([job for team, job in jobs if team is None]):
-            with lanes.lane(k):
-                here()
+        for k, (where, job) in enumerate([(where, job) for team, where, job in jobs if team is None]):
+            with lanes[where].lane(k):
+                job()
         for held in groups:  # after the others are asked for: a GPU does both at once
             if held[0].rule.elementwise:
                 run_elementwise(held, found.skip)
-    distributed.run([(team, job) for team, job in jobs if team is not None], device)
+    distributed.run([(team, job) for team, _, job in jobs if team is not None], device)
     for home, flat in copies:
         home.copy_(flat)
 
@@ -190,7 +195,7 @@ def run_chunk(
     dtype = torch.promote_types(first.p.dtype, torch.float32)
     alg = place.algebra(m, n, skip=skip, local=local)
     if isinstance(alg, FusedAlgebra):
-        alg.top = torch.stack([tops[x.entry.p] for x in chunk]).float()
+        alg.top = torch.stack([tops[x.entry.p] for x in chunk]).to(first.p.device, torch.float32)
     lists = {name: [x.state[name] for x in chunk] for name in first.state}
     grads = [x.grad for x in chunk]
     lr, decay = signed_lr(group), decay_of(group)

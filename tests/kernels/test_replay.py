@@ -48,6 +48,19 @@ def feed(step: int, *lists: list[nn.Parameter]) -> None:
             padding.append(torch.empty(256, device=CUDA))
 
 
+def lockstep(
+    one: torch.optim.Optimizer, two: torch.optim.Optimizer, a: list[nn.Parameter], b: list[nn.Parameter], steps: int,
+    before: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Steps of both on the same gradients, `before` each whatever a test does; equal after each."""
+    for step in range(steps):
+        feed(step, a, b)
+        before(step)
+        one.step()
+        two.step()
+        assert equal(a, b), step
+
+
 def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
     """Bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -59,16 +72,15 @@ def test_replays_equal_steps(kind: type[torch.optim.Optimizer]) -> None:
     """With gradients that move, a rate and a decay that change at every step, and a gradient that is not finite."""
     a, b = twins()
     one, two = build(kind, a, weight_decay=0.1), build(kind, b, weight_decay=0.1, cuda_graphs=False)
-    for step in range(EAGER + 8):
-        feed(step, a, b)
+
+    def change(step: int) -> None:
         if step == EAGER + 3:
             a[0].grad[3, 4] = b[0].grad[3, 4] = float("inf")
-        for opt in (one, two):
-            for group in opt.param_groups:
-                group["lr"] = 1e-2 / (step + 1)
-                group["weight_decay"] = 0.1 * (step + 1)
-            opt.step()
-        assert equal(a, b), step
+        for group in one.param_groups + two.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+            group["weight_decay"] = 0.1 * (step + 1)
+
+    lockstep(one, two, a, b, EAGER + 8, change)
     assert one.replays.recording is not None and one.replays.recording.replayed == 8
     assert one.replays.bytes > 0
     assert two.replays.recording is None
@@ -78,7 +90,7 @@ def _moved(opt: Cosmos) -> None:
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
 
 
-def _other_rank_of_epsilon(opt: Cosmos) -> None:
+def _other_epsilon(opt: Cosmos) -> None:
     for group in opt.param_groups:
         group["eps"] = 1e-6
 
@@ -90,18 +102,18 @@ def _watched(opt: Cosmos) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", [_moved, _other_rank_of_epsilon, _watched])
+@pytest.mark.parametrize("change", [_moved, _other_epsilon, _watched])
 def test_a_change_between_steps(change: Callable[[Cosmos], None]) -> None:
     """State that moved, a hyper-parameter, a step that is looked into: steps go on as without graphs."""
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
-    for step in range(3 * EAGER):
-        feed(step, a, b)
-        for opt in (one, two):
-            if step == EAGER + 2:
-                change(opt)
-            opt.step()
-        assert equal(a, b), step
+
+    def now(step: int) -> None:
+        if step == EAGER + 2:
+            change(one)
+            change(two)
+
+    lockstep(one, two, a, b, 3 * EAGER, now)
     assert one.replays.recording is not None and one.replays.recording.replayed > 0
 
 
@@ -110,15 +122,14 @@ def test_a_parameter_without_gradient() -> None:
     """A step with fewer gradients is another step; afterwards the usual one is recorded again."""
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
-    for step in range(3 * EAGER):
-        feed(step, a, b)
+
+    def drop(step: int) -> None:
         if step == EAGER + 1:
             a[2].grad = b[2].grad = None
         if step == EAGER + 2:
             a[10].grad = b[10].grad = None  # Adam's: the others' replay does not care
-        one.step()
-        two.step()
-        assert equal(a, b), step
+
+    lockstep(one, two, a, b, 3 * EAGER, drop)
 
 
 @pytest.mark.gpu
@@ -127,13 +138,12 @@ def test_a_rate_on_the_device() -> None:
     a, b = twins()
     rates = [torch.tensor(1e-3, device=CUDA) for _ in range(2)]
     one, two = build(Cosmos, a, lr=rates[0], gamma=0.2), build(Cosmos, b, lr=rates[1], gamma=0.2, cuda_graphs=False)
-    for step in range(EAGER + 4):
-        feed(step, a, b)
+
+    def renew(step: int) -> None:
         for rate in rates:
             rate.fill_(1e-3 * (step + 1))
-        one.step()
-        two.step()
-        assert equal(a, b), step
+
+    lockstep(one, two, a, b, EAGER + 4, renew)
 
 
 @pytest.mark.gpu

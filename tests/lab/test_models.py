@@ -286,3 +286,18 @@ def test_gpu_bf16_matches_cpu_fp32() -> None:
     value.backward()
     assert abs(float(value.detach()) - float(exact.detach())) < BF16_TOL
     assert relative_error({name: value.cpu() for name, value in gradients(model).items()}, wanted) < BF16_TOL
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@families
+def test_no_position_sees_a_later_one(family: str, device: str) -> None:
+    """Other tokens in the second half leave the logits of the first half as they were, to the bit."""
+    model = small(family).to(device)
+    tokens = batch()[0].to(device)
+    half = tokens.shape[1] // 2
+    other = tokens.clone()
+    other[:, half:] = (tokens[:, half:] + 1) % model.config.vocab_size
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :half], after[:, :half])
+    assert not torch.equal(before[:, half:], after[:, half:])

@@ -11,7 +11,7 @@ from torch import Tensor
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, never, tl
 from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import exponent, lead, mac_tile, mac_wide, matrix, tile, whole
+from cosmos_optim.kernels.tiles import class_rows, exponent, lead, mac_tile, mac_wide, matrix, tile, whole
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 ODD = Launch(128, 32, stages=2)
@@ -40,11 +40,8 @@ def _momentum(  # type: ignore[no-untyped-def]
         # Rows of one class, from their first aligned column on; what is left over in front and behind comes last.
         before = lead(first, sm, ELEMENT, CLASSES)
         rows, body = (m - first + CLASSES - 1) // CLASSES, (n - before) // BK * BK
-        g_begin, g_pitch = start + (first * sm + before), CLASSES * sm
-        m_begin, m_pitch = state + (first * mm + before), CLASSES * mm
-        if CLASSES > 1:  # hints hold for values made here, not for arguments
-            g_begin, g_pitch = tl.multiple_of(g_begin, 16), tl.multiple_of(g_pitch, 128 // ELEMENT.primitive_bitwidth)
-            m_begin, m_pitch = tl.multiple_of(m_begin, 16), tl.multiple_of(m_pitch, 128 // MOMENT.primitive_bitwidth)
+        g_begin, g_pitch = class_rows(start, first, before, sm, ELEMENT, CLASSES)
+        m_begin, m_pitch = class_rows(state, first, before, mm, MOMENT, CLASSES)
         seen = tl.zeros((BM, BK), dtype=tl.float32)
         for k in range(0, body, BK):
             j = k + tl.arange(0, BK)

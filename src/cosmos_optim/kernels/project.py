@@ -8,7 +8,7 @@ from torch import Tensor
 from cosmos_optim.kernels.backend import INTERPRET, Launch, jit, tl
 from cosmos_optim.kernels.split import BASIS_SCALE
 from cosmos_optim.kernels.table import Matrices
-from cosmos_optim.kernels.tiles import exponent, lead, mac, mac_tile, matrix, tile, whole
+from cosmos_optim.kernels.tiles import class_rows, exponent, lead, mac, mac_tile, matrix, tile, whole
 
 LAUNCH = Launch(128, 32, stages=4)
 ODD = Launch(64, 64, warps=4, stages=1)
@@ -35,9 +35,7 @@ def _project(  # type: ignore[no-untyped-def]
         # Rows of one class, from their first aligned column on; what is left over in front and behind comes last.
         skip = lead(first, sm, ELEMENT, CLASSES)
         rows, body = (m - first + CLASSES - 1) // CLASSES, (n - skip) // BK * BK
-        begin, pitch = start + (first * sm + skip), CLASSES * sm
-        if CLASSES > 1:  # hints hold for values made here, not for arguments
-            begin, pitch = tl.multiple_of(begin, 16), tl.multiple_of(pitch, 128 // ELEMENT.primitive_bitwidth)
+        begin, pitch = class_rows(start, first, skip, sm, ELEMENT, CLASSES)
         for k in range(0, body, BK):
             j = k + tl.arange(0, BK)
             a = whole(begin, q, j, rows, pitch, sn).to(tl.float32)

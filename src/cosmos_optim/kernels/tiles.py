@@ -36,6 +36,15 @@ def lead(row, pitch, ELEMENT: tl.constexpr, CLASSES: tl.constexpr):  # type: ign
 
 
 @jit
+def class_rows(start, first, before, pitch, ELEMENT: tl.constexpr, CLASSES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the rows of a class begin, each at its first aligned column, and how far apart they lie."""
+    begin, apart = start + (first * pitch + before), CLASSES * pitch
+    if CLASSES > 1:  # hints hold for values made here, not for arguments
+        begin, apart = tl.multiple_of(begin, 16), tl.multiple_of(apart, 128 // ELEMENT.primitive_bitwidth)
+    return begin, apart
+
+
+@jit
 def whole(start, q, j, rows, pitch, sn):  # type: ignore[no-untyped-def]
     """A tile without column mask: rows q of a class, `pitch` apart."""
     return tl.load(start + q[:, None] * pitch + j[None, :] * sn, mask=q[:, None] < rows, other=0.0)

@@ -79,12 +79,13 @@ def run(
     taken: Counter[object] = Counter()
     device = entries[0].p.device
     rooms = {device: 0}
-    tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True))
     apart: set[Tensor] = set()
     replay: Callable[[], None] | None = None
     if recorder is not None and record is None and found.skip is not None:
         apart, replay = recorder.take(live, found.skip, found.peaks)
     groups = list(by_group(live))
+    plain = any(e.p not in apart for e in live if not e.rule.elementwise)
+    tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True)) if plain else {}
     for held in groups:
         left = [e for e in held if e.p not in apart]
         if held[0].rule.elementwise or not left:

@@ -28,12 +28,14 @@ def rel(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-# Tiles wider than high (whose halves on the diagonal are left out), square, and higher than wide; edges everywhere.
-TILES = {"cpu": [Tiling(16, 32, 16), Tiling(16, 16, 16), Tiling(32, 16, 16)],
-         "cuda": [Tiling(), Tiling(128, 128, 64, warps=4, stages=4), Tiling(64, 128, 64, warps=4)]}  # fmt: skip
+# Tiles wider than high (whose halves on the diagonal are left out), square, higher than wide, and square with bulk
+# stores; edges everywhere.
+TILES = {"cpu": [Tiling(16, 32, 16), Tiling(16, 16, 16), Tiling(32, 16, 16), Tiling(16, 16, 16, bulk=True)],
+         "cuda": [Tiling(), Tiling(128, 128, 64, warps=4, stages=4), Tiling(64, 128, 64, warps=4),
+                  Tiling(128, 128, 64, warps=4, bulk=True)]}  # fmt: skip
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 3])
 @pytest.mark.parametrize("width", [40, 88])
 def test_gram(tiles: int, width: int, device: torch.device) -> None:
     """weight X'X, exactly symmetric, with a weight for each matrix."""
@@ -44,7 +46,7 @@ def test_gram(tiles: int, width: int, device: torch.device) -> None:
     assert torch.equal(R, R.mT)
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 3])
 def test_polynomials(tiles: int, device: torch.device) -> None:
     """aI + bR + cR^2, and the product of two polynomials in R."""
     X, bound = stack(device, 60, 56)
@@ -91,6 +93,16 @@ def test_orthonormal(spread: int, device: torch.device) -> None:
     expected = orthonormalize(Y.double(), lambda A, B: A.mT @ B, spare.double())
     assert (Q.double().mT @ Q.double() - torch.eye(7, device=device)).abs().max() < ORTHONORMAL
     assert rel(Q, expected) < EXACT
+
+
+@pytest.mark.parametrize("angle", [1e-1, 1e-2, 1e-3])
+def test_columns_that_nearly_agree(angle: float, device: torch.device) -> None:
+    """Conditions up to 1e3, where the second pass begins far from the identity: orthonormal all the same."""
+    Y = torch.randn(2, 60, 1) + angle * torch.randn(2, 60, 8)
+    spare = torch.linalg.qr(torch.randn(2, 60, 8))[0].contiguous()
+    Q = orthonormal(Y.to(device), spare.to(device))
+    assert (Q.double().mT @ Q.double() - torch.eye(8, device=device)).abs().max() < ORTHONORMAL
+    assert rel(Q, orthonormalize(Y.double(), lambda A, B: A.mT @ B, spare.double()).to(device)) < EXACT / angle
 
 
 def test_dependent_columns_keep_the_fallback(device: torch.device) -> None:

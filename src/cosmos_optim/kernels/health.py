@@ -190,13 +190,13 @@ def rows(device: torch.device) -> float:
 FAMILIES: dict[str, Callable[[torch.device], float]] = {
     "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen, "thin": thin,
     "rows": rows, "wide basis": partial(basis, more=16), "wide thin": partial(thin, more=16),
-    "small products": partial(products, s=512), "middle products": partial(products, s=1024),
+    "small products": partial(products, s=1024),
 }  # fmt: skip
 
 
 def at_width(s: int) -> str:
     """The family of products that stands for results of width s: each has blocks of its own."""
-    return "products" if s > 1024 else "middle products" if s > 512 else "small products"
+    return "products" if s > 1024 else "small products"
 
 
 def at_rank(family: str, r: int) -> str:

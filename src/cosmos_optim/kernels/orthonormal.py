@@ -72,28 +72,33 @@ def _gram(  # type: ignore[no-untyped-def]
 
 @jit(whatever=("turn", "parts", "r"))
 def _factor(gram, factor, fine, parts, r, shift, turn, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """L^-T of the Cholesky factor of the summed Gram matrix, by elimination on [G | I]; notes what fails in `fine`."""
+    """L^-T of the Cholesky factor of the summed Gram matrix; notes what fails in `fine`.
+
+    By elimination on [G | I], one column after the other. Near the identity, where the second and third pass begin,
+    the first-order factor L^-1 = I - (the lower half of E, its diagonal halved), E = G - I, is as good and needs no
+    elimination: it leaves |E|^2 for the next pass, and after the last one less than rounding.
+    """
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
     diagonal = i[:, None] == j[None, :]
     G = tl.zeros((R, R), dtype=tl.float32)
     for part in range(parts):
         G += tl.load(gram + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
-    beyond = (i >= r)[:, None] & diagonal
-    off = tl.where((i[:, None] < r) & (j[None, :] < r), tl.abs(G - tl.where(diagonal, 1.0, 0.0)), 0.0)
-    ok = tl.where((turn < 2) | (tl.max(off) < 0.5), 1, 0)  # at last; false for NaN as well
-    G += tl.where(beyond, 1.0, tl.where(diagonal, shift, 0.0))
-    W = tl.where(diagonal, 1.0, 0.0)
-    root = tl.zeros((R,), dtype=tl.float32)
-    for p in range(R):
-        line = tl.sum(tl.where(i[:, None] == p, G, 0.0), axis=0)
-        side = tl.sum(tl.where(j[None, :] == p, G, 0.0), axis=1)
+    E = tl.where((i[:, None] < r) & (j[None, :] < r), G - tl.where(diagonal, 1.0, 0.0), 0.0)
+    ok = tl.where((turn < 2) | (tl.max(tl.abs(E)) < 0.5), 1, 0)  # at last; false for NaN as well
+    near = tl.sum(E * E) < tl.where(turn < 2, 1e-4, 1e-7)
+    W = tl.where(i[:, None] > j[None, :], -E, tl.where(diagonal, 1 - 0.5 * E, 0.0))
+    W = tl.where(near, W, tl.where(diagonal, 1.0, 0.0))
+    root = tl.full((R,), 1.0, dtype=tl.float32)
+    G = E + tl.where(diagonal, 1.0 + tl.where(i < r, shift, 0.0)[:, None], 0.0)
+    for p in range(tl.where(near, 0, R)):
+        line = tl.sum(tl.where(i[:, None] == p, G, 0.0), axis=0)  # what is left to eliminate stays symmetric
         done = tl.sum(tl.where(i[:, None] == p, W, 0.0), axis=0)
         pivot = tl.sum(tl.where(j == p, line, 0.0))
         good = (pivot > 0) & (pivot < float("inf"))
         ok = tl.where(good, ok, 0)
         pivot = tl.where(good, pivot, 1.0)
-        ratio = tl.where(i > p, side / pivot, 0.0)
+        ratio = tl.where(j > p, line / pivot, 0.0)
         G -= ratio[:, None] * line[None, :]
         W -= ratio[:, None] * done[None, :]
         root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), root)

@@ -39,6 +39,29 @@ def _symmetric(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _symmetric_squares(  # type: ignore[no-untyped-def]
+    a_desc, b_desc, c_desc, d_desc, alpha_ptr, tile_ptr, tiles, K, beta, gamma, alpha,
+    BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The same in square tiles, two of which share a processor: one is stored, by bulk copies, while one multiplies."""
+    t = tl.program_id(0)
+    batch, pair = t // tiles, tl.load(tile_ptr + t % tiles)
+    row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BM
+    weight = alpha
+    if WEIGHTED:
+        weight = weight * tl.load(alpha_ptr + batch)
+    value = _product(a_desc, b_desc, batch, row, col, K, BM, BM, BK, WIDE) * weight
+    if ADD:
+        value += beta * d_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
+        i, j = row + tl.arange(0, BM), col + tl.arange(0, BM)
+        value += tl.where(i[:, None] == j[None, :], gamma, 0.0)
+    value = value.to(c_desc.dtype)
+    c_desc.store([batch, row, col], value.reshape(1, BM, BM))
+    if col > row:
+        c_desc.store([batch, col, row], tl.trans(value).reshape(1, BM, BM))
+
+
+@jit
 def _product(  # type: ignore[no-untyped-def]
     a_desc, b_desc, batch, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -72,25 +95,26 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Block shape and launch options of one kind of problem."""
+    """Block shape and launch options of one kind of problem; `bulk` (square blocks only): stores by bulk copies."""
 
     BM: int = 128
     BN: int = 256
     BK: int = 64
     warps: int = 8
     stages: int = 3
+    bulk: bool = False
 
 
 def tiling(s: int, K: int) -> Tiling:
     """The block shape for s x s results of K products: large blocks unless they would leave most of the tile empty.
 
-    A fourth stage pays where blocks are few or sums are long (measured on an H200: up to a fifth at s = 768).
+    A fourth stage pays where sums are long (measured on an H200).
     """
     if INTERPRET:
         return Tiling(16, 32, 16)
-    if s <= 512:
-        return Tiling(128, 128, 64, warps=4, stages=4)
-    return Tiling(stages=4 if s <= 1024 or 2 * s < K else 3)
+    if s <= 1024:
+        return Tiling(128, 128, 64, warps=4, bulk=True)
+    return Tiling(stages=4 if 2 * s < K else 3)
 
 
 @cache
@@ -128,6 +152,14 @@ def symmetric_product(
     how = tiles or tiling(s, K)
     C = like(A, s) if out is None else out
     table, count = _tiles(s, how.BM, how.BN, A.device)
+    if how.bulk:
+        square = [_descriptor(X, how.BM, how.BM) for X in (C, C if D is None else D)]
+        _symmetric_squares[(batch * count,)](
+            _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BM), *square, C if weight is None else weight,
+            table, count, K, beta, gamma, alpha, BM=how.BM, BK=how.BK, ADD=D is not None, WEIGHTED=weight is not None,
+            WIDE=INTERPRET, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+        return C
     _symmetric[(batch * count,)](
         _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BN), _descriptor(B, how.BK, how.BN // 2), C,
         C if D is None else D, C if weight is None else weight, table, count, K, s, C.stride(1), C.stride(0),

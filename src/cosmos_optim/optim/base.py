@@ -200,40 +200,44 @@ class MatrixOptimizer(torch.optim.Optimizer):
             found = gradients.inspect(entries, self._started, getattr(self, "found_inf", None))
             if found.skip_all:
                 return
-            for entry, started in zip(entries, found.started, strict=True):
-                if started:
-                    self._started.add(entry.p)
+            self._started.update(e.p for e, fresh in zip(entries, found.fresh, strict=True) if fresh)
             execute.run(entries, found, self._recorder, self.replays)
 
     def _collect(self) -> list[Entry]:
         """Every parameter with a gradient, its layout and state."""
         entries = []
+        layouts, state = self._layouts, self.state  # each look-up of a tensor hashes it
         for group in self.param_groups:
             rule = RULES[group["rule"]]
             for p in group["params"]:
-                if p not in self._layouts:
+                layout = layouts.get(p)
+                if layout is None:
                     self._meet()
-                layout = self._layouts[p]
+                    layout = layouts[p]
                 if p.is_meta:
                     raise ValueError(
                         f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
                         "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
                     )
-                if p.grad is None or p.numel() == 0:
+                grad = p.grad
+                if grad is None or p.numel() == 0:
                     continue
-                if p.grad.is_sparse:
+                if grad.is_sparse:
                     raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
                 if p.shape != layout.shape:
                     raise ValueError(
                         f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
                         f"{tuple(p.shape)} now: build the optimizer after whatever reshapes the model"
                     )
-                if not self.state.get(p):  # materialized since, or reset by hand
+                mine = state.get(p)
+                if not mine:  # materialized since, or reset by hand
                     self._allocate(p, group)
                     self._started.discard(p)
-                elif self.state[p]["step"].device != p.device or layout.dtype != p.dtype:
+                    mine = state[p]
+                elif mine["step"].device != p.device or layout.dtype != p.dtype:
                     self._follow(p, group)
-                entries.append(Entry(p, layout.gradient(p.grad), self.state[p], layout, group, rule))
+                    mine = state[p]
+                entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
         return entries
 
     # -- what a user asks it ------------------------------------------------------------------------------------------

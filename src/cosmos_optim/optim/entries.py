@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,9 +12,8 @@ from cosmos_optim.layout import Layout
 from cosmos_optim.rules import Rule
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A parameter with a gradient in this step."""
+class Entry(NamedTuple):
+    """A parameter with a gradient in this step. Hundreds are made before the GPU gets its work: a tuple is quick."""
 
     p: Tensor
     grad: Tensor
@@ -26,11 +24,9 @@ class Entry:
 
 
 def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Entries of one param group together, in order."""
-    groups: dict[int, list[Entry]] = defaultdict(list)
-    for e in entries:
-        groups[id(e.group)].append(e)
-    yield from groups.values()
+    """Entries of one param group together, as they were collected."""
+    for _, held in groupby(entries, key=lambda e: id(e.group)):
+        yield list(held)
 
 
 def decay_of(group: dict[str, Any]) -> float | Tensor:

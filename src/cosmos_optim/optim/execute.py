@@ -51,6 +51,10 @@ class Matrix:
     fresh: bool
 
 
+# A team whose messages the work needs (None: none), the device it is done on, and the work.
+Job = tuple[object, torch.device, Callable[[], None]]
+
+
 class Recorder(Protocol):
     """Who may take some of the work of a step off the host."""
 
@@ -74,23 +78,51 @@ def run(
     for e, started in zip(entries, found.started, strict=True):
         if not started and e.group["weight_decay"]:
             e.layout.local(e.p).mul_(decay_of(e.group))
-    jobs: list[tuple[object, torch.device, Callable[[], None]]] = []
     copies: list[tuple[Tensor, Tensor]] = []
-    taken: Counter[object] = Counter()
     device = entries[0].p.device
-    rooms = {device: 0}
     apart: set[Tensor] = set()
     replay: Callable[[], None] | None = None
     if recorder is not None and record is None and found.skip is not None:
         apart, replay = recorder.take(live, found.skip, found.peaks)
-    groups = list(by_group(live))
-    plain = any(e.p not in apart for e in live if not e.rule.elementwise)
-    tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True)) if plain else {}
-    for held in groups:
-        left = [e for e in held if e.p not in apart]
-        if held[0].rule.elementwise or not left:
-            continue
-        for (m, n), matrices in buckets(left, fresh, copies):
+    with ExitStack() as forks:
+        if replay is not None:  # before all else that the host has to do: the GPU is waiting
+            forks.enter_context(Lanes.of(device).forked())
+            with Lanes.of(device).lane(0):
+                replay()
+        jobs, rooms = asked(entries, live, fresh, apart, found, record, copies)
+        for where, room in rooms.items():  # a model may lie on several GPUs
+            forks.enter_context(Lanes.of(where).forked(room))
+        for k, (where, job) in enumerate([(where, job) for team, where, job in jobs if team is None]):
+            with Lanes.of(where).lane(k):
+                job()
+        for held in by_group(live):  # after the others are asked for: a GPU does both at once
+            if held[0].rule.elementwise:
+                run_elementwise(held, found.skip)
+    distributed.run([(team, job) for team, _, job in jobs if team is not None], device)
+    for home, flat in copies:
+        home.copy_(flat)
+
+
+# -- matrices ------------------------------------------------------------------------------------------------------
+
+
+def asked(
+    entries: Sequence[Entry],
+    live: Sequence[Entry],
+    fresh: set[Tensor],
+    apart: set[Tensor],
+    found: Any,
+    record: dict[str, dict[str, float]] | None,
+    copies: list[tuple[Tensor, Tensor]],
+) -> tuple[list[Job], dict[torch.device, int]]:
+    """The chunks of all matrices that are not taken care of apart, and the room their products need on each device."""
+    jobs: list[Job] = []
+    rooms: dict[torch.device, int] = {}
+    taken: Counter[object] = Counter()
+    left = [e for e in live if not e.rule.elementwise and e.p not in apart]
+    tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True)) if left else {}
+    for held in by_group(left):
+        for (m, n), matrices in buckets(held, fresh, copies):
             local = local_algebra(matrices)
             for chunk in chunks(matrices, local):
                 place = chunk[0].place
@@ -100,25 +132,7 @@ def run(
                 rooms[there] = max(rooms.get(there, 0), room_for(chunk) if local is FusedAlgebra else 0)
                 work = partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)
                 jobs.append((place.team, there, work))
-    lanes = {where: Lanes.of(where) for where in rooms}  # a model may lie on several GPUs
-    with ExitStack() as forks:
-        for where, room in rooms.items():
-            forks.enter_context(lanes[where].forked(room))
-        if replay is not None:
-            with lanes[device].lane(0):
-                replay()
-        for k, (where, job) in enumerate([(where, job) for team, where, job in jobs if team is None]):
-            with lanes[where].lane(k):
-                job()
-        for held in groups:  # after the others are asked for: a GPU does both at once
-            if held[0].rule.elementwise:
-                run_elementwise(held, found.skip)
-    distributed.run([(team, job) for team, _, job in jobs if team is not None], device)
-    for home, flat in copies:
-        home.copy_(flat)
-
-
-# -- matrices ------------------------------------------------------------------------------------------------------
+    return jobs, rooms
 
 
 def buckets(

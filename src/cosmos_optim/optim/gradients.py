@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim import distributed
-from cosmos_optim.optim.entries import Entry
+from cosmos_optim.optim.entries import Entry, by_group
 
 
 @dataclass(frozen=True)
@@ -62,27 +62,32 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
 
 def largest(entries: Sequence[Entry]) -> float:
     """The largest |g| whose squares, summed over any one matrix, still fit the float32 second moments."""
-    sizes = [0.0]
-    for e in entries:
-        if "betas" in e.group and e.p.dtype is not torch.float64:
-            fresh = 1 - e.group["betas"][1]
-            sizes.append(max(1.0, fresh * (1 if e.rule.elementwise else e.p.numel())))
+    most = 0.0
+    for held in by_group(entries):
+        wide = [e.p.numel() for e in held if e.p.dtype is not torch.float64]
+        if wide and "betas" in held[0].group:
+            fresh = 1 - held[0].group["betas"][1]
+            most = max(most, 1.0, fresh * (1 if held[0].rule.elementwise else max(wide)))
     top = torch.finfo(torch.float32).max
-    return math.sqrt(top / max(sizes)) if max(sizes) else top
+    return math.sqrt(top / most) if most else top
 
 
 def magnitudes(entries: Sequence[Entry]) -> Tensor:
     """max |g| of each gradient as one vector, float32 or wider; inf where it is not finite (NaN included)."""
     device = entries[0].p.device
     grads = [e.layout.local(e.grad) for e in entries]
-    held = [g for g in grads if g.numel()]
+    sizes = [g.numel() for g in grads]
+    held = grads if all(sizes) else [g for g, size in zip(grads, sizes, strict=True) if size]
     if device.type == "cpu":  # ten times as fast there as the foreach norm
-        norms = iter([torch.maximum(-low, high) for low, high in map(torch.aminmax, held)])
+        norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, held)]
     else:
-        norms = iter(torch._foreach_norm(held, float("inf")) if held else [])
-    wide = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
-    zero = torch.zeros((), device=device, dtype=wide)
-    peaks = torch.stack([next(norms).to(device, wide) if g.numel() else zero for g in grads])
+        norms = list(torch._foreach_norm(held, float("inf"))) if held else []
+    wide = torch.float64 if any(x.dtype is torch.float64 for x in norms) else torch.float32
+    norms = [x if x.dtype is wide and x.device == device else x.to(device, wide) for x in norms]
+    if held is not grads:
+        rest, zero = iter(norms), torch.zeros((), device=device, dtype=wide)
+        norms = [next(rest) if size else zero for size in sizes]
+    peaks = torch.stack(norms)
     return torch.nan_to_num(peaks, nan=float("inf"), posinf=float("inf"))
 
 

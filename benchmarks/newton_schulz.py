@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.step import versions
+from cosmos_lab.runlog import commit
 from cosmos_optim.kernels.symmetric import SymmetricProducts, supports
 from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, Products, TorchProducts, fresh_at, iterate
 
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             e = row["error"]
             print(f"{'x'.join(map(str, shape)):<18}{row['variant']:<28}{row['ms']:>9.2f}{row['per_matrix_ms']:>12.3f}"
                   f"{e['random']:>10.1e}{e['steep']:>10.1e}", flush=True)  # fmt: skip
-    result = {"versions": versions(device), "steps": args.steps, "coefficients": args.coefficients, "rows": rows}
+    result = {"commit": commit(), "versions": versions(device), "steps": args.steps, "coefficients": args.coefficients, "rows": rows}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return result

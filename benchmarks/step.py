@@ -22,6 +22,7 @@ from benchmarks import measure
 from benchmarks.roofline import cosmos_bytes, cosmos_flops, rates, roofline
 from benchmarks.rows import ROWS
 from benchmarks.shapes import MODELS, parameters
+from cosmos_lab.runlog import commit
 
 GIB = 2**30
 
@@ -63,7 +64,8 @@ def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, 
         "syncs": measure.synchronizations(step, device),
     }  # fmt: skip
     if args.profile:
-        result["profile"] = measure.profile(step, device)
+        with measure.unrecorded(step.optimizers):
+            result["profile"] = measure.profile(step, device)
     del step
     gc.collect()
     if device.type == "cuda":
@@ -141,7 +143,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     bound = roofline(MODELS[args.model], rate)
     print(table(rows, bound))
     result = {
-        "date": datetime.date.today().isoformat(), "model": args.model, "dtype": args.dtype,
+        "date": datetime.date.today().isoformat(), "commit": commit(), "model": args.model, "dtype": args.dtype,
         "versions": versions(device), "rows": rows, "rates": rate, "roofline": bound,
         "flops": cosmos_flops(MODELS[args.model]), "bytes": cosmos_bytes(MODELS[args.model]),
     }  # fmt: skip

@@ -93,7 +93,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             e = row["error"]
             print(f"{'x'.join(map(str, shape)):<18}{row['variant']:<28}{row['ms']:>9.2f}{row['per_matrix_ms']:>12.3f}"
                   f"{e['random']:>10.1e}{e['steep']:>10.1e}", flush=True)  # fmt: skip
-    result = {"commit": commit(), "versions": versions(device), "steps": args.steps, "coefficients": args.coefficients, "rows": rows}
+    result = {
+        "commit": commit(), "versions": versions(device), "steps": args.steps, "coefficients": args.coefficients,
+        "rows": rows,
+    }  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import random
 from dataclasses import dataclass
@@ -200,6 +201,7 @@ def header(
         "adam_lr": config.optimizer.adam_lr,
         "seed": config.training.seed,
         "data": {"tokens": len(source), "fingerprint": source.fingerprint, "vocab_size": source.vocab_size},
+        "date": datetime.date.today().isoformat(),
         "commit": runlog.commit(),
         "versions": runlog.versions(),
         "config": config.flat(),

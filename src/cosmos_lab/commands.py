@@ -174,6 +174,9 @@ def compare_command(arguments: list[str]) -> None:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
 
 
+_LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
+
+
 def profile_command(arguments: list[str]) -> None:
     """cosmos-lab profile MODEL [flags]"""
     from cosmos_lab.profile import ProfileConfig, profile
@@ -187,7 +190,25 @@ def profile_command(arguments: list[str]) -> None:
     default = PROFILES[name]() if name in PROFILES else dataclasses.replace(ProfileConfig(), model=name)
     default.check()
     about = "Memory, time, largest batch, MFU."
-    profile(flags.parse(default, rest, prog=f"cosmos-lab profile {name}", description=about))
+    profile(flags.parse(default, _spaced(rest), prog=f"cosmos-lab profile {name}", description=about))
+
+
+def _spaced(arguments: list[str]) -> list[str]:
+    """Lists of words written with commas, as `compare` takes them, written with spaces.
+
+    >>> _spaced(["--optimizers", "adam,cosmos", "--out", "a,b.json", "--tables=memory,mfu"])
+    ['--optimizers', 'adam', 'cosmos', '--out', 'a,b.json', '--tables', 'memory', 'mfu']
+    """
+    found: list[str] = []
+    listed = False
+    for word in arguments:
+        flag, given, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        listed = flag in _LISTS if flag else listed
+        if flag and not (listed and given):
+            found.append(word)
+        else:
+            found += [flag] * bool(flag) + ([part for part in value.split(",") if part] if listed else [value])
+    return found
 
 
 def report_command(arguments: list[str]) -> None:

@@ -9,6 +9,7 @@ Needs neither tyro nor rich.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,6 +110,7 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
     )
     result: dict[str, Any] = {
         "config": asdict(config),
+        "date": datetime.date.today().isoformat(),
         "commit": runlog.commit(),
         "versions": runlog.versions(),
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",

@@ -8,6 +8,7 @@ from typing import Any
 
 from cosmos_lab import runlog
 from cosmos_lab.config import RunConfig
+from cosmos_lab.data.files import read_json
 from cosmos_lab.display import format_table
 
 NOT_STARTED = "not started"
@@ -39,11 +40,21 @@ def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | N
     return {
         "recipe": runs[0].logging.recipe,
         "metric": metric,
-        "commit": runlog.commit(),
-        "versions": runlog.versions(),
+        **_made_with(runs),
         "rows": rows,
         "best": {name: row["label"] for name, row in best.items()},
     }
+
+
+def _made_with(runs: Sequence[RunConfig]) -> dict[str, Any]:
+    """Date, commit and versions as the run folders have them, which may be older than this call; lists if several."""
+    made = [read_json(runlog.run_folder(run) / runlog.CONFIG) or {} for run in runs]
+    found: dict[str, Any] = {}
+    for name in ("date", "commit", "versions"):
+        values: list[Any] = []
+        values += (about[name] for about in made if about.get(name) is not None and about[name] not in values)
+        found[name] = values[0] if len(values) == 1 else values or None
+    return found
 
 
 def _differing(runs: Sequence[RunConfig]) -> list[str]:

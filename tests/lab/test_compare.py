@@ -31,6 +31,8 @@ def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
     )
     result = compare(runs, show=False)
     assert json.loads((Path(tiny_run.logging.out) / "compare.json").read_text()) == result
+    made = json.loads((Path(tiny_run.logging.out) / runs[0].run_name / "config.json").read_text())
+    assert {name: result[name] for name in ("date", "commit", "versions")}.items() <= made.items()
     assert [row["label"] for row in result["rows"]] == ["adam lr 1e-06", "adam lr 0.01", "cosmos lr 0.002"]
     assert result["best"] == {"adam": "adam lr 0.01", "cosmos": "cosmos lr 0.002"}
     assert [row["best"] for row in result["rows"]] == [False, True, True]

@@ -189,10 +189,9 @@ def test_more_fields_by_optimizer() -> None:
     assert (runs[3].optimizer.rank, runs[3].optimizer.adam_lr, runs[2].optimizer.rank) == (32, 4e-3, 64)
     (galore,) = recipe.runs(optimizers=["galore"], lrs=[1e-2], extra=[("galore", {"scale": 1.0, "rank": 64})])
     assert galore.optimizer.options == ("update_gap=50", "scale=1.0") and galore.optimizer.rank == 64
-    (soap,) = recipe.runs(
-        recipe.config.replace(options=("two_sided=True",)), optimizers=["soap"], lrs=[1e-3], extra=extra[:1]
-    )
-    assert soap.optimizer.options == ("two_sided=True", "frequency=10")
+    base, extra = recipe.config.replace(options=("nesterov=False",)), [("muon", {"ns_steps": 4})]
+    (muon,) = recipe.runs(base, optimizers=["muon"], lrs=[1e-3], extra=extra)
+    assert muon.optimizer.options == ("nesterov=False", "ns_steps=4")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from cosmos_lab.data.files import atomic_write
 from cosmos_lab.report import curves, payload
@@ -204,6 +204,9 @@ def _sweep(task: Task) -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: rate(x)))
     if values and min(values) > 0 and max(values) > 2.5 * min(values):
         axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 4, 6)))
+        for name in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            name(FuncFormatter(lambda y, _: f"{y:g}"))  # the usual 4 x 10^1 would leave no room for the label
     axes.set_xlabel("learning rate")
     axes.set_ylabel(payload.result_name(task))
     axes.legend(fontsize=8)

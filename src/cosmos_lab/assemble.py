@@ -119,7 +119,7 @@ def _graph_key(config: RunConfig, shape: ModelConfig, world: launch.World, bf16:
     """What a compiled graph depends on, beside the settings of torch that its own guards watch."""
     if world.sharding != "none" or not _compiled(config, world):
         return None
-    sizes = (shape, micro_batch(config, world.size), config.data.seq_len)
+    sizes = (shape, micro_batch(config, world.size), config.data.seq_len, config.training.compile == "blocks")
     return (*sizes, config.model.checkpointing, world.device, bf16, config.training.deterministic)
 
 
@@ -143,7 +143,8 @@ def _renew(model: nn.Module, fresh: nn.Module) -> None:
 
 
 def _compiled(config: RunConfig, world: launch.World) -> bool:
-    return config.training.compile == "on" or (config.training.compile == "auto" and world.cuda)
+    how = config.training.compile
+    return how in ("on", "blocks") or (how == "auto" and world.cuda)
 
 
 def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> nn.Module:
@@ -155,8 +156,10 @@ def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> 
     if compiled and world.sharding == "fsdp":
         for block in model.blocks:
             block.compile()
+    elif config.training.compile == "blocks":
+        model.compile_parts()
     runner = launch.replicate(launch.shard(model, world, bf16), world)
-    if compiled and world.sharding != "fsdp":
+    if compiled and world.sharding != "fsdp" and config.training.compile != "blocks":
         runner = cast(nn.Module, torch.compile(runner, dynamic=False))
     return runner
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from cosmos_lab.meters import GB, Stopwatch
 from cosmos_lab.models import build
 from cosmos_lab.optimizers import build_optimizer
 
+Compiled = Literal["on", "blocks", "off"]
+
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
 
 
@@ -26,7 +28,7 @@ class Rig:
     """Builds the model; ``mount`` an optimizer, then ``iterate``."""
 
     def __init__(
-        self, model: str, *, seq_len: int, device: torch.device, compiled: bool, bf16: bool, **sizes: Any
+        self, model: str, *, seq_len: int, device: torch.device, compiled: Compiled, bf16: bool, **sizes: Any
     ) -> None:
         assemble.release()  # a model kept from training would weigh on the measurements
         torch.manual_seed(0)
@@ -41,9 +43,13 @@ class Rig:
 
     def recompile(self, dynamic: bool) -> None:
         """Compile anew, for one graph a batch size, or for one graph for all of them (a little slower to run)."""
-        if self.compiled:
-            torch.compiler.reset()  # a graph for all sizes would otherwise serve every size from then on
-            torch._dynamo.config.recompile_limit = _MORE_SHAPES
+        if self.compiled == "off":
+            return
+        torch.compiler.reset()  # a graph for all sizes would otherwise serve every size from then on
+        torch._dynamo.config.recompile_limit = _MORE_SHAPES
+        if self.compiled == "blocks":
+            self.model.compile_parts(dynamic=dynamic)
+        else:
             self.runner = cast(nn.Module, torch.compile(self.model, dynamic=dynamic))
 
     def mount(self, options: OptimizerOptions) -> torch.optim.Optimizer:

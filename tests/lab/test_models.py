@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -190,6 +191,23 @@ def test_compiles_in_one_graph_with_the_same_result() -> None:
             value = function(tokens, targets)
         value.backward()
         results.append(({name: grad.clone() for name, grad in gradients(model).items()}, value.detach()))
+    torch._dynamo.reset()
+    torch.testing.assert_close(results[0], results[1], rtol=FP32_TOL, atol=FP32_TOL)
+
+
+def test_one_compiled_block_serves_for_all() -> None:
+    tokens, targets = batch()
+    results = []
+    for parts in (False, True):
+        torch.manual_seed(0)
+        model = small("tiny", depth=3)
+        before = counters["stats"]["unique_graphs"]
+        if parts:
+            model.compile_parts(backend="aot_eager")
+        value = model(tokens, targets)
+        value.backward()
+        results.append((gradients(model), value.detach()))
+        assert counters["stats"]["unique_graphs"] - before == (2 if parts else 0)  # a block and the loss
     torch._dynamo.reset()
     torch.testing.assert_close(results[0], results[1], rtol=FP32_TOL, atol=FP32_TOL)
 

@@ -91,7 +91,7 @@ def test_nothing_fits() -> None:
 
 
 def test_activations_are_counted_by_the_batch() -> None:
-    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled=False, bf16=False, vocab_size=64)
+    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
     rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
     weights = sum(p.numel() * 4 for p in rig.model.parameters())
     one, two, four = (rig.peak_gb(size)[0] * GB for size in (1, 2, 4))

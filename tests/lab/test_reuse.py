@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from cosmos_lab import assemble, checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
+from cosmos_lab.models import Decoder
 from cosmos_lab.train import Trainer, train
 
 
@@ -154,3 +155,19 @@ def test_two_runs_at_a_time_have_models_of_their_own(compiled: RunConfig) -> Non
         assert one.model is not two.model
         one.close(), two.close()
     assert not assemble._kept
+
+
+def test_runs_compiled_by_blocks_share_theirs(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Decoder.compile_parts
+    monkeypatch.setattr(Decoder, "compile_parts", lambda model, **how: real(model, **{**how, "backend": "aot_eager"}))
+    config = tiny_run.replace(compile="blocks", steps=4, diagnostics_every=0)
+    assemble.release()
+    torch._dynamo.reset()
+    first = train(config.replace(name="first"))
+    before = graphs()
+    again = train(config.replace(name="again"))
+    assert graphs() == before and again["final_val_loss"] == first["final_val_loss"]
+    assemble.release()
+    torch._dynamo.reset()
+    plain = train(config.replace(name="plain", compile="off"))
+    assert plain["final_val_loss"] == pytest.approx(first["final_val_loss"], rel=1e-5)

@@ -149,6 +149,11 @@ class Block(nn.Module):
         return x
 
 
+def _mean_loss(norm: Norm, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """From what the last block gives to the loss."""
+    return linear_cross_entropy(norm(x).flatten(0, 1), weight, targets.flatten(), dtype)
+
+
 class Decoder(nn.Module):
     """Decoder-only language model: model(tokens) are logits (B, T, V), model(tokens, targets) is the mean loss.
 
@@ -166,6 +171,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = Norm(config)
         self.head = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self._loss = _mean_loss
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -205,10 +211,18 @@ class Decoder(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        x = self.norm(x)
         if targets is None:
-            return F.linear(x.to(dtype), self.head_weight.to(dtype))
-        return linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), dtype)
+            return F.linear(self.norm(x).to(dtype), self.head_weight.to(dtype))
+        return self._loss(self.norm, x, self.head_weight, targets, dtype)
+
+    def compile_parts(self, *, dynamic: bool = False, backend: str = "inductor") -> None:
+        """Compile one block, which serves for all of them, and the loss.
+
+        To compile the whole model takes many times as long; it saves a pass over the activations between two blocks.
+        """
+        for block in self.blocks:
+            block.compile(dynamic=dynamic, backend=backend)
+        self._loss = torch.compile(_mean_loss, dynamic=dynamic, backend=backend)
 
     def set_checkpointing(self, enabled: bool) -> None:
         """Keep only each block's input for the backward pass and compute the rest again there."""

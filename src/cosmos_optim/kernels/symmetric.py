@@ -23,12 +23,8 @@ def _symmetric(  # type: ignore[no-untyped-def]
     a_desc, b_desc, half_desc, c_ptr, d_ptr, alpha_ptr, tile_ptr, tiles, K, s, stride, batch_stride, beta, gamma, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0)
-    batch, pair = t // tiles, tl.load(tile_ptr + t % tiles)
+    batch, pair, weight = _turn(tile_ptr, alpha_ptr, tiles, alpha, WEIGHTED)
     row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BN
-    weight = alpha
-    if WEIGHTED:
-        weight = weight * tl.load(alpha_ptr + batch)
     base = batch.to(tl.int64) * batch_stride
     if pair & 1:  # the left half lies below the diagonal
         half = _product(a_desc, half_desc, batch, row, col + BN // 2, K, BM, BN // 2, BK, WIDE)
@@ -44,12 +40,8 @@ def _symmetric_squares(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The same in square tiles, two of which share a processor: one is stored, by bulk copies, while one multiplies."""
-    t = tl.program_id(0)
-    batch, pair = t // tiles, tl.load(tile_ptr + t % tiles)
+    batch, pair, weight = _turn(tile_ptr, alpha_ptr, tiles, alpha, WEIGHTED)
     row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BM
-    weight = alpha
-    if WEIGHTED:
-        weight = weight * tl.load(alpha_ptr + batch)
     value = _product(a_desc, b_desc, batch, row, col, K, BM, BM, BK, WIDE) * weight
     if ADD:
         value += beta * d_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
@@ -59,6 +51,17 @@ def _symmetric_squares(  # type: ignore[no-untyped-def]
     c_desc.store([batch, row, col], value.reshape(1, BM, BM))
     if col > row:
         c_desc.store([batch, col, row], tl.trans(value).reshape(1, BM, BM))
+
+
+@jit
+def _turn(tile_ptr, alpha_ptr, tiles, alpha, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's matrix, the code of its tile, and the factor of the product."""
+    t = tl.program_id(0)
+    batch = t // tiles
+    weight = alpha
+    if WEIGHTED:
+        weight = weight * tl.load(alpha_ptr + batch)
+    return batch, tl.load(tile_ptr + t % tiles), weight
 
 
 @jit

@@ -52,9 +52,14 @@ def latest(folder: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(path.name.removeprefix("step_"))
+
+
 def _steps(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, oldest first."""
-    return sorted((p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
+    return sorted((p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)), key=step_of)
 
 
 def save(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World, keep: int) -> Path:

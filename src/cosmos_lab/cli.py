@@ -18,6 +18,7 @@ USAGE = """usage: cosmos-lab COMMAND ...
   profile MODEL         memory, time, largest batch, MFU        cosmos-lab profile llama-1b
   report RUNS -o DIR    an HTML page about finished runs        cosmos-lab report runs -o report
   data prepare SOURCE   token shards from text                  cosmos-lab data prepare c4 --out data
+  evaluate RUN...       validation loss by position             cosmos-lab evaluate runs/my-run
   export RUN -o DIR     a Hugging Face LLaMA checkpoint         cosmos-lab export runs/my-run -o my-llama
   demo                  four optimizers in a few minutes, no GPU and no data needed
   recipes               the list of recipes

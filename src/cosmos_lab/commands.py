@@ -89,6 +89,22 @@ class ExportCommand:
     """A tokenizer.json to put beside the weights."""
 
 
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """On what, and where the numbers go."""
+
+    data: str | None = None
+    """Other shards than a run was trained with."""
+    tokens: int | None = None
+    """Validation tokens (None: as many as in training)."""
+    seq_len: int | None = None
+    """Length of the context (None: as in training)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    out: str | None = None
+    """A JSON file for the numbers."""
+
+
 def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
     """The first argument, which must be a word, and the rest."""
     if arguments and arguments[0] in HELP:
@@ -274,6 +290,22 @@ def export_command(arguments: list[str]) -> None:
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
 
 
+def evaluate_command(arguments: list[str]) -> None:
+    """cosmos-lab evaluate RUN... [flags]"""
+    from cosmos_lab.data.files import write_json
+    from cosmos_lab.evaluate import evaluate, format_positions
+
+    runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
+    about = "The validation loss of trained runs, by position in the context."
+    asked = flags.parse(EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
+    results = [
+        evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
+    ]
+    if asked.out:
+        write_json(Path(asked.out), results)
+    print(format_positions(results))
+
+
 def demo_command(arguments: list[str]) -> None:
     """cosmos-lab demo [flags]"""
     from cosmos_lab.demo import DemoConfig, demo
@@ -299,6 +331,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "report": report_command,
     "data": data_command,
     "export": export_command,
+    "evaluate": evaluate_command,
     "demo": demo_command,
     "recipes": recipes_command,
 }

@@ -1,0 +1,88 @@
+"""The validation loss of a trained run by position: where in its context a model predicts better than another.
+
+    result = evaluate("runs/my-run")
+
+What a model has learnt from the words before shows in its early positions, what it can take from far back (a name seen
+two hundred tokens ago) only in its late ones. Needs neither tyro nor rich.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from cosmos_lab import assemble, checkpoint, runlog
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import validation_batches
+from cosmos_lab.data.files import read_json
+from cosmos_lab.display import format_table
+from cosmos_lab.launch import pick_device
+
+_LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
+
+
+@torch.no_grad()
+def evaluate(
+    run: str | Path, *, data: str | None = None, tokens: int | None = None, seq_len: int | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:  # fmt: skip
+    """The loss of a run's newest checkpoint on its validation tokens, whole and by position.
+
+    Args:
+        run: its folder.
+        data: other shards than the run was trained with.
+        tokens: how many validation tokens (None: as many as in training).
+        seq_len: length of the context (None: as in training).
+        device: "cpu", "cuda" or "auto".
+
+    Returns {"run", "step", "tokens", "val_loss", "positions": [{"first", "last", "loss"}, ...]}, positions from 1 on.
+    """
+    folder = Path(run)
+    model = assemble.load_trained(folder)
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None  # it was loaded just now
+    config = RunConfig.from_flat((read_json(folder / runlog.CONFIG) or {})["config"])
+    config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
+    where = pick_device(device)
+    bf16 = config.training.precision == "bf16" or (config.training.precision == "auto" and where.type == "cuda")
+    model.to(where)
+    length = config.data.seq_len
+    source = assemble.load_source(config, "val")
+    for shard in source.shards:
+        shard.check_vocabulary(model.config.vocab_size)
+    batch = max(1, _LOGITS // (length * model.config.vocab_size))
+    sums, windows = torch.zeros(length, dtype=torch.float64, device=where), 0
+    for x, y in validation_batches(source, batch, length, tokens or config.logging.val_tokens):
+        with torch.autocast(where.type, torch.bfloat16, enabled=bf16):
+            logits = model(x.to(where))
+        nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(where).flatten(), reduction="none")
+        sums += nll.view(len(x), length).sum(0, dtype=torch.float64)
+        windows += len(x)
+    means = (sums / windows).tolist()
+    edges = [*itertools.takewhile(lambda edge: edge < length, (4**i for i in itertools.count())), length]
+    parts = [(a, b) for a, b in itertools.pairwise([0, *edges]) if b > a]
+    return {
+        "run": folder.name,
+        "step": checkpoint.step_of(newest),
+        "tokens": windows * length,
+        "val_loss": sum(means) / length,
+        "positions": [{"first": a + 1, "last": b, "loss": sum(means[a:b]) / (b - a)} for a, b in parts],
+    }
+
+
+def format_positions(results: Sequence[Mapping[str, Any]]) -> str:
+    """One column a run, one line a range of positions."""
+    ranges = list(dict.fromkeys((part["first"], part["last"]) for result in results for part in result["positions"]))
+    losses = [{(part["first"], part["last"]): part["loss"] for part in result["positions"]} for result in results]
+    lines = [
+        (f"{first:,} to {last:,}" if last > first else f"{first:,}",
+         *(f"{row[first, last]:.4f}" if (first, last) in row else "-" for row in losses))
+        for first, last in sorted(ranges)
+    ]  # fmt: skip
+    lines.append(("all", *(f"{result['val_loss']:.4f}" for result in results)))
+    return format_table(("position", *(str(result["run"]) for result in results)), lines, left=(0,))

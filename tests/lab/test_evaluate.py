@@ -1,0 +1,42 @@
+"""The validation loss by position: its mean is the one that training logged, and its first position knows nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cosmos_lab import runlog
+from cosmos_lab.cli import main
+from cosmos_lab.config import RunConfig
+from cosmos_lab.evaluate import evaluate
+from cosmos_lab.train import train
+
+LOSS_TOL = 1e-5  # float32 sums in another order
+
+
+def test_positions_add_up_to_the_logged_loss(tiny_run: RunConfig) -> None:
+    summary = train(tiny_run)
+    result = evaluate(runlog.run_folder(tiny_run), device="cpu")
+    assert result["val_loss"] == pytest.approx(summary["final_val_loss"], abs=LOSS_TOL)
+    assert (result["step"], result["tokens"]) == (8, 512)
+    spans = [(part["first"], part["last"]) for part in result["positions"]]
+    assert spans == [(1, 1), (2, 4), (5, 16)]
+    whole = sum(part["loss"] * (part["last"] - part["first"] + 1) for part in result["positions"]) / 16
+    assert whole == pytest.approx(result["val_loss"], abs=LOSS_TOL)
+
+
+def test_the_command_compares_runs(tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        train(tiny_run.replace(name=name, steps=4, seed=len(name)))
+    folders = [str(runlog.run_folder(tiny_run.replace(name=name))) for name in ("one", "two")]
+    out = tmp_path / "positions.json"
+    assert main(["evaluate", *folders, "--seq-len", "8", "--tokens", "64", "--out", str(out), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "one" in shown and "two" in shown and "5 to 8" in shown
+    assert [result["tokens"] for result in json.loads(out.read_text())] == [64, 64]
+
+
+def test_a_run_without_a_checkpoint_says_so(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_run.replace(checkpoint_every=0, steps=2))
+    assert main(["evaluate", str(runlog.run_folder(tiny_run))]) == 2
+    assert "--checkpoint-every" in capsys.readouterr().err

@@ -210,6 +210,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     losses = train(args, device)
     if own:
+        dist.barrier()  # nobody closes its connections while another still waits for it
         dist.destroy_process_group()
     return losses
 

@@ -59,5 +59,5 @@ def test_under_torchrun(tmp_path: Path) -> None:
                str(ROOT / "examples/fsdp2_llama.py"), *SMALL, "--steps", "2"]  # fmt: skip
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-8000:]  # what a rank said comes before torchrun's summary
     assert "step    1   loss" in done.stdout

@@ -117,9 +117,10 @@ def _take(key: tuple[Any, ...] | None) -> Network | None:
 
 def _graph_key(config: RunConfig, shape: ModelConfig, world: launch.World, bf16: bool) -> tuple[Any, ...] | None:
     """What a compiled graph depends on, beside the settings of torch that its own guards watch."""
-    if world.sharding != "none" or not _compiled(config, world):
+    how = launch.pick_compile(config.training.compile, world.device)
+    if world.sharding != "none" or how == "off":
         return None
-    sizes = (shape, micro_batch(config, world.size), config.data.seq_len, config.training.compile == "blocks")
+    sizes = (shape, micro_batch(config, world.size), config.data.seq_len, how)
     return (*sizes, config.model.checkpointing, world.device, bf16, config.training.deterministic)
 
 
@@ -142,26 +143,20 @@ def _renew(model: nn.Module, fresh: nn.Module) -> None:
         table.copy_(new_table)
 
 
-def _compiled(config: RunConfig, world: launch.World) -> bool:
-    how = config.training.compile
-    return how in ("on", "blocks") or (how == "auto" and world.cuda)
-
-
 def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> nn.Module:
     """The model as the loop calls it: sharded or replicated over the processes, and compiled."""
-    compiled = _compiled(config, world)
-    if compiled:
+    how = launch.pick_compile(config.training.compile, world.device)
+    if how != "off":
         # A sweep builds many models in one process; stale ones count against the recompile limit.
         torch.compiler.reset()
-    if compiled and world.sharding == "fsdp":
+    if how != "off" and world.sharding == "fsdp":
         for block in model.blocks:
             block.compile()
-    elif config.training.compile == "blocks":
+        how = "off"  # the rest is not for torch.compile
+    if how == "blocks":
         model.compile_parts()
     runner = launch.replicate(launch.shard(model, world, bf16), world)
-    if compiled and world.sharding != "fsdp" and config.training.compile != "blocks":
-        runner = cast(nn.Module, torch.compile(runner, dynamic=False))
-    return runner
+    return cast(nn.Module, torch.compile(runner, dynamic=False)) if how == "on" else runner
 
 
 def micro_batch(config: RunConfig, processes: int) -> int:

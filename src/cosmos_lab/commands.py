@@ -218,12 +218,12 @@ def _spaced(arguments: list[str]) -> list[str]:
     found: list[str] = []
     listed = False
     for word in arguments:
-        flag, given, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        listed = flag in _LISTS if flag else listed
-        if flag and not (listed and given):
-            found.append(word)
-        else:
-            found += [flag] * bool(flag) + ([part for part in value.split(",") if part] if listed else [value])
+        flag, given, value = word.partition("=")
+        if word.startswith("--"):
+            listed = flag in _LISTS
+            found.append(flag if listed else word)
+            word = value if listed and given else ""
+        found += [part for part in word.split(",") if part] if listed else [word] * bool(word)
     return found
 
 

@@ -21,7 +21,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import validation_batches
 from cosmos_lab.data.files import read_json
 from cosmos_lab.display import format_table
-from cosmos_lab.launch import pick_device
+from cosmos_lab.launch import pick_bf16, pick_device
 
 _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
 
@@ -49,7 +49,7 @@ def evaluate(
     config = RunConfig.from_flat((read_json(folder / runlog.CONFIG) or {})["config"])
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
     where = pick_device(device)
-    bf16 = config.training.precision == "bf16" or (config.training.precision == "auto" and where.type == "cuda")
+    bf16 = pick_bf16(config.training.precision, where)
     model.to(where)
     length = config.data.seq_len
     source = assemble.load_source(config, "val")

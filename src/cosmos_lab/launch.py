@@ -111,6 +111,18 @@ def session(asked_device: str, sharding: str) -> Iterator[World]:
             dist.destroy_process_group()
 
 
+def pick_bf16(precision: str, device: torch.device) -> bool:
+    """Whether to autocast; "auto" is on a GPU."""
+    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+
+
+def pick_compile(how: str, device: torch.device) -> str:
+    """How to compile, "on", "blocks" or "off"; "auto" is the whole model on a GPU."""
+    if how != "auto":
+        return how
+    return "on" if device.type == "cuda" else "off"
+
+
 def shard(model: nn.Module, world: World, bf16: bool) -> nn.Module:
     """FSDP2: shard each block of ``model.blocks``, then what is left; other modes leave the model alone.
 

@@ -21,7 +21,7 @@ from cosmos_lab import runlog
 from cosmos_lab.config import OptimizerOptions, parse_options
 from cosmos_lab.data.files import write_json
 from cosmos_lab.display import format_table
-from cosmos_lab.launch import pick_device
+from cosmos_lab.launch import pick_bf16, pick_compile, pick_device
 from cosmos_lab.meters import GB, mfu
 from cosmos_lab.models import resolve
 from cosmos_lab.optimizers import optimizer_class
@@ -104,8 +104,8 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
         config.model,
         seq_len=config.seq_len,
         device=device,
-        compiled=config.compile if config.compile != "auto" else "on" if gpu else "off",
-        bf16=config.precision == "bf16" or (config.precision == "auto" and gpu),
+        compiled=pick_compile(config.compile, device),
+        bf16=pick_bf16(config.precision, device),
         **sizes,
     )
     result: dict[str, Any] = {

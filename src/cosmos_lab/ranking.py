@@ -52,7 +52,9 @@ def _made_with(runs: Sequence[RunConfig]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("date", "commit", "versions"):
         values: list[Any] = []
-        values += (about[name] for about in made if about.get(name) is not None and about[name] not in values)
+        for about in made:
+            if about.get(name) is not None and about[name] not in values:
+                values.append(about[name])
         found[name] = values[0] if len(values) == 1 else values or None
     return found
 

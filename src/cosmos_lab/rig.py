@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 from contextlib import suppress
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from cosmos_lab.meters import GB, Stopwatch
 from cosmos_lab.models import build
 from cosmos_lab.optimizers import build_optimizer
 
-Compiled = Literal["on", "blocks", "off"]
-
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
 
 
@@ -28,7 +26,7 @@ class Rig:
     """Builds the model; ``mount`` an optimizer, then ``iterate``."""
 
     def __init__(
-        self, model: str, *, seq_len: int, device: torch.device, compiled: Compiled, bf16: bool, **sizes: Any
+        self, model: str, *, seq_len: int, device: torch.device, compiled: str, bf16: bool, **sizes: Any
     ) -> None:
         assemble.release()  # a model kept from training would weigh on the measurements
         torch.manual_seed(0)

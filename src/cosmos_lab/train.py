@@ -84,8 +84,7 @@ class Trainer:
     def __init__(self, config: RunConfig, world: launch.World, progress: Progress | None = None) -> None:
         self.config, self.world, self.progress = config, world, progress
         self.folder = runlog.run_folder(config)
-        precision = config.training.precision
-        self.bf16 = precision == "bf16" or (precision == "auto" and world.cuda)
+        self.bf16 = launch.pick_bf16(config.training.precision, world.device)
         self.micro = assemble.micro_batch(config, world.size)
         source, self.val_source = assemble.load_source(config, "train"), assemble.load_source(config, "val")
         shape = assemble.model_config(config, source, self.val_source)

@@ -28,14 +28,12 @@ def rel(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-# Tiles wider than high (whose halves on the diagonal are left out), square, higher than wide, and square with bulk
-# stores; edges everywhere.
-TILES = {"cpu": [Tiling(16, 32, 16), Tiling(16, 16, 16), Tiling(32, 16, 16), Tiling(16, 16, 16, bulk=True)],
-         "cuda": [Tiling(), Tiling(128, 128, 64, warps=4, stages=4), Tiling(64, 128, 64, warps=4),
-                  Tiling(128, 128, 64, warps=4, bulk=True)]}  # fmt: skip
+# Tiles wider than high (whose halves on the diagonal are left out), square, and higher than wide; edges everywhere.
+TILES = {"cpu": [Tiling(16, 32, 16), Tiling(16, 16, 16), Tiling(32, 16, 16)],
+         "cuda": [Tiling(), Tiling(128, 128, 64, warps=4), Tiling(64, 128, 64, warps=4)]}  # fmt: skip
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2, 3])
+@pytest.mark.parametrize("tiles", [0, 1, 2])
 @pytest.mark.parametrize("width", [40, 88])
 def test_gram(tiles: int, width: int, device: torch.device) -> None:
     """weight X'X, exactly symmetric, with a weight for each matrix."""
@@ -46,7 +44,7 @@ def test_gram(tiles: int, width: int, device: torch.device) -> None:
     assert torch.equal(R, R.mT)
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2, 3])
+@pytest.mark.parametrize("tiles", [0, 1, 2])
 def test_polynomials(tiles: int, device: torch.device) -> None:
     """aI + bR + cR^2, and the product of two polynomials in R."""
     X, bound = stack(device, 60, 56)
@@ -102,6 +100,7 @@ def test_columns_that_nearly_agree(angle: float, device: torch.device) -> None:
     spare = torch.linalg.qr(torch.randn(2, 60, 8))[0].contiguous()
     Q = orthonormal(Y.to(device), spare.to(device))
     assert (Q.double().mT @ Q.double() - torch.eye(8, device=device)).abs().max() < ORTHONORMAL
+    # A change of Y by rounding turns such columns by 1 / angle times as much.
     assert rel(Q, orthonormalize(Y.double(), lambda A, B: A.mT @ B, spare.double()).to(device)) < EXACT / angle
 
 

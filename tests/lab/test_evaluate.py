@@ -1,4 +1,4 @@
-"""The validation loss by position: its mean is the one that training logged, and its first position knows nothing."""
+"""The validation loss by position: its mean is the one that training logged."""
 
 import json
 from pathlib import Path

@@ -16,7 +16,7 @@ from cosmos_lab.recipes.rows import Variant, variants
 ADAM_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
 GALORE_LRS = (2.5e-3, 5e-3, 1e-2, 2e-2)
 LRS = (2.5e-4, 5e-4, 1e-3, 2e-3)
-SOAP = ("frequency=10",)  # as published (Vyas et al. 2024); a turn of the whole basis at every step costs too much
+SOAP = ("frequency=10",)  # steps between turns of the basis, as published (Vyas et al. 2024)
 
 
 def wiki(name: str, model: str, steps: int, **fields: Any) -> RunConfig:

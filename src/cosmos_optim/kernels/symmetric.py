@@ -98,14 +98,13 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Block shape and launch options of one kind of problem; `bulk` (square blocks only): stores by bulk copies."""
+    """Block shape and launch options of one kind of problem; square blocks have a kernel of their own."""
 
     BM: int = 128
     BN: int = 256
     BK: int = 64
     warps: int = 8
     stages: int = 3
-    bulk: bool = False
 
 
 def tiling(s: int, K: int) -> Tiling:
@@ -116,7 +115,7 @@ def tiling(s: int, K: int) -> Tiling:
     if INTERPRET:
         return Tiling(16, 32, 16)
     if s <= 1024:
-        return Tiling(128, 128, 64, warps=4, bulk=True)
+        return Tiling(128, 128, 64, warps=4)
     return Tiling(stages=4 if 2 * s < K else 3)
 
 
@@ -155,7 +154,7 @@ def symmetric_product(
     how = tiles or tiling(s, K)
     C = like(A, s) if out is None else out
     table, count = _tiles(s, how.BM, how.BN, A.device)
-    if how.bulk:
+    if how.BM == how.BN:
         square = [_descriptor(X, how.BM, how.BM) for X in (C, C if D is None else D)]
         _symmetric_squares[(batch * count,)](
             _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BM), *square, C if weight is None else weight,

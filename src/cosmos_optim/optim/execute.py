@@ -89,7 +89,9 @@ def run(
             forks.enter_context(Lanes.of(device).forked())
             with Lanes.of(device).lane(0):
                 replay()
-        jobs, rooms = asked(entries, live, fresh, apart, found, record, copies)
+        left = [e for e in live if not e.rule.elementwise and e.p not in apart]
+        tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True)) if left else {}
+        jobs, rooms = chunk_jobs(left, fresh, found.skip, tops, record, copies)
         for where, room in rooms.items():  # a model may lie on several GPUs
             forks.enter_context(Lanes.of(where).forked(room))
         for k, (where, job) in enumerate([(where, job) for team, where, job in jobs if team is None]):
@@ -106,22 +108,19 @@ def run(
 # -- matrices ------------------------------------------------------------------------------------------------------
 
 
-def asked(
+def chunk_jobs(
     entries: Sequence[Entry],
-    live: Sequence[Entry],
     fresh: set[Tensor],
-    apart: set[Tensor],
-    found: Any,
+    skip: Tensor | None,
+    tops: dict[Tensor, Tensor],
     record: dict[str, dict[str, float]] | None,
     copies: list[tuple[Tensor, Tensor]],
 ) -> tuple[list[Job], dict[torch.device, int]]:
-    """The chunks of all matrices that are not taken care of apart, and the room their products need on each device."""
+    """The chunks of these matrices, and the room that the products of the largest need on each device."""
     jobs: list[Job] = []
     rooms: dict[torch.device, int] = {}
     taken: Counter[object] = Counter()
-    left = [e for e in live if not e.rule.elementwise and e.p not in apart]
-    tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True)) if left else {}
-    for held in by_group(left):
+    for held in by_group(entries):
         for (m, n), matrices in buckets(held, fresh, copies):
             local = local_algebra(matrices)
             for chunk in chunks(matrices, local):
@@ -130,7 +129,7 @@ def asked(
                 taken[place.team] += len(chunk)
                 there = chunk[0].p.device
                 rooms[there] = max(rooms.get(there, 0), room_for(chunk) if local is FusedAlgebra else 0)
-                work = partial(run_chunk, chunk, turn, m, n, found.skip, record, local, tops)
+                work = partial(run_chunk, chunk, turn, m, n, skip, record, local, tops)
                 jobs.append((place.team, there, work))
     return jobs, rooms
 

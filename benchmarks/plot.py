@@ -1,7 +1,7 @@
 """Where the time of a step goes, from results of `benchmarks.step --profile`: `python -m benchmarks.plot FILE... OUT`.
 
-Several files: rows of all but the last are called "before". Kernels of two chunks overlap, so the parts of a bar may add
-up to more than the step; the line is the step itself.
+Several files: rows of all but the last are called "before". Kernels of two chunks overlap, so the parts of a bar may
+add up to more than the step; the line is the step itself.
 """
 
 from __future__ import annotations

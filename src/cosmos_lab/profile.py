@@ -109,7 +109,7 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
         **sizes,
     )
     result: dict[str, Any] = {
-        "config": asdict(config),
+        "config": {k: v for k, v in asdict(config).items() if k != "out"},
         "date": datetime.date.today().isoformat(),
         "commit": runlog.commit(),
         "versions": runlog.versions(),

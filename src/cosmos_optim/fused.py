@@ -41,7 +41,14 @@ from cosmos_optim.kernels.symmetric import SymmetricProducts
 from cosmos_optim.kernels.symmetric import supports as symmetric_supports
 from cosmos_optim.kernels.table import Matrices, uniform
 from cosmos_optim.kernels.update import update_
-from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, fresh_at, iterate
+from cosmos_optim.linalg.newton_schulz import (
+    HALF_SCALE,
+    NewtonSchulz,
+    TorchProducts,
+    fresh_at,
+    iterate,
+    schedule,
+)
 
 # The kernels keep a block of a thin factor in registers.
 MAX_RANK = 256
@@ -187,15 +194,15 @@ class FusedAlgebra(FusedThin):
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
         make = norms if kernels_at(buffer, "thin") else norms_torch
         square, weight = make(square, scale**2, TINY)
-        fresh = fresh_at(buffer.shape[1], buffer.shape[2], ns.steps, dtype)
         halves = symmetric_supports(buffer) and (not buffer.is_cuda or sound(buffer.device, at_width(buffer.shape[2])))
+        steps, fresh = schedule(ns, buffer.shape[1], buffer.shape[2], dtype, selective=halves)
         # What the lane reads afterwards must be the lane's: the other stream reuses its own memory too early for that.
         out = buffer if len(fresh) > 1 else work_buffer(len(buffer), self.m, self.n, dtype, buffer.device)
         lanes = Lanes.of(buffer.device)
         with lanes.heavy():
             room = polar_bytes(len(buffer), self.m, self.n, ns)
             products = SymmetricProducts(lanes.slab(room).like) if halves else TorchProducts()
-            Y = iterate(buffer, ns.rows(), products, weight=weight, scale=scale, fresh=fresh, out=out)
+            Y = iterate(buffer, steps, products, weight=weight, scale=scale, fresh=fresh, out=out)
         if X.basis is None or dtype is not torch.float16:
             return Polar(Y, square)
         rows = torch.empty(len(Y), self.m, dtype=torch.float32, device=Y.device)

@@ -7,8 +7,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.kernels.slab import ALIGN, Slab, newton_schulz_bytes
-from cosmos_optim.kernels.symmetric import SymmetricProducts
-from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, fresh_at, iterate
+from cosmos_optim.kernels.symmetric import ALL, Only, SymmetricProducts
+from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, fresh_at, iterate, with_start
 
 CPU = torch.device("cpu")
 
@@ -49,26 +49,35 @@ class Watched(TorchProducts):
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
         return self._put(super().gram(X, weight))
 
-    def quadratic(self, R: Tensor, a: float, b: float, c: float) -> Tensor:
-        return self._put(super().quadratic(R, a, b, c))
+    def within(self, R: Tensor, bound: float) -> Tensor:
+        return torch.ones(len(R), dtype=torch.bool)
 
-    def product(self, A: Tensor, B: Tensor) -> Tensor:
-        return self._put(super().product(A, B))
+    def quadratic(
+        self, R: Tensor, a: float, b: float, c: float,
+        D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        value = super().quadratic(R, a, b, c, D)
+        return self._put(value) if out is None else out.copy_(value)
+
+    def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:
+        return self._put(super().product(A, B)) if out is None else out.copy_(super().product(A, B))
 
     def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
         return self._put(super().times(X, Q)) if out is None else super().times(X, Q, out)
 
 
+@pytest.mark.parametrize("shortened", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("shape", [(40, 40), (72, 40), (120, 40)])
-def test_the_count_is_enough(steps: int, shape: tuple[int, int]) -> None:
-    """No product finds the slab full, and none overwrites what another still reads."""
+def test_the_count_is_enough(steps: int, shape: tuple[int, int], shortened: bool) -> None:
+    """No product finds the slab full, and none overwrites what another still reads; with the first three as one too."""
     X = torch.nn.functional.normalize(torch.randn(3, *shape, dtype=torch.float64), dim=(1, 2))
     fresh = fresh_at(*shape, steps, torch.float16)
     rows = NewtonSchulz(steps=steps).rows()
     slab = Slab(newton_schulz_bytes(3, *shape, 8, len(fresh), steps), CPU)
     products, out = Watched(slab), torch.empty_like(X)
-    result = iterate(X, rows, products, fresh=fresh, out=out)
+    now, when = with_start(rows, fresh) if shortened else (rows, fresh)
+    result = iterate(X, now, products, fresh=when, out=out)
     assert products.strays == 0
     torch.testing.assert_close(result, iterate(X, rows, TorchProducts(), fresh=fresh), rtol=1e-12, atol=1e-12)
 

@@ -7,8 +7,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.kernels.orthonormal import orthonormal, thin_gram, thin_gram_torch
-from cosmos_optim.kernels.symmetric import SymmetricProducts, Tiling, supports, symmetric_product
-from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate
+from cosmos_optim.kernels.symmetric import SymmetricProducts, Tiling, squares_of, supports, symmetric_product
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate, with_start
 from cosmos_optim.linalg.orthonormal import orthonormalize
 
 SUM = 1e-5  # float32 products in another order (the interpreter's operands are float32)
@@ -40,8 +40,12 @@ def test_gram(tiles: int, width: int, device: torch.device) -> None:
     X, bound = stack(device, 53, width * (8 if device.type == "cuda" else 1))
     weight = torch.tensor([1.0, 2.0], device=device).view(2, 1, 1)
     R = symmetric_product(X, X, weight=weight, tiles=TILES[device.type][tiles])
-    assert rel(R, weight * (X.float().mT @ X.float())) < bound
+    exact = weight * (X.float().mT @ X.float())
+    assert rel(R, exact) < bound
     assert torch.equal(R, R.mT)
+    squares = squares_of(X, TILES[device.type][tiles])
+    symmetric_product(X, X, weight=weight, tiles=TILES[device.type][tiles], squares=squares)
+    assert rel(squares.sum(1), exact.square().sum((1, 2))) < bound
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 2])
@@ -64,6 +68,40 @@ def test_the_whole_iteration(fresh: set[int], device: torch.device) -> None:
     rows = NewtonSchulz().rows()
     ours = iterate(X, rows, SymmetricProducts(), scale=32.0, fresh=fresh)
     assert rel(ours, iterate(X.double(), rows, TorchProducts(), scale=32.0)) < 5 * bound
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("want", [True, False])
+def test_only_some(tiles: int, want: bool, device: torch.device) -> None:
+    """The others are left as they are."""
+    X, bound = stack(device, 60, 56)
+    flags = torch.tensor([True, False], device=device)
+    out = torch.full((2, 56, 56), 7.0, dtype=X.dtype, device=device)
+    symmetric_product(X, X, tiles=TILES[device.type][tiles], out=out, only=(flags, want))
+    mine, other = (0, 1) if want else (1, 0)
+    assert rel(out[mine], X[mine].float().mT @ X[mine].float()) < bound
+    assert bool((out[other] == 7).all())
+
+
+@pytest.mark.parametrize("fresh", [{0, 1, 2, 3, 4}, {0, 3}])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_three_iterations_as_one(fresh: set[int], weighted: bool, device: torch.device) -> None:
+    """For the one of two matrices that has no leading direction; the other in full."""
+    X, bound = stack(device, 96, 72)
+    X = X.float()
+    X[0] = torch.linalg.qr(X[0])[0] * torch.linspace(0.8, 1.2, 72).to(device)  # |X'X| = 0.12 |X|^2
+    X[1] += 3
+    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)
+    weight = (32.0 / norm).square() if weighted else None
+    start = (X if weighted else X * 32 / norm).to(torch.float16 if device.type == "cuda" else torch.float32)
+    rows = NewtonSchulz().rows()
+    steps, when = with_start(rows, fresh)
+    ours = iterate(start, steps, SymmetricProducts(), weight=weight, scale=32.0, fresh=when)
+    exact = iterate((X / norm).double() * 32, rows, TorchProducts(), scale=32.0)
+    ours = ours * 32 / norm if weighted else ours
+    assert rel(ours[0], exact[0]) < 5 * bound + 2e-3
+    assert rel(ours[1], exact[1]) < 5 * bound
+    assert device.type == "cuda" or rel(ours[0], exact[0]) > 10 * bound  # it is the other polynomial
 
 
 def test_what_the_copy_engine_takes(device: torch.device) -> None:

@@ -30,7 +30,7 @@ from cosmos_optim.kernels.residual import residual
 from cosmos_optim.kernels.rows import even_rows, row_squares
 from cosmos_optim.kernels.split import BASIS_SCALE, split, split_both
 from cosmos_optim.kernels.sums import added
-from cosmos_optim.kernels.symmetric import supports, symmetric_product, tiling
+from cosmos_optim.kernels.symmetric import squares_of, supports, symmetric_product, tiling
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.thin import power_sum, scaled
 from cosmos_optim.kernels.update import update_
@@ -120,11 +120,16 @@ def products(device: torch.device, s: int = 2048) -> float:
     if not supports(X):
         return math.inf
     tiles = tiling(s, s)
-    R = symmetric_product(X, X, weight=torch.full((2, 1, 1), 0.5, device=device), tiles=tiles)
+    squares = squares_of(X, tiles)
+    R = symmetric_product(X, X, weight=torch.full((2, 1, 1), 0.5, device=device), tiles=tiles, squares=squares)
     Z = symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0, tiles=tiles)
     ZR, r, eye = symmetric_product(R, Z, tiles=tiles), R.float(), torch.eye(width, device=device)
     exact = 0.5 * X.float().mT @ X.float()
-    return _far((R, exact), (Z, 0.5 * r @ r + 2 * r + 3 * eye), (ZR, r @ Z.float()))
+    some = symmetric_product(Z, Z, tiles=tiles, out=ZR.clone(), only=(torch.tensor([True, False], device=device), True))
+    return _far(
+        (R, exact), (Z, 0.5 * r @ r + 2 * r + 3 * eye), (ZR, r @ Z.float()), (squares.sum(1), _energy(exact).flatten()),
+        (some, torch.stack([Z[0].float() @ Z[0].float(), ZR[1].float()])),
+    )  # fmt: skip
 
 
 def eigen(device: torch.device) -> float:

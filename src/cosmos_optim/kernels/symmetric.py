@@ -15,34 +15,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.kernels.backend import INTERPRET, TensorDescriptor, capability, jit, tl
+from cosmos_optim.kernels.backend import INTERPRET, TensorDescriptor, capability, jit, never, tl
+
+# Which matrices of a stack a product is for: a flag of each, and the value it must have. No flags: all of them.
+Only = tuple[Tensor | None, bool]
+ALL: Only = (None, True)
 
 
-@jit
+@jit(anywhere=("turn_ptr",), whatever=("want",))
 def _symmetric(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, half_desc, c_ptr, d_ptr, alpha_ptr, tile_ptr, tiles, K, s, stride, batch_stride, beta, gamma, alpha,
+    a_desc, b_desc, half_desc, c_ptr, d_ptr, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K, s, stride,
+    batch_stride, beta, gamma, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    batch, pair, weight = _turn(tile_ptr, alpha_ptr, tiles, alpha, WEIGHTED)
+    batch, pair, weight, idle = _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED)
+    if idle:
+        return
     row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BN
     base = batch.to(tl.int64) * batch_stride
     if pair & 1:  # the left half lies below the diagonal
         half = _product(a_desc, half_desc, batch, row, col + BN // 2, K, BM, BN // 2, BK, WIDE)
-        _finish(half, c_ptr + base, d_ptr + base, row, col + BN // 2, s, stride, weight, beta, gamma, BM, BN // 2, ADD)
+        _finish(half, c_ptr + base, d_ptr + base, sum_ptr, row, col + BN // 2, s, stride, weight, beta, gamma,
+                BM, BN // 2, ADD, WEIGHTED)  # fmt: skip
     else:
         acc = _product(a_desc, b_desc, batch, row, col, K, BM, BN, BK, WIDE)
-        _finish(acc, c_ptr + base, d_ptr + base, row, col, s, stride, weight, beta, gamma, BM, BN, ADD)
+        _finish(acc, c_ptr + base, d_ptr + base, sum_ptr, row, col, s, stride, weight, beta, gamma,
+                BM, BN, ADD, WEIGHTED)  # fmt: skip
 
 
-@jit
+@jit(anywhere=("turn_ptr",), whatever=("want",))
 def _symmetric_squares(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, c_desc, d_desc, alpha_ptr, tile_ptr, tiles, K, beta, gamma, alpha,
+    a_desc, b_desc, c_desc, d_desc, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K, beta, gamma, alpha,
     BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The same in square tiles, two of which share a processor: one is stored, by bulk copies, while one multiplies."""
-    batch, pair, weight = _turn(tile_ptr, alpha_ptr, tiles, alpha, WEIGHTED)
+    batch, pair, weight, idle = _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED)
+    if idle:
+        return
     row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BM
     value = _product(a_desc, b_desc, batch, row, col, K, BM, BM, BK, WIDE) * weight
+    if WEIGHTED:
+        tl.store(sum_ptr + tl.program_id(0), tl.sum(value * value) * tl.where(col > row, 2.0, 1.0))
     if ADD:
         value += beta * d_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
         i, j = row + tl.arange(0, BM), col + tl.arange(0, BM)
@@ -54,14 +67,15 @@ def _symmetric_squares(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _turn(tile_ptr, alpha_ptr, tiles, alpha, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's matrix, the code of its tile, and the factor of the product."""
+def _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's matrix, the code of its tile, the factor of the product, and whether there is nothing to do."""
     t = tl.program_id(0)
     batch = t // tiles
     weight = alpha
     if WEIGHTED:
         weight = weight * tl.load(alpha_ptr + batch)
-    return batch, tl.load(tile_ptr + t % tiles), weight
+    idle = (want >= 0) & (tl.load(turn_ptr + batch, mask=want >= 0, other=0).to(tl.int32) != want)
+    return batch, tl.load(tile_ptr + t % tiles), weight, idle
 
 
 @jit
@@ -81,12 +95,15 @@ def _product(  # type: ignore[no-untyped-def]
 
 @jit
 def _finish(  # type: ignore[no-untyped-def]
-    acc, c, d, row, col, s, stride, weight, beta, gamma, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
+    acc, c, d, sums, row, col, s, stride, weight, beta, gamma,
+    BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Scale, add and store a tile, and its mirror image where no other tile computes that."""
+    """Scale, add and store a tile, and its mirror image where no other tile computes that; the squares of both."""
     i, j = row + tl.arange(0, BM), col + tl.arange(0, BN)
     inside = (i[:, None] < s) & (j[None, :] < s)
     value = acc * weight
+    if SUMS:
+        tl.store(sums + tl.program_id(0), tl.sum(value * value * tl.where(j >= row + BM, 2.0, 1.0)[None, :]))
     if ADD:
         value += beta * tl.load(d + i[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
         value += tl.where(i[:, None] == j[None, :], gamma, 0.0)
@@ -142,6 +159,7 @@ def supports(X: Tensor) -> bool:
 def symmetric_product(
     A: Tensor, B: Tensor, *, alpha: float = 1.0, weight: Tensor | None = None, beta: float = 0.0,
     D: Tensor | None = None, gamma: float = 0.0, tiles: Tiling | None = None, out: Tensor | None = None,
+    only: Only = ALL, squares: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """weight alpha A'B + beta D + gamma I, (batch, K, s) x 2 -> (batch, s, s), where the result is symmetric.
 
@@ -149,26 +167,38 @@ def symmetric_product(
         weight: a factor for each matrix, (batch, 1, 1) float32 on the device.
         D: added beta times, together with gamma I; without it there is nothing to add.
         out: where the result goes, with 16-byte rows; new memory by default.
+        only: the matrices it is for, by a flag on the device; nothing is written for the others.
+        squares: takes parts of the sum of squares of each result, as `squares_of` makes it; with a weight alone.
     """
     batch, K, s = A.shape
     how = tiles or tiling(s, K)
     C = like(A, s) if out is None else out
     table, count = _tiles(s, how.BM, how.BN, A.device)
+    flags, want = only
+    given: list[Any] = [C, C] if weight is None else [weight, squares_of(A, how) if squares is None else squares]
+    given += [never(A.device), table, -1] if flags is None else [flags, table, int(want)]
+    common = {"ADD": D is not None, "WEIGHTED": weight is not None, "WIDE": INTERPRET, "num_warps": how.warps,
+              "num_stages": how.stages}  # fmt: skip
     if how.BM == how.BN:
         square = [_descriptor(X, how.BM, how.BM) for X in (C, C if D is None else D)]
         _symmetric_squares[(batch * count,)](
-            _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BM), *square, C if weight is None else weight,
-            table, count, K, beta, gamma, alpha, BM=how.BM, BK=how.BK, ADD=D is not None, WEIGHTED=weight is not None,
-            WIDE=INTERPRET, num_warps=how.warps, num_stages=how.stages,
+            _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BM), *square, *given, count, K,
+            beta, gamma, alpha, BM=how.BM, BK=how.BK, **common,
         )  # fmt: skip
         return C
     _symmetric[(batch * count,)](
         _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BN), _descriptor(B, how.BK, how.BN // 2), C,
-        C if D is None else D, C if weight is None else weight, table, count, K, s, C.stride(1), C.stride(0),
-        beta, gamma, alpha, BM=how.BM, BN=how.BN, BK=how.BK, ADD=D is not None, WEIGHTED=weight is not None,
-        WIDE=INTERPRET, num_warps=how.warps, num_stages=how.stages,
+        C if D is None else D, *given, count, K, s, C.stride(1), C.stride(0), beta, gamma, alpha,
+        BM=how.BM, BN=how.BN, BK=how.BK, **common,
     )  # fmt: skip
     return C
+
+
+def squares_of(A: Tensor, tiles: Tiling | None = None) -> Tensor:
+    """Memory for the sums of squares of A'A, a part from each tile."""
+    batch, K, s = A.shape
+    how = tiles or tiling(s, K)
+    return torch.empty(batch, _tiles(s, how.BM, how.BN, A.device)[1], dtype=torch.float32, device=A.device)
 
 
 def like(A: Tensor, rows: int) -> Tensor:
@@ -184,20 +214,33 @@ def _descriptor(X: Tensor, rows: int, cols: int) -> Any:
 class SymmetricProducts:
     """The products of Newton-Schulz, with half the work where the result is symmetric; `empty` makes their memory."""
 
+    selective = True
+
     def __init__(self, empty: Callable[[Tensor, int], Tensor] = like) -> None:
         self.empty = empty
+        self._squares: Tensor | None = None
 
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
-        """weight X'X."""
-        return symmetric_product(X, X, weight=weight, out=self.empty(X, X.shape[2]))
+        """weight X'X; with a weight its sum of squares comes along."""
+        self._squares = None if weight is None else squares_of(X)
+        return symmetric_product(X, X, weight=weight, out=self.empty(X, X.shape[2]), squares=self._squares)
 
-    def quadratic(self, R: Tensor, a: float, b: float, c: float) -> Tensor:
-        """aI + bR + cR^2."""
-        return symmetric_product(R, R, alpha=c, beta=b, D=R, gamma=a, out=self.empty(R, R.shape[2]))
+    def within(self, R: Tensor, bound: float) -> Tensor:
+        """Whether |R|_F <= bound, of each matrix that `gram` made last."""
+        squares = R.float().square().sum((1, 2)) if self._squares is None else self._squares.sum(1)
+        return squares <= bound**2
 
-    def product(self, A: Tensor, B: Tensor) -> Tensor:
+    def quadratic(
+        self, R: Tensor, a: float, b: float, c: float,
+        D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """aI + bD + cR^2, and D = R by default."""
+        out = self.empty(R, R.shape[2]) if out is None else out
+        return symmetric_product(R, R, alpha=c, beta=b, D=R if D is None else D, gamma=a, out=out, only=only)
+
+    def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:
         """A B = A'B."""
-        return symmetric_product(A, B, out=self.empty(A, A.shape[2]))
+        return symmetric_product(A, B, out=self.empty(A, A.shape[2]) if out is None else out, only=only)
 
     def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
         """X Q, by torch: nothing is symmetric here."""

@@ -17,9 +17,9 @@ def due(t: Tensor, every: int) -> Tensor:
     return (t - 1).remainder(every) == 0
 
 
-def newton_schulz_of(h: Hyper) -> NewtonSchulz:
-    """The Newton-Schulz settings of a group."""
-    return NewtonSchulz(steps=h["ns_steps"], coefficients=h["ns_coefficients"], dtype=h["ns_dtype"])
+def newton_schulz_of(h: Hyper, *, deflated: bool = False) -> NewtonSchulz:
+    """The Newton-Schulz settings of a group, for matrices whose leading directions have been taken out, or not."""
+    return NewtonSchulz(h["ns_steps"], h["ns_coefficients"], h["ns_dtype"], deflated)
 
 
 def check_newton_schulz(h: Hyper) -> None:

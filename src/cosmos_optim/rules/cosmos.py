@@ -55,7 +55,7 @@ def direction(
     NU = alg.mm(N, U)
     V, P = alg.adapt(V, GU, NU, real, t, adam(h))                           # L7   b2 V + (1-b2) GU*GU,  L8  A = P U'
     X = alg.residual(N, NU, U)                                              #      M - M U U'
-    B = alg.polar(X, newton_schulz_of(h))                                   # L9
+    B = alg.polar(X, newton_schulz_of(h, deflated=True))                    # L9
     b = alg.muon_gain(X, NU, B, h["gamma"], h["residual_guard"])            #      gamma NORM sqrt(m)
     D = alg.combine(b, B, P, U)                                             # L10  A + gamma B sqrt(m)
     D, rows = even_rows(D, state, h, alg)                                   #      not in the paper; off by default
@@ -80,7 +80,7 @@ def direction_two_sided(
     NU = alg.tn(O, alg.mm(N, U))
     V, P = alg.adapt(state["V"], alg.tn(O, GU), NU, real * real_O.mT, t, adam(h))  # L9, L10  A = O P U'
     X = alg.residual(N, O @ NU, U)                                          #      (paper: O'O M; meant: O O'M)
-    B = alg.polar(X, newton_schulz_of(h))                                   # L11
+    B = alg.polar(X, newton_schulz_of(h, deflated=True))                    # L11
     b = alg.muon_gain(X, O @ NU, B, h["gamma"], h["residual_guard"])
     D = alg.combine(b, B, O @ P, U)                                         # L12
     D, rows = even_rows(D, state, h, alg)

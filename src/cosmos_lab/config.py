@@ -55,7 +55,7 @@ class OptimizerOptions:
     lr: float = 5e-4
     """Peak learning rate (of the hidden matrices, where the optimizer treats them apart)."""
     adam_lr: float | None = None
-    """Peak rate of embeddings, head and norms (None: the optimizer's default)."""
+    """Peak rate of embeddings, head and norms (None: the optimizer's default); Adam and Adam-mini have `lr` alone."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.98

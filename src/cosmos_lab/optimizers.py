@@ -15,6 +15,9 @@ from cosmos_lab.config import OptimizerOptions, parse_options
 from cosmos_lab.models import Decoder, resolve
 from cosmos_lab.models import build as build_model
 
+# Optimizers that treat every parameter alike: `lr` is the rate of all.
+ONE_RATE = ("adam", "adam-mini")
+
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class of that name; an unknown name is a ValueError with the close ones."""
@@ -32,6 +35,8 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     takes = inspect.signature(build).parameters
     given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
     hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if options.optimizer in ONE_RATE:  # a recipe's rate for embedding and head would be that of all parameters
+        hyper.pop("adam_lr", None)
     if "momentum" in takes:  # MUON's beta1
         hyper["momentum"] = options.beta1
     if "head_dim" in takes and isinstance(model, Decoder):  # Adam-mini's blocks of queries and keys

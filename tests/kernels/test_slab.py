@@ -54,9 +54,9 @@ class Watched(TorchProducts):
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
-        D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+        d: float = 0.0, D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        value = super().quadratic(R, a, b, c, D)
+        value = super().quadratic(R, a, b, c, d, D)
         return self._put(value) if out is None else out.copy_(value)
 
     def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:

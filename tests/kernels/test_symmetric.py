@@ -50,13 +50,15 @@ def test_gram(tiles: int, width: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("tiles", [0, 1, 2])
 def test_polynomials(tiles: int, device: torch.device) -> None:
-    """aI + bR + cR^2, and the product of two polynomials in R."""
+    """aI + bR + cR^2, the same with another matrix added, and the product of two polynomials in R."""
     X, bound = stack(device, 60, 56)
     R, how = (X.mT @ X).contiguous(), TILES[device.type][tiles]
     Z = symmetric_product(R, R, alpha=0.5, beta=-0.3, D=R, gamma=2.0, tiles=how)
     wide = R.float()
     assert rel(Z, 0.5 * wide @ wide - 0.3 * wide + 2 * torch.eye(56, device=device)) < bound
     assert rel(symmetric_product(R, Z, tiles=how), wide @ Z.float()) < bound
+    Y = symmetric_product(R, R, alpha=0.5, beta=-0.3, D=R, delta=1.5, E=Z, gamma=2.0, tiles=how)
+    assert rel(Y, Z.float() + 1.5 * Z.float()) < bound
 
 
 @pytest.mark.parametrize("fresh", [{0, 1, 2, 3, 4}, {0, 3}])
@@ -83,8 +85,7 @@ def test_only_some(tiles: int, want: bool, device: torch.device) -> None:
     assert bool((out[other] == 7).all())
 
 
-@pytest.mark.parametrize("fresh", [{0, 1, 2, 3, 4}, {0, 3}])
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("fresh", "weighted"), [({0, 1, 2, 3, 4}, True), ({0, 3}, False)])
 def test_three_iterations_as_one(fresh: set[int], weighted: bool, device: torch.device) -> None:
     """For the one of two matrices that has no leading direction; the other in full."""
     X, bound = stack(device, 96, 72)

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 from cosmos_optim import Cosmos, Muon, MuonNorm, NorMuon
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.fused import FusedAlgebra
-from cosmos_optim.kernels.backend import INTERPRET
+from cosmos_optim.kernels.backend import INTERPRET, never
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch, norms, norms_torch
 from cosmos_optim.kernels.move import gather, movable, scatter_
 from cosmos_optim.kernels.split import BASIS_SCALE, split, split_both
@@ -259,6 +259,7 @@ def test_launches_of_a_chunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         opt.step()
     grads, tops = [x.grad for x in chunks[0]], {x.entry.p: x.grad.abs().max() for x in chunks[0]}
     moving = execute.Moving(addresses(grads), torch.tensor(0.01).double(), torch.tensor(0.99).double())
+    never(params[0].device)  # made once for all steps
     with counted() as seen:
         execute.run_chunk(chunks[0], HERE, M, N, torch.tensor(False), None, FusedAlgebra, tops, moving)
     # Newton-Schulz: five iterations one after the other, or the first three in either of two ways, chosen by a sum and

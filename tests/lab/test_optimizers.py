@@ -30,3 +30,10 @@ def test_an_option_may_repeat_a_field() -> None:
     model = build("tiny", width=64, depth=1, mlp=96, vocab_size=64)
     optimizer = build_optimizer(model, OptimizerOptions("cosmos", rank=8, options=("rank=4",)))
     assert {group["rank"] for group in optimizer.param_groups if group["rule"] == "cosmos"} == {4}
+
+
+@pytest.mark.parametrize("name", ["adam", "adam-mini"])
+def test_one_rate_for_all(name: str) -> None:
+    """A recipe's rate of embedding and head does not become that of Adam's matrices."""
+    optimizer = build_optimizer(build("tiny"), OptimizerOptions(name, lr=4e-3, adam_lr=2e-3))
+    assert {group["lr"] for group in optimizer.param_groups} == {4e-3}

@@ -1,4 +1,4 @@
-"""C = alpha A'B + beta D + gamma I for stacks of matrices whose product is known to be symmetric.
+"""C = alpha A'B + beta D + delta E + gamma I for stacks of matrices whose product is known to be symmetric.
 
 A and B are (K, s) with A = B (a Gram matrix), or symmetric (s, s) and commuting (factors of Newton-Schulz). Only the
 tiles on and above the diagonal are computed; a tile above it is also written transposed, below. That is 53 % of the
@@ -24,8 +24,8 @@ ALL: Only = (None, True)
 
 @jit(anywhere=("turn_ptr",), whatever=("want",))
 def _symmetric(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, half_desc, c_ptr, d_ptr, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K, s, stride,
-    batch_stride, beta, gamma, alpha,
+    a_desc, b_desc, half_desc, c_ptr, d_ptr, e_ptr, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K, s, stride,
+    batch_stride, beta, delta, gamma, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     batch, pair, weight, idle = _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED)
@@ -35,17 +35,18 @@ def _symmetric(  # type: ignore[no-untyped-def]
     base = batch.to(tl.int64) * batch_stride
     if pair & 1:  # the left half lies below the diagonal
         half = _product(a_desc, half_desc, batch, row, col + BN // 2, K, BM, BN // 2, BK, WIDE)
-        _finish(half, c_ptr + base, d_ptr + base, sum_ptr, row, col + BN // 2, s, stride, weight, beta, gamma,
-                BM, BN // 2, ADD, WEIGHTED)  # fmt: skip
+        _finish(half, c_ptr + base, d_ptr + base, e_ptr + base, sum_ptr, row, col + BN // 2, s, stride, weight, beta,
+                delta, gamma, BM, BN // 2, ADD, WEIGHTED)  # fmt: skip
     else:
         acc = _product(a_desc, b_desc, batch, row, col, K, BM, BN, BK, WIDE)
-        _finish(acc, c_ptr + base, d_ptr + base, sum_ptr, row, col, s, stride, weight, beta, gamma,
-                BM, BN, ADD, WEIGHTED)  # fmt: skip
+        _finish(acc, c_ptr + base, d_ptr + base, e_ptr + base, sum_ptr, row, col, s, stride, weight, beta,
+                delta, gamma, BM, BN, ADD, WEIGHTED)  # fmt: skip
 
 
 @jit(anywhere=("turn_ptr",), whatever=("want",))
 def _symmetric_squares(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, c_desc, d_desc, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K, beta, gamma, alpha,
+    a_desc, b_desc, c_desc, d_desc, e_desc, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K,
+    beta, delta, gamma, alpha,
     BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The same in square tiles, two of which share a processor: one is stored, by bulk copies, while one multiplies."""
@@ -58,6 +59,8 @@ def _symmetric_squares(  # type: ignore[no-untyped-def]
         tl.store(sum_ptr + tl.program_id(0), tl.sum(value * value) * tl.where(col > row, 2.0, 1.0))
     if ADD:
         value += beta * d_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
+        if delta != 0.0:
+            value += delta * e_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
         i, j = row + tl.arange(0, BM), col + tl.arange(0, BM)
         value += tl.where(i[:, None] == j[None, :], gamma, 0.0)
     value = value.to(c_desc.dtype)
@@ -95,7 +98,7 @@ def _product(  # type: ignore[no-untyped-def]
 
 @jit
 def _finish(  # type: ignore[no-untyped-def]
-    acc, c, d, sums, row, col, s, stride, weight, beta, gamma,
+    acc, c, d, e, sums, row, col, s, stride, weight, beta, delta, gamma,
     BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Scale, add and store a tile, and its mirror image where no other tile computes that; the squares of both."""
@@ -106,6 +109,8 @@ def _finish(  # type: ignore[no-untyped-def]
         tl.store(sums + tl.program_id(0), tl.sum(value * value * tl.where(j >= row + BM, 2.0, 1.0)[None, :]))
     if ADD:
         value += beta * tl.load(d + i[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
+        if delta != 0.0:
+            value += delta * tl.load(e + i[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
         value += tl.where(i[:, None] == j[None, :], gamma, 0.0)
     value = value.to(c.dtype.element_ty)
     tl.store(c + i[:, None] * stride + j[None, :], value, mask=inside)
@@ -158,14 +163,14 @@ def supports(X: Tensor) -> bool:
 
 def symmetric_product(
     A: Tensor, B: Tensor, *, alpha: float = 1.0, weight: Tensor | None = None, beta: float = 0.0,
-    D: Tensor | None = None, gamma: float = 0.0, tiles: Tiling | None = None, out: Tensor | None = None,
-    only: Only = ALL, squares: Tensor | None = None,
+    D: Tensor | None = None, delta: float = 0.0, E: Tensor | None = None, gamma: float = 0.0,
+    tiles: Tiling | None = None, out: Tensor | None = None, only: Only = ALL, squares: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """weight alpha A'B + beta D + gamma I, (batch, K, s) x 2 -> (batch, s, s), where the result is symmetric.
+    """weight alpha A'B + beta D + delta E + gamma I, (batch, K, s) x 2 -> (batch, s, s), where that is symmetric.
 
     Args:
         weight: a factor for each matrix, (batch, 1, 1) float32 on the device.
-        D: added beta times, together with gamma I; without it there is nothing to add.
+        D: added beta times, together with gamma I and delta E; without it there is nothing to add.
         out: where the result goes, with 16-byte rows; new memory by default.
         only: the matrices it is for, by a flag on the device; nothing is written for the others.
         squares: takes parts of the sum of squares of each result, as `squares_of` makes it; with a weight alone.
@@ -180,15 +185,16 @@ def symmetric_product(
     common = {"ADD": D is not None, "WEIGHTED": weight is not None, "WIDE": INTERPRET, "num_warps": how.warps,
               "num_stages": how.stages}  # fmt: skip
     if how.BM == how.BN:
-        square = [_descriptor(X, how.BM, how.BM) for X in (C, C if D is None else D)]
+        square = [_descriptor(C if X is None else X, how.BM, how.BM) for X in (C, D, E)]
         _symmetric_squares[(batch * count,)](
             _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BM), *square, *given, count, K,
-            beta, gamma, alpha, BM=how.BM, BK=how.BK, **common,
+            beta, delta, gamma, alpha, BM=how.BM, BK=how.BK, **common,
         )  # fmt: skip
         return C
     _symmetric[(batch * count,)](
         _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BN), _descriptor(B, how.BK, how.BN // 2), C,
-        C if D is None else D, *given, count, K, s, C.stride(1), C.stride(0), beta, gamma, alpha,
+        C if D is None else D, C if E is None else E, *given, count, K, s, C.stride(1), C.stride(0),
+        beta, delta, gamma, alpha,
         BM=how.BM, BN=how.BN, BK=how.BK, **common,
     )  # fmt: skip
     return C
@@ -232,11 +238,11 @@ class SymmetricProducts:
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
-        D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+        d: float = 0.0, D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """aI + bD + cR^2, and D = R by default."""
+        """aI + bR + cR^2 + dD."""
         out = self.empty(R, R.shape[2]) if out is None else out
-        return symmetric_product(R, R, alpha=c, beta=b, D=R if D is None else D, gamma=a, out=out, only=only)
+        return symmetric_product(R, R, alpha=c, beta=b, D=R, delta=d, E=D, gamma=a, out=out, only=only)
 
     def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:
         """A B = A'B."""

@@ -24,8 +24,8 @@ ALL: Only = (None, True)
 
 @jit(anywhere=("turn_ptr",), whatever=("want",))
 def _symmetric(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, half_desc, c_ptr, d_ptr, e_ptr, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K, s, stride,
-    batch_stride, beta, delta, gamma, alpha,
+    a_desc, b_desc, half_desc, c_ptr, d_desc, e_desc, d_half, e_half, alpha_ptr, sum_ptr, turn_ptr, tile_ptr,
+    want, tiles, K, s, stride, batch_stride, beta, delta, gamma, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     batch, pair, weight, idle = _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED)
@@ -34,13 +34,13 @@ def _symmetric(  # type: ignore[no-untyped-def]
     row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BN
     base = batch.to(tl.int64) * batch_stride
     if pair & 1:  # the left half lies below the diagonal
-        half = _product(a_desc, half_desc, batch, row, col + BN // 2, K, BM, BN // 2, BK, WIDE)
-        _finish(half, c_ptr + base, d_ptr + base, e_ptr + base, sum_ptr, row, col + BN // 2, s, stride, weight, beta,
-                delta, gamma, BM, BN // 2, ADD, WEIGHTED)  # fmt: skip
+        half = _addend(d_half, e_half, batch, row, col + BN // 2, beta, delta, gamma, BM, BN // 2, ADD)
+        half = _product(a_desc, half_desc, half, batch, row, col + BN // 2, K, BM, BN // 2, BK, WIDE)
+        _finish(half, c_ptr + base, sum_ptr, row, col + BN // 2, s, stride, weight, BM, BN // 2, WEIGHTED)
     else:
-        acc = _product(a_desc, b_desc, batch, row, col, K, BM, BN, BK, WIDE)
-        _finish(acc, c_ptr + base, d_ptr + base, e_ptr + base, sum_ptr, row, col, s, stride, weight, beta,
-                delta, gamma, BM, BN, ADD, WEIGHTED)  # fmt: skip
+        acc = _addend(d_desc, e_desc, batch, row, col, beta, delta, gamma, BM, BN, ADD)
+        acc = _product(a_desc, b_desc, acc, batch, row, col, K, BM, BN, BK, WIDE)
+        _finish(acc, c_ptr + base, sum_ptr, row, col, s, stride, weight, BM, BN, WEIGHTED)
 
 
 @jit(anywhere=("turn_ptr",), whatever=("want",))
@@ -54,10 +54,11 @@ def _symmetric_squares(  # type: ignore[no-untyped-def]
     if idle:
         return
     row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BM
-    value = _product(a_desc, b_desc, batch, row, col, K, BM, BM, BK, WIDE) * weight
+    value = tl.zeros((BM, BM), dtype=tl.float32)
+    value = _product(a_desc, b_desc, value, batch, row, col, K, BM, BM, BK, WIDE) * weight
     if WEIGHTED:
         tl.store(sum_ptr + tl.program_id(0), tl.sum(value * value) * tl.where(col > row, 2.0, 1.0))
-    if ADD:
+    if ADD:  # after the product here: these tiles come by bulk copies
         value += beta * d_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
         if delta != 0.0:
             value += delta * e_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
@@ -82,11 +83,25 @@ def _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED: tl.conste
 
 
 @jit
-def _product(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, batch, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
+def _addend(  # type: ignore[no-untyped-def]
+    d_desc, e_desc, batch, row, col, beta, delta, gamma, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """The tile of A'B at (row, col)."""
+    """What the sums of a tile begin with. Added afterwards, it would not fit in the registers beside them."""
     acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if ADD:
+        acc = beta * d_desc.load([batch, row, col]).reshape(BM, BN).to(tl.float32)
+        if delta != 0.0:
+            acc += delta * e_desc.load([batch, row, col]).reshape(BM, BN).to(tl.float32)
+        i, j = row + tl.arange(0, BM), col + tl.arange(0, BN)
+        acc += tl.where(i[:, None] == j[None, :], gamma, 0.0)
+    return acc
+
+
+@jit
+def _product(  # type: ignore[no-untyped-def]
+    a_desc, b_desc, acc, batch, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The tile of A'B at (row, col), added to `acc`."""
     for k in range(tl.cdiv(K, BK)):
         a = a_desc.load([batch, k * BK, row]).reshape(BK, BM)
         b = b_desc.load([batch, k * BK, col]).reshape(BK, BN)
@@ -98,20 +113,14 @@ def _product(  # type: ignore[no-untyped-def]
 
 @jit
 def _finish(  # type: ignore[no-untyped-def]
-    acc, c, d, e, sums, row, col, s, stride, weight, beta, delta, gamma,
-    BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
+    acc, c, sums, row, col, s, stride, weight, BM: tl.constexpr, BN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Scale, add and store a tile, and its mirror image where no other tile computes that; the squares of both."""
+    """Scale and store a tile, and its mirror image where no other tile computes that; the squares of both."""
     i, j = row + tl.arange(0, BM), col + tl.arange(0, BN)
     inside = (i[:, None] < s) & (j[None, :] < s)
     value = acc * weight
     if SUMS:
         tl.store(sums + tl.program_id(0), tl.sum(value * value * tl.where(j >= row + BM, 2.0, 1.0)[None, :]))
-    if ADD:
-        value += beta * tl.load(d + i[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
-        if delta != 0.0:
-            value += delta * tl.load(e + i[:, None] * stride + j[None, :], mask=inside, other=0.0).to(tl.float32)
-        value += tl.where(i[:, None] == j[None, :], gamma, 0.0)
     value = value.to(c.dtype.element_ty)
     tl.store(c + i[:, None] * stride + j[None, :], value, mask=inside)
     below = (j[:, None] < s) & (i[None, :] < s) & (j[:, None] >= row + BM)
@@ -184,17 +193,19 @@ def symmetric_product(
     given += [never(A.device), table, -1] if flags is None else [flags, table, int(want)]
     common = {"ADD": D is not None, "WEIGHTED": weight is not None, "WIDE": INTERPRET, "num_warps": how.warps,
               "num_stages": how.stages}  # fmt: skip
+    added = [C if X is None else X for X in (D, E)]
     if how.BM == how.BN:
-        square = [_descriptor(C if X is None else X, how.BM, how.BM) for X in (C, D, E)]
         _symmetric_squares[(batch * count,)](
-            _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BM), *square, *given, count, K,
-            beta, delta, gamma, alpha, BM=how.BM, BK=how.BK, **common,
+            _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BM),
+            *(_descriptor(X, how.BM, how.BM) for X in (C, *added)), *given, count, K, beta, delta, gamma, alpha,
+            BM=how.BM, BK=how.BK, **common,
         )  # fmt: skip
         return C
+    # The sums begin with what is to be added, and are multiplied by alpha afterwards.
     _symmetric[(batch * count,)](
         _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BN), _descriptor(B, how.BK, how.BN // 2), C,
-        C if D is None else D, C if E is None else E, *given, count, K, s, C.stride(1), C.stride(0),
-        beta, delta, gamma, alpha,
+        *(_descriptor(X, how.BM, cols) for cols in (how.BN, how.BN // 2) for X in added), *given, count, K, s,
+        C.stride(1), C.stride(0), beta / alpha, delta / alpha, gamma / alpha, alpha,
         BM=how.BM, BN=how.BN, BK=how.BK, **common,
     )  # fmt: skip
     return C

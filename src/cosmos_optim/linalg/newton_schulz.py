@@ -9,8 +9,8 @@ R <- R Z Z and multiplies X only at the end; with l = alpha s, five iterations c
 products, 15 alpha + 5 (direct), 6 alpha + 14 (Gram, R made afresh once on the way) and 3 alpha + 17 (never).
 
 Where no singular value stands far out, the first three iterations work near 0 and another polynomial does as much with
-five products of R instead of nine (`Start`): 9 alpha + 7 (direct), 6 alpha + 10 (Gram). That is why COSMOS, which takes
-the leading directions out of X before it comes here, iterates faster than MUON.
+five products of R instead of nine (`Start`): 9 alpha + 7 (direct), 6 alpha + 10 (Gram). COSMOS takes the leading
+directions out of X before it comes here, so that it can, and MUON cannot.
 """
 
 from __future__ import annotations

@@ -215,8 +215,8 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
 
     >>> parse_options(("ns_steps=4", "side=smaller", "nesterov=True"))
     {'ns_steps': 4, 'side': 'smaller', 'nesterov': True}
-    >>> parse_options(("momentum_dtype=torch.bfloat16",))
-    {'momentum_dtype': torch.bfloat16}
+    >>> parse_options(("momentum_dtype=torch.bfloat16", "nesterov=true", "row_beta2=none"))
+    {'momentum_dtype': torch.bfloat16, 'nesterov': True, 'row_beta2': None}
     """
     parsed: dict[str, Any] = {}
     for option in options:
@@ -227,7 +227,7 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
             parsed[name] = getattr(torch, text[6:])
             continue
         try:
-            parsed[name] = ast.literal_eval(text)
+            parsed[name] = ast.literal_eval(text.title() if text in ("true", "false", "none") else text)
         except (ValueError, SyntaxError):
             parsed[name] = text
     return parsed

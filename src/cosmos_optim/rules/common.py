@@ -9,7 +9,7 @@ from cosmos_optim.linalg.newton_schulz import COEFFICIENTS, NewtonSchulz
 from cosmos_optim.linalg.thin import correction, quotient
 from cosmos_optim.rules.base import Hyper, require
 
-__all__ = ["check_newton_schulz", "correction", "due", "newton_schulz_of", "quotient"]
+__all__ = ["check_momentum", "check_newton_schulz", "correction", "due", "newton_schulz_of", "quotient"]
 
 
 def due(t: Tensor, every: int) -> Tensor:
@@ -20,6 +20,13 @@ def due(t: Tensor, every: int) -> Tensor:
 def newton_schulz_of(h: Hyper, *, deflated: bool = False) -> NewtonSchulz:
     """The Newton-Schulz settings of a group, for matrices whose leading directions have been taken out, or not."""
     return NewtonSchulz(h["ns_steps"], h["ns_coefficients"], h["ns_dtype"], deflated)
+
+
+def check_momentum(h: Hyper) -> None:
+    """The settings of M that every rule with a momentum of whole matrices shares."""
+    require(isinstance(h["nesterov"], bool), "nesterov", h["nesterov"], "True or False")
+    require(h["momentum_dtype"] in (None, torch.float32, torch.bfloat16), "momentum_dtype", h["momentum_dtype"],
+            "torch.float32 or torch.bfloat16")  # fmt: skip
 
 
 def check_newton_schulz(h: Hyper) -> None:

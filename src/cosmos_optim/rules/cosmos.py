@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.linalg.subspace import first_basis, power_step
 from cosmos_optim.linalg.thin import Adam
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
-from cosmos_optim.rules.common import check_newton_schulz, newton_schulz_of
+from cosmos_optim.rules.common import check_momentum, check_newton_schulz, newton_schulz_of
 
 HYPER: dict[str, Any] = {
     "betas": (0.9, 0.98),
@@ -163,12 +162,7 @@ def check(h: Hyper) -> None:
     require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
     beta = h["row_beta2"]
     require(beta is None or 0 <= beta < 1, "row_beta2", beta, "it must lie in [0, 1); None is off")
-    require(
-        h["momentum_dtype"] in (None, torch.float32, torch.bfloat16),
-        "momentum_dtype",
-        h["momentum_dtype"],
-        "torch.float32 or torch.bfloat16",
-    )
+    check_momentum(h)
     check_newton_schulz(h)
 
 

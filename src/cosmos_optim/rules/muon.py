@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_eps, require
-from cosmos_optim.rules.common import check_newton_schulz, newton_schulz_of
+from cosmos_optim.rules.common import check_momentum, check_newton_schulz, newton_schulz_of
 
 # The paper's sqrt(m) assumes that m is the longer side. The other two are torch.optim.Muon's.
 SCALINGS: dict[str, Callable[[int, int], float]] = {
@@ -84,8 +83,7 @@ def slots_normuon(m: int, n: int, h: Hyper) -> dict[str, Slot]:
 def check(h: Hyper) -> None:
     """Hyper-parameters within their ranges."""
     require(0 <= h["momentum"] < 1, "momentum", h["momentum"], "it must lie in [0, 1)")
-    require(h["momentum_dtype"] in (None, torch.float32, torch.bfloat16), "momentum_dtype", h["momentum_dtype"],
-            "torch.float32 or torch.bfloat16")  # fmt: skip
+    check_momentum(h)
     check_newton_schulz(h)
     if "scaling" in h:
         require(h["scaling"] in SCALINGS, "scaling", h["scaling"], f"one of {sorted(SCALINGS)}")

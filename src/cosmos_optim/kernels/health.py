@@ -125,10 +125,11 @@ def products(device: torch.device, s: int = 2048) -> float:
     Z = symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0, tiles=tiles)
     ZR, r, eye = symmetric_product(R, Z, tiles=tiles), R.float(), torch.eye(width, device=device)
     exact = 0.5 * X.float().mT @ X.float()
+    Y = symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, delta=0.5, E=ZR, gamma=3.0, tiles=tiles)
     some = symmetric_product(Z, Z, tiles=tiles, out=ZR.clone(), only=(torch.tensor([True, False], device=device), True))
     return _far(
         (R, exact), (Z, 0.5 * r @ r + 2 * r + 3 * eye), (ZR, r @ Z.float()), (squares.sum(1), _energy(exact).flatten()),
-        (some, torch.stack([Z[0].float() @ Z[0].float(), ZR[1].float()])),
+        (some, torch.stack([Z[0].float() @ Z[0].float(), ZR[1].float()])), (Y, Z.float() + 0.5 * ZR.float()),
     )  # fmt: skip
 
 

@@ -147,8 +147,8 @@ class Products(Protocol):
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
         """weight X'X, weight (B, 1, 1) or 1."""
 
-    def within(self, R: Tensor, bound: float) -> Tensor | None:
-        """Whether |R|_F <= bound for each matrix of the last `gram`; None from products that cannot tell them apart."""
+    def within(self, R: Tensor, bound: float) -> Tensor:
+        """Whether |R|_F <= bound, for each matrix of the last `gram`."""
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
@@ -172,9 +172,9 @@ class TorchProducts:
         """weight X'X; the weight is put on one factor, where it cannot overflow."""
         return torch.bmm(X.mT, X if weight is None else (X * weight).to(X.dtype))
 
-    def within(self, R: Tensor, bound: float) -> Tensor | None:
-        """Every product here is of all matrices."""
-        return None
+    def within(self, R: Tensor, bound: float) -> Tensor:
+        """None of them: every product here is of all matrices."""
+        return torch.zeros(len(R), dtype=torch.bool, device=R.device)
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
@@ -268,21 +268,17 @@ def _begin(R: Tensor, start: Start, products: Products, scale: float) -> Tensor:
     """
     unit = start.reach * scale**2
     small = products.within(R, unit)
-    Q = None if small is None else _by_squares(R, start, products, unit, (small, True))
     rest: Only = (small, False)
-    so_far: Tensor | None = None
+    so_far = Q = _by_squares(R, start, products, unit, (small, True))
     for k, row in enumerate(start.rows):
         last = k + 1 == len(start.rows)
-        Z: Tensor | None = products.quadratic(R, *_scaled(row, scale), only=rest, out=Q if k == 0 else None)
-        assert Z is not None
+        Z = products.quadratic(R, *_scaled(row, scale), only=rest, out=None if k else Q)
         if not last:
-            T: Tensor | None = products.product(R, Z, rest)
-            assert T is not None
+            T = products.product(R, Z, rest)
             R = products.product(T, Z, rest, R)
-            T = None
-        so_far = Z if so_far is None else products.product(so_far, Z, rest, Q if last else None)
-        Z = None
-    assert so_far is not None
+            del T  # free it before the next one is made
+        so_far = products.product(so_far, Z, rest, Q if last else None) if k else Z
+        del Z
     return so_far
 
 

@@ -1,7 +1,7 @@
 """One optimizer step, timed: `python -m benchmarks.step --model llama-1b --against adamw,muon-torch`.
 
-Every row is measured in the same run on the same machine: a first step in this process (with compilation), a first
-step of a new optimizer (basis included, nothing to compile), then the median of many.
+Every row is measured in the same run on the same machine: the first steps in this process (with compilation, until the
+step is recorded), a first step of a new optimizer (basis included, nothing to compile), then the median of many.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from benchmarks.shapes import MODELS, parameters
 from cosmos_lab.runlog import commit
 
 GIB = 2**30
+# Steps until nothing is left to compile: one takes the first bases, two more are as ever, one is recorded.
+WARM_UP = 5
 
 
 class Stepper:
@@ -50,7 +52,7 @@ class Stepper:
 def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """All numbers of one optimizer."""
     step = Stepper(name, args.model, device, getattr(torch, args.dtype))
-    warm_up = sum(measure.once(step, device) for _ in range(2)) / 1e3
+    warm_up = sum(measure.once(step, device) for _ in range(WARM_UP)) / 1e3
     step.renew()
     first = measure.once(step, device)
     for _ in range(args.warm):

@@ -28,7 +28,7 @@ from cosmos_optim.fused_thin import FusedThin, as_direction, fits, kernels_at
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, norms, norms_torch
-from cosmos_optim.kernels.health import at_rank, at_width, sound
+from cosmos_optim.kernels.health import ask, at_rank, at_width, sound
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual, Scaled
 from cosmos_optim.kernels.project import overlap, project
@@ -72,12 +72,10 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> b
 
 def _checked(t: Tensor, rank: int) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
-    device = t.device
-    for family in (at_rank("basis", rank), at_width(min(t.shape)), "eigen", at_rank("thin", rank)):
-        sound(device, family)
+    families = ["passes", at_width(min(t.shape)), at_rank("basis", rank), "eigen", at_rank("thin", rank)]
     if max(t.stride()) * t.element_size() % 16:
-        sound(device, "odd_rows")
-    return sound(device, "passes")
+        families.append("odd_rows")
+    return ask(t.device, families)[0]
 
 
 def polar_bytes(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:

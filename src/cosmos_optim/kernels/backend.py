@@ -25,6 +25,8 @@ except ImportError:  # no kernels; `jit` leaves the functions as plain names
 
     triton, tl, TensorDescriptor = None, _Missing(), None
 
+# All functions that `jit` has made, those that only other kernels call among them.
+KERNELS: list[Any] = []
 # Under the interpreter the same kernels run on CPU tensors, for tests.
 INTERPRET = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -40,7 +42,8 @@ def jit(fn: Any = None, *, anywhere: Sequence[str] = (), whatever: Sequence[str]
         return partial(jit, anywhere=anywhere, whatever=whatever)
     if triton is None:
         return fn
-    return triton.jit(fn, do_not_specialize_on_alignment=list(anywhere), do_not_specialize=list(whatever))
+    KERNELS.append(triton.jit(fn, do_not_specialize_on_alignment=list(anywhere), do_not_specialize=list(whatever)))
+    return KERNELS[-1]
 
 
 def available(device: torch.device) -> bool:

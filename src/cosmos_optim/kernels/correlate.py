@@ -13,7 +13,7 @@ LAUNCH = Launch(128, 32, warps=4, stages=4)
 ODD = Launch(64, 32, warps=4, stages=1)
 
 
-@jit(whatever=["m"])
+@jit(anywhere=("x",), whatever=("m",))
 def _correlate(  # type: ignore[no-untyped-def]
     x, y, out, peak, top, y_step, m, n, r, sm, sn,
     BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,

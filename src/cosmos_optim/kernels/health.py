@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cosmos_optim.kernels import table
 from cosmos_optim.kernels.adapt import adapt
+from cosmos_optim.kernels.ahead import compile_ahead
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.eigen import eigh
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch, norms, norms_torch
@@ -200,6 +201,9 @@ FAMILIES: dict[str, Callable[[torch.device], float]] = {
 }  # fmt: skip
 
 
+_asked: set[tuple[torch.device, str]] = set()
+
+
 def at_width(s: int) -> str:
     """The family of products that stands for results of width s: each has blocks of its own."""
     return "products" if s > 1024 else "small products"
@@ -208,6 +212,15 @@ def at_width(s: int) -> str:
 def at_rank(family: str, r: int) -> str:
     """The family of "basis" or "thin" that stands for r columns: beyond the common rank blocks are larger."""
     return family if r <= RANK else f"wide {family}"
+
+
+def ask(device: torch.device, families: Sequence[str]) -> list[bool]:
+    """Whether each family is sound; the kernels of all that were not asked for before are compiled side by side."""
+    new = [family for family in families if (device, family) not in _asked]
+    _asked.update((device, family) for family in new)
+    if new:
+        compile_ahead(device, [partial(FAMILIES[family], device) for family in new])
+    return [sound(device, family) for family in families]
 
 
 @cache

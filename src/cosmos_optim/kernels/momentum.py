@@ -17,7 +17,7 @@ LAUNCH = Launch(64, 32, warps=4, stages=3)
 ODD = Launch(128, 32, stages=2)
 
 
-@jit(whatever=["m"])
+@jit(anywhere=("x",), whatever=("m",))
 def _momentum(  # type: ignore[no-untyped-def]
     x, mom, u, v, gu, mu, peak, top, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,

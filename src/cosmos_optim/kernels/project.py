@@ -15,7 +15,7 @@ ODD = Launch(64, 64, warps=4, stages=1)
 OVERLAP = Launch(128, 64, stages=4)
 
 
-@jit(whatever=["m"])
+@jit(anywhere=("x",), whatever=("m",))
 def _project(  # type: ignore[no-untyped-def]
     x, u, y, top, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,

@@ -25,7 +25,7 @@ def unit(peak, batch, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-
     return ((257 - exponent(top)) << 23).to(tl.float32, bitcast=True)
 
 
-@jit
+@jit(anywhere=("x",))
 def _residual(  # type: ignore[no-untyped-def]
     x, mom, p, u, out, energy, scale, peak, p_step, u_step, m, n, blocks, sm, sn, mm, mn, a, b,
     out_stride, om, on,

@@ -44,21 +44,23 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor) -> Tensor:
     F = alg.slice_n(_random_columns(alg.n, alg.n if whole else k, like))
     Y = alg.slice_n(torch.eye(alg.n, dtype=like.dtype, device=like.device)) if r == alg.n else F
     Q, before = Y.expand(*like.shape[:-2], -1, -1).contiguous(), None
+    nothing = Q.new_zeros(*Q.shape[:-2], Q.shape[-1], Q.shape[-1])
     for _ in range(0 if whole else START_STEPS.get(like.dtype, 8)):
         GQ = alg.mm(G, Q)
-        energy = alg.energy_m(GQ)
-        if before is not None and _settled(energy, before, Q):
-            break
-        c, before = energy.sqrt().to(Q.dtype), energy
-        safe = _or_one(c)
-        HQ = alg.tn(G, GQ / safe) / safe
+        if not Q.is_cuda:  # on a GPU a few steps more cost less than to ask
+            energy = alg.energy_m(GQ)
+            if before is not None and _settled(energy, before, Q.dtype):
+                break
+            before = energy
+        Y, c = alg.scaled(GQ, nothing)
+        HQ = alg.tn(G, Y) / c
         Q = alg.orthonormalize(torch.addcmul(HQ, Q, _damping(alg.un(HQ, HQ))), fallback=Q)
     return _ritz(G, Q, F, alg)[..., :r].contiguous()
 
 
-def _settled(energy: Tensor, before: Tensor, Q: Tensor) -> bool:
-    """Whether the energy in every subspace has stopped growing; on a GPU a few steps more cost less than to ask."""
-    return not Q.is_cuda and bool(((energy - before).abs() <= torch.finfo(Q.dtype).eps * energy).all())
+def _settled(energy: Tensor, before: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the energy in every subspace has stopped growing."""
+    return bool(((energy - before).abs() <= torch.finfo(dtype).eps * energy).all())
 
 
 def _damping(gram: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -41,3 +41,16 @@ def signed_lr(group: dict[str, Any]) -> float | Tensor:
     """lr, negative for maximize: every rule is odd in the gradient."""
     lr: float | Tensor = -group["lr"] if group["maximize"] else group["lr"]
     return lr
+
+
+def settings(group: dict[str, Any]) -> Hashable:
+    """The hyper-parameters of a group but those whose values reach the kernels as numbers at every step."""
+    other = {"params", "param_names", "lr", "initial_lr", "weight_decay", "maximize"}
+    return tuple((k, _fixed(v)) for k, v in group.items() if k not in other)
+
+
+def _fixed(value: object) -> Hashable:
+    """What a kernel was told of a value: itself, or where it is read from."""
+    if isinstance(value, Tensor):
+        return value.data_ptr() if value.is_cuda else repr(value)
+    return repr(value)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from cosmos_optim import distributed
 from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.fused import FusedAlgebra, chunk_matrices, fusable, polar_bytes
+from cosmos_optim.kernels.ahead import compile_ahead
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.layout import HERE, Place
 from cosmos_optim.optim.elementwise import run_elementwise
-from cosmos_optim.optim.entries import Entry, by_group, decay_of, signed_lr
+from cosmos_optim.optim.entries import Entry, by_group, decay_of, settings, signed_lr
 from cosmos_optim.rules.base import State
 from cosmos_optim.rules.common import newton_schulz_of
 
@@ -120,6 +121,7 @@ def chunk_jobs(
     jobs: list[Job] = []
     rooms: dict[torch.device, int] = {}
     taken: Counter[object] = Counter()
+    rehearsal = Rehearsal(skip, tops)
     for held in by_group(entries):
         for (m, n), matrices in buckets(held, fresh, copies):
             local = local_algebra(matrices)
@@ -128,9 +130,13 @@ def chunk_jobs(
                 turn = place.after(taken[place.team])
                 taken[place.team] += len(chunk)
                 there = chunk[0].p.device
-                rooms[there] = max(rooms.get(there, 0), room_for(chunk) if local is FusedAlgebra else 0)
+                rooms.setdefault(there, 0)
+                if local is FusedAlgebra:
+                    rooms[there] = max(rooms[there], room_for(chunk))
+                    rehearsal.add(chunk, m, n)
                 work = partial(run_chunk, chunk, turn, m, n, skip, record, local, tops)
                 jobs.append((place.team, there, work))
+    rehearsal.run()
     return jobs, rooms
 
 
@@ -234,6 +240,48 @@ def run_chunk(
     D, new = place.run(step, alg, G, state, t)
     alg.store_state_(lists, new)
     alg.apply_([x.p for x in chunk], D, lr, decay, noise=steps if group["stochastic_rounding"] else None)
+
+
+class Rehearsal:
+    """Chunks of a new kind run through once with matrices of no content and no kernel launched, for its compilation.
+
+    Without it the first steps would compile one kernel after the other, and the step that is recorded a few more.
+    """
+
+    _known: set[Hashable] = set()
+
+    def __init__(self, skip: Tensor | None, tops: dict[Tensor, Tensor]) -> None:
+        self.skip, self.tops = skip, tops
+        self.new: dict[torch.device, list[Callable[[], None]]] = defaultdict(list)
+
+    def add(self, chunk: list[Matrix], m: int, n: int) -> None:
+        """A chunk for the kernels."""
+        x = chunk[0]
+        memory = [(name, t.dtype, t.shape, t.stride()) for name, t in (("", x.p), ("G", x.grad), *x.state.items())]
+        kind = (x.p.device, x.entry.rule.name, *memory, len(chunk), settings(x.entry.group))
+        if kind not in self._known:
+            self._known.add(kind)
+            self.new[x.p.device].append(partial(self._run, chunk, m, n))
+
+    def run(self) -> None:
+        """Compile what the chunks added need."""
+        for device, works in self.new.items():
+            compile_ahead(device, works)
+
+    def _run(self, chunk: list[Matrix], m: int, n: int) -> None:
+        """As it will be run: with a first basis, without one, and under a recording."""
+        x, device = chunk[0], chunk[0].p.device
+        hollow = replace(x, p=_hollow(x.p), grad=_hollow(x.grad), state={k: _hollow(t) for k, t in x.state.items()})
+        number = torch.zeros((), dtype=torch.float64, device=device)
+        table = torch.full((len(chunk),), hollow.grad.data_ptr(), dtype=torch.int64, device=device)
+        for fresh, moving in ((True, None), (False, None), (False, Moving(table, number, number))):
+            stack = [replace(hollow, fresh=fresh)] * len(chunk)
+            run_chunk(stack, x.place, m, n, self.skip, None, FusedAlgebra, self.tops, moving)
+
+
+def _hollow(x: Tensor) -> Tensor:
+    """A tensor like x with memory of its own and nothing in it."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 class Probe:

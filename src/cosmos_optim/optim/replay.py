@@ -25,7 +25,7 @@ from cosmos_optim.kernels import table
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.layout import HERE, Layout
 from cosmos_optim.optim import execute
-from cosmos_optim.optim.entries import Entry, by_group, decay_of, signed_lr
+from cosmos_optim.optim.entries import Entry, by_group, decay_of, settings, signed_lr
 from cosmos_optim.optim.execute import Moving
 
 # Steps with the same key before it is recorded: kernels are compiled by then, and gradients lie where they will.
@@ -159,26 +159,13 @@ def signature(entries: Sequence[Entry]) -> Hashable:
     for e in entries:
         group = id(e.group)
         if group not in groups:
-            groups[group] = _settings(e)
+            groups[group] = settings(e.group)
         grad = e.grad
         rows.append((
             group, e.p.data_ptr(), e.p.dtype, grad.shape, grad.stride(), grad.dtype, grad.data_ptr() % 16,
             tuple([x.data_ptr() for x in e.state.values()]),
         ))  # fmt: skip
     return tuple(rows), tuple(groups.values())
-
-
-def _settings(e: Entry) -> Hashable:
-    """The hyper-parameters of a group but those whose values are written to the device at every step."""
-    other = {"params", "param_names", "lr", "initial_lr", "weight_decay", "maximize"}
-    return tuple((k, _fixed(v)) for k, v in e.group.items() if k not in other)
-
-
-def _fixed(value: object) -> Hashable:
-    """What a kernel was told of a value: itself, or where it is read from."""
-    if isinstance(value, Tensor):
-        return value.data_ptr() if value.is_cuda else repr(value)
-    return repr(value)
 
 
 def recordable(entries: Sequence[Entry]) -> list[Entry]:

@@ -1,0 +1,79 @@
+"""Kernels compiled side by side, before any of them is launched.
+
+A step launches some forty kernels one after the other, and without a cache each launch would wait for the compiler.
+Here the launches are put off: every kernel that some work would launch is compiled by a pool of threads, with the
+small C module that passes its arguments, and is found ready when the work is done in earnest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from cosmos_optim.kernels.backend import INTERPRET, KERNELS, triton
+
+# The compiler holds Python's lock for a part of its time, which bounds what more threads could gain.
+THREADS = 16
+_one_at_a_time = threading.Lock()
+
+
+def compile_ahead(device: torch.device, works: Sequence[Callable[[], Any]]) -> None:
+    """Compile the kernels that these launch; they run here, with kernels that do nothing, for their launches alone.
+
+    What they read is noise then, so that failures say nothing. A kernel that cannot be compiled fails again when it is
+    launched in earnest, where that is reported. Under a capture by the user nothing can be tried out.
+    """
+    if device.type != "cuda" or INTERPRET or not hasattr(triton, "AsyncCompileMode"):
+        return
+    if torch.cuda.is_current_stream_capturing():
+        return
+    threads = min(THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with _one_at_a_time, suppress(Exception), torch.cuda.device(device), _Loading(threads, device) as pool:
+        with triton.AsyncCompileMode(pool, ignore_errors=True), _launches_put_off():
+            for work in works:
+                with suppress(Exception):
+                    work()
+
+
+class _Loading(ThreadPoolExecutor):
+    """Threads that load what they have compiled."""
+
+    def __init__(self, threads: int, device: torch.device) -> None:
+        super().__init__(threads, initializer=torch.cuda.set_device, initargs=(device,))
+
+    def submit(self, fn: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_loaded, fn, *args, **kwargs)
+
+
+def _loaded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    kernel = fn(*args, **kwargs)
+    _ = kernel.run  # makes the module that passes arguments, and brings the code to the device
+    return kernel
+
+
+@contextmanager
+def _launches_put_off() -> Iterator[None]:
+    """Every launch of a kernel in this thread asks for its compilation alone."""
+    here = threading.get_ident()
+
+    def compile_only(kernel: Any) -> Callable[..., Any]:
+        plain = kernel.run
+
+        def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return plain(*args, grid=grid, warmup=warmup or threading.get_ident() == here, **kwargs)
+
+        return run
+
+    for kernel in KERNELS:
+        kernel.run = compile_only(kernel)
+    try:
+        yield
+    finally:
+        for kernel in KERNELS:
+            del kernel.run

@@ -1,0 +1,107 @@
+"""Kernels compiled before they are launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
+
+from triton import knobs
+
+from cosmos_optim import Cosmos
+from cosmos_optim.fused import FusedAlgebra
+from cosmos_optim.kernels import ahead
+from cosmos_optim.kernels.backend import INTERPRET
+from cosmos_optim.optim import execute
+
+
+class Kernel:
+    """Notes how it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def run(self, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+        self.asked.append(warmup)
+
+
+def test_launches_are_put_off_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second optimizer in another thread launches its kernels as ever; afterwards everybody does."""
+    kernel = Kernel()
+    monkeypatch.setattr(ahead, "KERNELS", [kernel])
+
+    def launch() -> None:
+        kernel.run(1, grid=(1,), warmup=False)
+
+    with pytest.raises(KeyError), ahead._launches_put_off():
+        launch()
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+        raise KeyError
+    launch()
+    assert kernel.asked == [True, False, False]
+
+
+def stepped(params: Sequence[nn.Parameter], steps: int, **kwargs: object) -> None:
+    """A few steps of COSMOS on the same gradients every time."""
+    optimizer = Cosmos([{"params": list(params)}], lr=1e-2, rank=4, **kwargs)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.device)
+        optimizer.step()
+
+
+def matrices(device: torch.device, *shapes: tuple[int, int]) -> list[nn.Parameter]:
+    """The same every time."""
+    generator = torch.Generator().manual_seed(7)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in shapes]
+
+
+@pytest.mark.skipif(not INTERPRET, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
+def test_a_rehearsal_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if its kernels ran: every kind of chunk is rehearsed once, and the steps are as without it, bit for bit."""
+    monkeypatch.setattr(execute, "local_algebra", lambda matrices: FusedAlgebra)
+    monkeypatch.setattr(execute.Rehearsal, "_known", set())
+    rehearsed: list[int] = []
+
+    def run(device: torch.device, works: Sequence[Callable[[], Any]]) -> None:
+        rehearsed.append(len(works))
+        for work in works:
+            work()
+
+    cpu, shapes = torch.device("cpu"), [(24, 40), (24, 40), (33, 24)]
+    plain = matrices(cpu, *shapes)
+    stepped(plain, 2)
+    execute.Rehearsal._known.clear()
+    monkeypatch.setattr(execute, "compile_ahead", run)
+    with_rehearsal = matrices(cpu, *shapes)
+    stepped(with_rehearsal, 2)
+    assert rehearsed == [2]
+    assert all(torch.equal(a, b) for a, b in zip(plain, with_rehearsal, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kwargs", [{}, {"nesterov": True, "row_beta2": 0.95}])
+def test_no_launch_waits_for_the_compiler(kwargs: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the first steps nor in the one that is recorded: all is compiled before."""
+    late: list[str] = []
+
+    def compiled(*, repr: str, is_manual_warmup: bool, **_: object) -> None:
+        if not is_manual_warmup:
+            late.append(repr)
+
+    monkeypatch.setattr(execute.Rehearsal, "_known", set())
+    device = torch.device("cuda", 0)
+    # The check of the kernels compiles some for its own sizes only.
+    stepped(matrices(device, (64, 64), (64, 67)), 1, **kwargs)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
+    stepped(matrices(device, *[(1072, 1104)] * 3, *[(1101, 2213)] * 2), 6, **kwargs)
+    assert late == []

@@ -88,7 +88,12 @@ def polar_bytes(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
 def bytes_per_matrix(m: int, n: int, r: int) -> int:
     """Transient memory of one matrix in flight, from the shapes: work buffers, Gram matrices, thin factors."""
     # Two chunks are on the way at a time, their products one after the other.
-    return 2 * (2 * m * n + 4 * r * 9 * (m + n)) + polar_bytes(1, m, n, NewtonSchulz())
+    return 2 * (2 * m * n + thin_bytes(m, n, r)) + polar_bytes(1, m, n, NewtonSchulz())
+
+
+def thin_bytes(m: int, n: int, r: int) -> int:
+    """Of which the thin factors."""
+    return 4 * r * 9 * (m + n)
 
 
 def chunk_matrices(m: int, n: int, r: int, budget_bytes: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cosmos_optim.kernels.backend import INTERPRET, KERNELS, triton
+from cosmos_optim.kernels.backend import INTERPRET, KERNELS, current, triton
 
 # The compiler holds Python's lock for a part of its time, which bounds what more threads could gain.
 THREADS = 16
@@ -34,7 +34,7 @@ def compile_ahead(device: torch.device, works: Sequence[Callable[[], Any]]) -> N
     if torch.cuda.is_current_stream_capturing():
         return
     threads = min(THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with _one_at_a_time, suppress(Exception), torch.cuda.device(device), _Loading(threads, device) as pool:
+    with _one_at_a_time, suppress(Exception), current(device), _Loading(threads, device) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True), _launches_put_off():
             for work in works:
                 with suppress(Exception):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -53,6 +54,11 @@ def available(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.version.hip is None and capability(device) >= (8, 0)
     return INTERPRET and device.type == "cpu"
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Around launches: kernels go to the current device, whatever their operands are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

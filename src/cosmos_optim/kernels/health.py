@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from cosmos_optim.kernels import table
 from cosmos_optim.kernels.adapt import adapt
 from cosmos_optim.kernels.ahead import compile_ahead
+from cosmos_optim.kernels.backend import current
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.eigen import eigh
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch, norms, norms_torch
@@ -227,8 +227,7 @@ def ask(device: torch.device, families: Sequence[str]) -> list[bool]:
 def sound(device: torch.device, family: str) -> bool:
     """Whether a family of kernels works on this device; compiled and compared once, with a warning if it does not."""
     try:
-        # Kernels go to the current device, whatever their operands are on.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with current(device):
             far, reason = FAMILIES[family](device), ""
     except Exception as error:  # whatever the compiler or the driver has to say
         far, reason = math.inf, f": {type(error).__name__}: {str(error)[:200]}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cosmos_optim.kernels.backend import INTERPRET, jit, tl
+from cosmos_optim.kernels.backend import INTERPRET, jit, never, tl
 from cosmos_optim.kernels.table import addresses
 from cosmos_optim.kernels.tiles import matrix
 
@@ -16,16 +16,14 @@ MOST = 4
 BLOCK = 4096
 
 
-@jit
+@jit(anywhere=("skip",))
 def _move(  # type: ignore[no-untyped-def]
     a, b, c, d, home_a, home_b, home_c, home_d, size_a, size_b, size_c, size_d, skip, batch,
-    BLOCK: tl.constexpr, WRITE: tl.constexpr, SKIP: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, WRITE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     which, index = tl.program_id(1) // batch, tl.program_id(1) % batch
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    write = True
-    if SKIP:
-        write = tl.load(skip) == 0
+    write = tl.load(skip) == 0
     if which == 0:
         _copy(a, home_a, size_a, index, at, write, WRITE, ALIGNED)
     elif which == 1:
@@ -71,6 +69,6 @@ def _launch(stacks: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], skip: T
         aligned = all(t.data_ptr() % 16 == 0 for x in there for t in x)
         _move[(-(-max(sizes) // block), len(here) * batch)](
             *here, *(here[:1] * spare), *homes, *(homes[:1] * spare), *sizes, *([0] * spare),
-            homes[0] if skip is None else skip, batch, BLOCK=block, WRITE=write, SKIP=skip is not None,
-            ALIGNED=aligned, num_warps=4,
+            never(here[0].device) if skip is None else skip, batch, BLOCK=block, WRITE=write, ALIGNED=aligned,
+            num_warps=4,
         )  # fmt: skip

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from cosmos_optim import distributed
 from cosmos_optim.algebra import Algebra, sum_of_squares
-from cosmos_optim.fused import FusedAlgebra, chunk_matrices, fusable, polar_bytes
+from cosmos_optim.fused import FusedAlgebra, chunk_matrices, fusable, polar_bytes, thin_bytes
 from cosmos_optim.kernels.ahead import compile_ahead
+from cosmos_optim.kernels.backend import current
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.layout import HERE, Place
 from cosmos_optim.optim.elementwise import run_elementwise
@@ -92,7 +93,10 @@ def run(
                 replay()
         left = [e for e in live if not e.rule.elementwise and e.p not in apart]
         tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True)) if left else {}
-        jobs, rooms = chunk_jobs(left, fresh, found.skip, tops, record, copies)
+        starts, jobs, rooms = chunk_jobs(left, fresh, found.skip, tops, record, copies)
+        for where, start in starts:  # before the lanes fork, so that every chunk waits for them
+            with current(where):
+                start()
         for where, room in rooms.items():  # a model may lie on several GPUs
             forks.enter_context(Lanes.of(where).forked(room))
         for k, (where, job) in enumerate([(where, job) for team, where, job in jobs if team is None]):
@@ -116,8 +120,9 @@ def chunk_jobs(
     tops: dict[Tensor, Tensor],
     record: dict[str, dict[str, float]] | None,
     copies: list[tuple[Tensor, Tensor]],
-) -> tuple[list[Job], dict[torch.device, int]]:
-    """The chunks of these matrices, and the room that the products of the largest need on each device."""
+) -> tuple[list[tuple[torch.device, Callable[[], None]]], list[Job], dict[torch.device, int]]:
+    """First bases by kernels, the chunks of these matrices, and the room for products of the largest on each device."""
+    starts: list[tuple[torch.device, Callable[[], None]]] = []
     jobs: list[Job] = []
     rooms: dict[torch.device, int] = {}
     taken: Counter[object] = Counter()
@@ -125,6 +130,11 @@ def chunk_jobs(
     for held in by_group(entries):
         for (m, n), matrices in buckets(held, fresh, copies):
             local = local_algebra(matrices)
+            if local is FusedAlgebra and matrices[0].fresh and held[0].rule.start is not None:
+                for chunk in starting_chunks(matrices):
+                    rehearsal.add(chunk, m, n)
+                    starts.append((chunk[0].p.device, partial(start_chunk, chunk, m, n, skip, tops)))
+                matrices = [replace(x, fresh=False) for x in matrices]
             for chunk in chunks(matrices, local):
                 place = chunk[0].place
                 turn = place.after(taken[place.team])
@@ -137,7 +147,7 @@ def chunk_jobs(
                 work = partial(run_chunk, chunk, turn, m, n, skip, record, local, tops)
                 jobs.append((place.team, there, work))
     rehearsal.run()
-    return jobs, rooms
+    return starts, jobs, rooms
 
 
 def buckets(
@@ -187,6 +197,16 @@ def chunks(matrices: list[Matrix], local: type[Algebra]) -> Iterator[list[Matrix
     size = max(1, bound // max(1, place.numel(p) * 4))
     if local is FusedAlgebra:
         size = chunk_matrices(p.shape[0], p.shape[1], rank_of(matrices[0]), FUSED_BYTES)
+    return _even(matrices, size)
+
+
+def starting_chunks(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
+    """The same for first bases by kernels, which need thin factors alone: few large stacks, or the host is too slow."""
+    m, n = matrices[0].p.shape
+    return _even(matrices, max(1, FUSED_BYTES // thin_bytes(m, n, rank_of(matrices[0]))))
+
+
+def _even(matrices: list[Matrix], size: int) -> Iterator[list[Matrix]]:
     count = -(-len(matrices) // size)
     for i in range(count):
         yield matrices[i * len(matrices) // count : (i + 1) * len(matrices) // count]
@@ -212,19 +232,9 @@ def run_chunk(
     """The rule on one stack: load, start if new, direction, store, apply."""
     first, entry = chunk[0], chunk[0].entry
     rule, group = entry.rule, entry.group
-    dtype = torch.promote_types(first.p.dtype, torch.float32)
-    alg = place.algebra(m, n, skip=skip, local=local)
-    if isinstance(alg, FusedAlgebra):
-        alg.top = torch.stack([tops[x.entry.p] for x in chunk]).to(first.p.device, torch.float32)
-    lists = {name: [x.state[name] for x in chunk] for name in first.state}
-    grads = [x.grad for x in chunk]
-    lr, decay = signed_lr(group), decay_of(group)
-    if moving is None:
-        G = alg.load(grads, dtype)
-    else:
-        assert isinstance(alg, FusedAlgebra)
-        G, lr, decay = alg.follow(grads, moving.table), moving.lr, moving.decay
-    state = alg.load_state(lists, dtype)
+    alg, lists = place.algebra(m, n, skip=skip, local=local), _lists(chunk)
+    G, state, dtype = _loaded(chunk, alg, lists, tops, moving)
+    lr, decay = (signed_lr(group), decay_of(group)) if moving is None else (moving.lr, moving.decay)
     steps = [x.entry.state["step"] for x in chunk]
     t = torch.stack(steps).to(dtype).view(-1, 1, 1)
 
@@ -240,6 +250,36 @@ def run_chunk(
     D, new = place.run(step, alg, G, state, t)
     alg.store_state_(lists, new)
     alg.apply_([x.p for x in chunk], D, lr, decay, noise=steps if group["stochastic_rounding"] else None)
+
+
+def start_chunk(chunk: list[Matrix], m: int, n: int, skip: Tensor | None, tops: dict[Tensor, Tensor]) -> None:
+    """The first bases of a stack, by kernels, to their homes."""
+    entry, alg, lists = chunk[0].entry, FusedAlgebra(m, n, skip=skip), _lists(chunk)
+    G, state, _ = _loaded(chunk, alg, lists, tops, None)
+    assert entry.rule.start is not None
+    new = entry.rule.start(G, state, h=entry.group, alg=alg)
+    alg.store_state_({name: lists[name] for name in new}, new)
+
+
+def _lists(chunk: list[Matrix]) -> dict[str, list[Tensor]]:
+    """The state by name."""
+    return {name: [x.state[name] for x in chunk] for name in chunk[0].state}
+
+
+def _loaded(
+    chunk: list[Matrix], alg: Algebra, lists: dict[str, list[Tensor]], tops: dict[Tensor, Tensor], moving: Moving | None
+) -> tuple[Any, State, torch.dtype]:
+    """Gradients and state as the algebra wants them, and the dtype of the arithmetic."""
+    p, grads = chunk[0].p, [x.grad for x in chunk]
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    if isinstance(alg, FusedAlgebra):
+        alg.top = torch.stack([tops[x.entry.p] for x in chunk]).to(p.device, torch.float32)
+    if moving is None:
+        G = alg.load(grads, dtype)
+    else:
+        assert isinstance(alg, FusedAlgebra)
+        G = alg.follow(grads, moving.table)
+    return G, alg.load_state(lists, dtype), dtype
 
 
 class Rehearsal:
@@ -258,7 +298,7 @@ class Rehearsal:
         """A chunk for the kernels."""
         x = chunk[0]
         memory = [(name, t.dtype, t.shape, t.stride()) for name, t in (("", x.p), ("G", x.grad), *x.state.items())]
-        kind = (x.p.device, x.entry.rule.name, *memory, len(chunk), settings(x.entry.group))
+        kind = (x.p.device, x.entry.rule.name, x.fresh, *memory, len(chunk), settings(x.entry.group))
         if kind not in self._known:
             self._known.add(kind)
             self.new[x.p.device].append(partial(self._run, chunk, m, n))
@@ -269,13 +309,16 @@ class Rehearsal:
             compile_ahead(device, works)
 
     def _run(self, chunk: list[Matrix], m: int, n: int) -> None:
-        """As it will be run: with a first basis, without one, and under a recording."""
+        """As it will be run: for a first basis, or as ever and under a recording."""
         x, device = chunk[0], chunk[0].p.device
         hollow = replace(x, p=_hollow(x.p), grad=_hollow(x.grad), state={k: _hollow(t) for k, t in x.state.items()})
+        stack = [hollow] * len(chunk)
+        if x.fresh:
+            start_chunk(stack, m, n, self.skip, self.tops)
+            return
         number = torch.zeros((), dtype=torch.float64, device=device)
         table = torch.full((len(chunk),), hollow.grad.data_ptr(), dtype=torch.int64, device=device)
-        for fresh, moving in ((True, None), (False, None), (False, Moving(table, number, number))):
-            stack = [replace(hollow, fresh=fresh)] * len(chunk)
+        for moving in (None, Moving(table, number, number)):
             run_chunk(stack, x.place, m, n, self.skip, None, FusedAlgebra, self.tops, moving)
 
 

@@ -7,6 +7,7 @@ where that is exact enough); errors are against float64 on a random matrix and o
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             print(f"{'x'.join(map(str, shape)):<18}{row['variant']:<28}{row['ms']:>9.2f}{row['per_matrix_ms']:>12.3f}"
                   f"{e['random']:>10.1e}{e['steep']:>10.1e}", flush=True)  # fmt: skip
     result = {
-        "commit": commit(), "versions": versions(device), "steps": args.steps, "coefficients": args.coefficients,
-        "rows": rows,
+        "date": datetime.date.today().isoformat(), "commit": commit(), "versions": versions(device),
+        "steps": args.steps, "coefficients": args.coefficients, "rows": rows,
     }  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -25,12 +25,12 @@ def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", 
         chosen = [row for row in found["rows"] if row.get("profile") and row["name"] in names]
         rows += [row | {"name": row["name"] + suffix} for row in chosen]
     names = tuple(row["name"] for row in rows)
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row["profile"]["kinds_ms"]))
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * (len(rows) + 1)))
+    kinds = list(dict.fromkeys(kind for row in rows for kind, ms in row["profile"]["kinds_ms"].items() if ms))
+    figure, axes = plt.subplots(figsize=(8, 1.8 + 0.6 * (len(rows) + 1)))
     left = [0.0] * len(rows)
-    for kind in kinds:
+    for kind, color in zip(kinds, plt.colormaps["tab20"].colors, strict=False):
         widths = [row["profile"]["kinds_ms"].get(kind, 0.0) for row in rows]
-        axes.barh(names, widths, left=left, label=kind)
+        axes.barh(names, widths, left=left, label=kind, color=color)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for i, row in enumerate(rows):
         axes.plot([row["median_ms"]] * 2, [i - 0.45, i + 0.45], color="black", linewidth=2)
@@ -39,7 +39,7 @@ def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", 
     axes.barh(["roofline"], [bound["traffic_ms"]], left=[bound["arithmetic_ms"]], color="0.8")
     axes.invert_yaxis()
     axes.set_xlabel(f"ms, {result['model']}, {result['versions']['device']} (line: the step)")
-    axes.legend(fontsize=7, ncols=2, loc="lower right")
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.2))
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target)

@@ -92,7 +92,7 @@ def bytes_per_matrix(m: int, n: int, r: int) -> int:
 
 
 def thin_bytes(m: int, n: int, r: int) -> int:
-    """Of which the thin factors."""
+    """The thin factors of one matrix, and what kernels make of them on the way."""
     return 4 * r * 9 * (m + n)
 
 

@@ -49,6 +49,15 @@ def test_launches_are_put_off_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernel.asked == [True, False, False]
 
 
+def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks on four cores: one thread each."""
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert ahead.threads() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert ahead.threads() == 1
+
+
 def stepped(params: Sequence[nn.Parameter], steps: int, **kwargs: object) -> None:
     """A few steps of COSMOS on the same gradients every time."""
     optimizer = Cosmos([{"params": list(params)}], lr=1e-2, rank=4, **kwargs)

@@ -33,12 +33,17 @@ def compile_ahead(device: torch.device, works: Sequence[Callable[[], Any]]) -> N
         return
     if torch.cuda.is_current_stream_capturing():
         return
-    threads = min(THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with _one_at_a_time, suppress(Exception), current(device), _Loading(threads, device) as pool:
+    with _one_at_a_time, suppress(Exception), current(device), _Loading(threads(), device) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True), _launches_put_off():
             for work in works:
                 with suppress(Exception):
                     work()
+
+
+def threads() -> int:
+    """This process's share of the cores: under torchrun others compile the same at the same time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(THREADS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 class _Loading(ThreadPoolExecutor):
@@ -70,10 +75,10 @@ def _launches_put_off() -> Iterator[None]:
 
         return run
 
-    for kernel in KERNELS:
-        kernel.run = compile_only(kernel)
     try:
+        for kernel in KERNELS:
+            kernel.run = compile_only(kernel)
         yield
     finally:
         for kernel in KERNELS:
-            del kernel.run
+            vars(kernel).pop("run", None)

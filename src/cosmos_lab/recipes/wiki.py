@@ -88,6 +88,27 @@ def wiki_60m_ablations() -> Recipe:
 
 
 @recipe
+def wiki_60m_beyond() -> Recipe:
+    """What the paper does not have, for COSMOS and for NorMuon (Nesterov and row moments are in it as it is)."""
+    both = ("nesterov=True", "row_beta2=0.95")
+    express = "ns_coefficients=polar-express"
+    grid = [
+        cosmos(lr=1e-3),
+        cosmos("nesterov=True", lr=1e-3),
+        cosmos("row_beta2=0.95", lr=1e-3),
+        cosmos(*both, lr=1e-3),
+        cosmos(*both, lr=7e-4),
+        cosmos(*both, lr=1.4e-3),
+        cosmos(*both, lr=1e-3, rank=32),
+        cosmos(*both, express, lr=1e-3),
+        *variants("normuon", (7e-4, 1e-3, 1.4e-3), rank=None),
+        *variants("normuon", (1e-3,), rank=None, options=(express,)),
+    ]
+    return Recipe("wiki-60m-beyond", "LLaMA-60M on English Wikipedia: additions to COSMOS and NorMuon", "this project",
+                  wiki("wiki-60m-beyond", "llama-60m", 800), tuple(grid))  # fmt: skip
+
+
+@recipe
 def wiki_60m_256() -> Recipe:
     """GaLore at the sequence length it was published with."""
     grid = (

@@ -17,7 +17,7 @@ from cosmos_optim.optim.execute import Probe
 from cosmos_optim.rules import RULES
 from tests.gpu import never_waiting
 
-# What the issue of speed leaves of exactness, against float64 from the same state.
+# What speed may cost of exactness, against float64 from the same state.
 UPDATE = 5e-2  # the whole update; half-precision Newton-Schulz
 CONDITION = 1.2e-1  # the same at condition 1e6
 BASIS = 1e-4  # U, S, V

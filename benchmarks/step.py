@@ -25,7 +25,7 @@ from benchmarks.shapes import MODELS, parameters
 from cosmos_lab.runlog import commit
 
 GIB = 2**30
-# Steps until nothing is left to compile: one takes the first bases, two more are as ever, one is recorded.
+# Steps until all is as ever: one takes the first bases, two follow, the fourth is recorded, the fifth replays it.
 WARM_UP = 5
 
 

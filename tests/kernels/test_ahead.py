@@ -14,11 +14,11 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 
 from triton import knobs
 
-from cosmos_optim import Cosmos
+from cosmos_optim import Cosmos, Muon
 from cosmos_optim.fused import FusedAlgebra
 from cosmos_optim.kernels import ahead
 from cosmos_optim.kernels.backend import INTERPRET
-from cosmos_optim.optim import execute
+from cosmos_optim.optim import execute, rehearsal
 
 
 class Kernel:
@@ -58,9 +58,11 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
     assert ahead.threads() == 1
 
 
-def stepped(params: Sequence[nn.Parameter], steps: int, **kwargs: object) -> None:
-    """A few steps of COSMOS on the same gradients every time."""
-    optimizer = Cosmos([{"params": list(params)}], lr=1e-2, rank=4, **kwargs)
+def stepped(
+    kind: type[torch.optim.Optimizer], params: Sequence[nn.Parameter], steps: int, **kwargs: object
+) -> None:  # fmt: skip
+    """A few steps on the same gradients every time."""
+    optimizer = kind([{"params": list(params)}], lr=1e-2, **kwargs)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         for p in params:
@@ -75,10 +77,16 @@ def matrices(device: torch.device, *shapes: tuple[int, int]) -> list[nn.Paramete
 
 
 @pytest.mark.skipif(not INTERPRET, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
-def test_a_rehearsal_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if its kernels ran: every kind of chunk is rehearsed once, and the steps are as without it, bit for bit."""
+@pytest.mark.parametrize(("kind", "kwargs", "kinds"), [(Cosmos, {"rank": 4}, 4), (Muon, {}, 2)])
+def test_a_rehearsal_touches_nothing(
+    kind: type[torch.optim.Optimizer], kwargs: dict[str, object], kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if its kernels ran: every kind of chunk is rehearsed once, and the steps are as without it, bit for bit.
+
+    Of each of two shapes a step, and for COSMOS the first bases.
+    """
     monkeypatch.setattr(execute, "local_algebra", lambda matrices: FusedAlgebra)
-    monkeypatch.setattr(execute.Rehearsal, "_known", set())
+    monkeypatch.setattr(rehearsal.Rehearsal, "_known", set())
     rehearsed: list[int] = []
 
     def run(device: torch.device, works: Sequence[Callable[[], Any]]) -> None:
@@ -88,18 +96,23 @@ def test_a_rehearsal_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cpu, shapes = torch.device("cpu"), [(24, 40), (24, 40), (33, 24)]
     plain = matrices(cpu, *shapes)
-    stepped(plain, 2)
-    execute.Rehearsal._known.clear()
-    monkeypatch.setattr(execute, "compile_ahead", run)
+    stepped(kind, plain, 2, **kwargs)
+    rehearsal.Rehearsal._known.clear()
+    monkeypatch.setattr(rehearsal, "compile_ahead", run)
     with_rehearsal = matrices(cpu, *shapes)
-    stepped(with_rehearsal, 2)
-    assert rehearsed == [4]  # of each shape the first bases and a step
+    stepped(kind, with_rehearsal, 2, **kwargs)
+    assert rehearsed == [kinds]
     assert all(torch.equal(a, b) for a, b in zip(plain, with_rehearsal, strict=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kwargs", [{}, {"nesterov": True, "row_beta2": 0.95}])
-def test_no_launch_waits_for_the_compiler(kwargs: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [(Cosmos, {"rank": 4}), (Cosmos, {"rank": 4, "nesterov": True, "row_beta2": 0.95}), (Muon, {})],
+)
+def test_no_launch_waits_for_the_compiler(
+    kind: type[torch.optim.Optimizer], kwargs: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither in the first steps nor in the one that is recorded: all is compiled before."""
     late: list[str] = []
 
@@ -107,10 +120,10 @@ def test_no_launch_waits_for_the_compiler(kwargs: dict[str, object], monkeypatch
         if not is_manual_warmup:
             late.append(repr)
 
-    monkeypatch.setattr(execute.Rehearsal, "_known", set())
+    monkeypatch.setattr(rehearsal.Rehearsal, "_known", set())
     device = torch.device("cuda", 0)
     # The check of the kernels compiles some for its own sizes only.
-    stepped(matrices(device, (64, 64), (64, 67)), 1, **kwargs)
+    stepped(kind, matrices(device, (64, 64), (64, 67)), 1, **kwargs)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
-    stepped(matrices(device, *[(1072, 1104)] * 3, *[(1101, 2213)] * 2), 6, **kwargs)
+    stepped(kind, matrices(device, *[(1072, 1104)] * 3, *[(1101, 2213)] * 2), 6, **kwargs)
     assert late == []

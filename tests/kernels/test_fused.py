@@ -13,7 +13,7 @@ from cosmos_optim.algebra import Algebra
 from cosmos_optim.fused import FusedAlgebra, bytes_per_matrix, chunk_matrices, fusable
 from cosmos_optim.kernels.backend import INTERPRET
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
-from cosmos_optim.optim.execute import Probe
+from cosmos_optim.optim.matrices import Probe
 from cosmos_optim.rules import RULES
 from tests.gpu import never_waiting
 

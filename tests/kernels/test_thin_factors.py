@@ -18,6 +18,7 @@ from cosmos_optim.kernels.table import addresses
 from cosmos_optim.layout import HERE
 from cosmos_optim.linalg.thin import Adam
 from cosmos_optim.optim import execute
+from cosmos_optim.optim.matrices import Moving, run_chunk
 from tests.kernels.launches import counted
 
 EXACT = 2e-6  # float32, and products of 22 bits
@@ -258,10 +259,10 @@ def test_launches_of_a_chunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(execute, "run_chunk", lambda chunk, *args: chunks.append(chunk))
         opt.step()
     grads, tops = [x.grad for x in chunks[0]], {x.entry.p: x.grad.abs().max() for x in chunks[0]}
-    moving = execute.Moving(addresses(grads), torch.tensor(0.01).double(), torch.tensor(0.99).double())
+    moving = Moving(addresses(grads), torch.tensor(0.01).double(), torch.tensor(0.99).double())
     never(params[0].device)  # made once for all steps
     with counted() as seen:
-        execute.run_chunk(chunks[0], HERE, M, N, torch.tensor(False), None, FusedAlgebra, tops, moving)
+        run_chunk(chunks[0], HERE, M, N, torch.tensor(False), None, FusedAlgebra, tops, moving)
     # Newton-Schulz: five iterations one after the other, or the first three in either of two ways, chosen by a sum and
     # a comparison; the products of the other way end at once.
     products = seen["_symmetric"] + seen["bmm"] + (seen["sum"] + seen["le"] if "rank" in options else 0)

@@ -140,4 +140,3 @@ def owned_place(mesh: DeviceMesh, rows: Cut, cols: Cut, state: tuple[tuple[str, 
     """The same for a rule that wants whole matrices."""
     base = sharded_place(mesh, rows, cols)
     return OwnedPlace(**{f.name: getattr(base, f.name) for f in fields(base)}, state=state)
-

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -201,7 +201,8 @@ FAMILIES: dict[str, Callable[[torch.device], float]] = {
 }  # fmt: skip
 
 
-_asked: set[tuple[torch.device, str]] = set()
+# What was found of the families asked for so far.
+_verdicts: dict[tuple[torch.device, str], bool] = {}
 
 
 def at_width(s: int) -> str:
@@ -216,16 +217,21 @@ def at_rank(family: str, r: int) -> str:
 
 def ask(device: torch.device, families: Sequence[str]) -> list[bool]:
     """Whether each family is sound; the kernels of all that were not asked for before are compiled side by side."""
-    new = [family for family in families if (device, family) not in _asked]
-    _asked.update((device, family) for family in new)
+    new = [family for family in families if (device, family) not in _verdicts]
     if new:
         compile_ahead(device, [partial(FAMILIES[family], device) for family in new])
     return [sound(device, family) for family in families]
 
 
-@cache
 def sound(device: torch.device, family: str) -> bool:
-    """Whether a family of kernels works on this device; compiled and compared once, with a warning if it does not."""
+    """Whether a family of kernels works on this device; compared once, with a warning if it does not."""
+    if (device, family) not in _verdicts:
+        _verdicts[device, family] = _compared(device, family)
+    return _verdicts[device, family]
+
+
+def _compared(device: torch.device, family: str) -> bool:
+    """Compile a family and compare it with torch."""
     try:
         with current(device):
             far, reason = FAMILIES[family](device), ""

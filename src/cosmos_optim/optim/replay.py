@@ -24,9 +24,8 @@ from cosmos_optim.fused import FusedAlgebra
 from cosmos_optim.kernels import table
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.layout import HERE, Layout
-from cosmos_optim.optim import execute
 from cosmos_optim.optim.entries import Entry, by_group, decay_of, settings, signed_lr
-from cosmos_optim.optim.execute import Moving
+from cosmos_optim.optim.matrices import Moving, buckets, chunks, local_algebra, room_for, run_chunk
 
 # Steps with the same key before it is recorded: kernels are compiled by then, and gradients lie where they will.
 SETTLED = 2
@@ -173,8 +172,8 @@ def recordable(entries: Sequence[Entry]) -> list[Entry]:
     copies: list[tuple[Tensor, Tensor]] = []
     out: set[Tensor] = set()
     for held in by_group(entries):
-        for _, matrices in execute.buckets(held, set(), copies):
-            fused = execute.local_algebra(matrices) is FusedAlgebra and matrices[0].place is HERE
+        for _, matrices in buckets(held, set(), copies):
+            fused = local_algebra(matrices) is FusedAlgebra and matrices[0].place is HERE
             out |= {x.entry.p for x in matrices if not fused or not _inside(x.grad, x.entry.grad)}
     out |= {home for home, _ in copies}
     return [e for e in entries if e.p not in out]
@@ -201,14 +200,14 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     room = 0
     for i, held in enumerate(by_group(inside)):
         lr, decay = made.numbers[2 * i], made.numbers[2 * i + 1]
-        for (m, n), matrices in execute.buckets(held, set(), []):
-            for chunk in execute.chunks(matrices, FusedAlgebra):
+        for (m, n), matrices in buckets(held, set(), []):
+            for chunk in chunks(matrices, FusedAlgebra):
                 begin = len(made.offsets)
                 made.offsets += [(index[x.entry.p], x.grad.data_ptr() - x.entry.grad.data_ptr()) for x in chunk]
                 moving = Moving(made.addresses[begin : len(made.offsets)], lr, decay)
-                job = partial(execute.run_chunk, chunk, HERE, m, n, made.skip, None, FusedAlgebra, tops, moving)
+                job = partial(run_chunk, chunk, HERE, m, n, made.skip, None, FusedAlgebra, tops, moving)
                 jobs.append((len(chunk) * m * n, job))
-                room = max(room, execute.room_for(chunk))
+                room = max(room, room_for(chunk))
     # The largest first: the buffers of the others then fit into theirs, and the graph keeps less memory.
     _capture(made, [job for _, job in sorted(jobs, key=lambda item: -item[0])], room, device)
     return made

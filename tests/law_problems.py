@@ -13,7 +13,7 @@ from cosmos_optim.rules.base import Hyper, Rule, State
 
 # Options worth drawing; {} are the defaults. `gamma` has no default of its own: the optimizer resolves it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
-    "cosmos": [{}, {"nesterov": True}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
+    "cosmos": [{}, {"nesterov": True}, {"nesterov": 2.5}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
     "muon": [{}, {"nesterov": False}, {"scaling": "original"}],
     "normuon": [{}, {"nesterov": False}],
     "soap": [{}, {"frequency": 2}, {"squares": "momentum"}],

@@ -57,7 +57,7 @@ class ProfileConfig:
     micro_batches: tuple[int, ...] = (8, 16, 32, 64)
     """Micro-batches tried for the mfu table, up to the first that does not fit."""
     iterations: int = 3
-    """Timed iterations; the median counts."""
+    """Timed iterations: the median of the passes counts, and the optimizer's mean, whose work may come in turns."""
     rank: int | None = None
     """Rank of COSMOS and GaLore (None: the optimizer's default)."""
     options: tuple[str, ...] = ()

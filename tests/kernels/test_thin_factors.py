@@ -122,8 +122,8 @@ def test_columns_of_rounding(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_adapt(shape: tuple[int, int], inside: bool, ahead: int, device: torch.device) -> None:
+@pytest.mark.parametrize("ahead", [0.0, 1.0, 4.5])
+def test_adapt(shape: tuple[int, int], inside: bool, ahead: float, device: torch.device) -> None:
     """V and P for both places of eps, and what is left of P and N for later."""
     (k, r), (fused, plain) = shape, algebras()
     how = Adam(0.9, 0.9999, 1e-4, inside, ahead)

@@ -271,6 +271,7 @@ def test_autocast_and_reduced_matmul_precision_do_not_reach_the_step(name: str) 
         ({"ns_dtype": torch.int32}, "ns_dtype"),
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
         ({"nesterov": "false"}, "nesterov"),
+        ({"nesterov": -1}, "nesterov=-1"),
         ({"residual_guard": 1.5}, "residual_guard"),
         ({"nonfinite": "ignore"}, "nonfinite"),
         ({"split_sizes": (3, 4)}, "split_sizes"),

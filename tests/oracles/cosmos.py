@@ -24,7 +24,7 @@ class Cosmos:
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     eps_placement: str = "outside"
-    nesterov: bool = False
+    nesterov: float = 0.0  # steps the momentum looks ahead
     residual_guard: float = 0.0
     weight_decay: float = 0.0
     two_sided: bool = False
@@ -77,7 +77,9 @@ class Cosmos:
         """The bias-corrected momentum of both halves (the MUON half does not feel the correction)."""
         b1, t = self.betas[0], self.t
         self.state["M"] = M = b1 * self.state["M"] + (1 - b1) * G
-        return (b1 * M + (1 - b1) * G) / (1 - b1 ** (t + 1)) if self.nesterov else M / (1 - b1**t)
+        for _ in range(int(self.nesterov)):  # as if G came again
+            M = b1 * M + (1 - b1) * G
+        return M / (1 - b1 ** (t + int(self.nesterov)))
 
     def _turn(self, basis: str, moment: str, GG: Matrix) -> None:
         """Lines 5-6: H = b2 U S U' + (1 - b2) G'G; U <- QR(H U); S <- U'HU."""

@@ -89,7 +89,7 @@ def wiki_60m_ablations() -> Recipe:
 
 @recipe
 def wiki_60m_beyond() -> Recipe:
-    """What the paper does not have, for COSMOS and for NorMuon (Nesterov and row moments are in it as it is)."""
+    """What the paper does not have, for COSMOS and for NorMuon, which has row moments and looks a step ahead."""
     both = ("nesterov=True", "row_beta2=0.95")
     express = "ns_coefficients=polar-express"
     grid = [
@@ -97,11 +97,12 @@ def wiki_60m_beyond() -> Recipe:
         cosmos("nesterov=True", lr=1e-3),
         cosmos("row_beta2=0.95", lr=1e-3),
         cosmos(*both, lr=1e-3),
-        cosmos(*both, lr=7e-4),
-        cosmos(*both, lr=1.4e-3),
+        cosmos("nesterov=5", "row_beta2=0.95", lr=1e-3),
         cosmos(*both, lr=1e-3, rank=32),
         cosmos(*both, express, lr=1e-3),
-        *variants("normuon", (7e-4, 1e-3, 1.4e-3), rank=None),
+        cosmos(*both, express, lr=1e-3, rank=32),
+        *variants("normuon", (7e-4, 1e-3), rank=None),
+        *variants("normuon", (1e-3,), rank=None, options=("nesterov=5",)),
         *variants("normuon", (1e-3,), rank=None, options=(express,)),
     ]
     return Recipe("wiki-60m-beyond", "LLaMA-60M on English Wikipedia: additions to COSMOS and NorMuon", "this project",

@@ -54,7 +54,7 @@ def _adapt(  # type: ignore[no-untyped-def]
 
 def adapt(
     V: Tensor, Y: Tensor, N: Tensor, real: Tensor, t: Tensor, *,
-    betas: tuple[float, float], eps: float, inside: bool, ahead: int,
+    betas: tuple[float, float], eps: float, inside: bool, ahead: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """V and P (B, k, r); -N in bfloat16 parts (2, B, k, R); |P|^2 and |N|^2 by row blocks, (2, B, blocks) in float64.
 
@@ -74,6 +74,6 @@ def adapt(
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
     _adapt[(blocks, batch)](
         V, Y, N, real, t, new, P, parts, squares, k, r, parts.stride(0), squares.stride(0), betas[1], 1 - betas[1], eps,
-        logs[0], logs[1], float(ahead), BLOCK=block, R=R, INSIDE=inside, num_warps=4,
+        logs[0], logs[1], ahead, BLOCK=block, R=R, INSIDE=inside, num_warps=4,
     )  # fmt: skip
     return new, P, parts, squares

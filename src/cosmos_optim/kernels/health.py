@@ -153,7 +153,7 @@ def _moments(device: torch.device, r: int) -> float:
     power, _ = power_sum(U, S, Y, c, 0.5)
     new, real = second_moment(S, U, old, Y, 0.5, 0.0)
     t, ones = torch.full((2, 1, 1), 3.0, device=device), torch.ones(2, 1, r, device=device)
-    W, P, minus, squares = adapt(V, Y, N, ones, t, betas=(0.9, 0.5), eps=1e-8, inside=False, ahead=0)
+    W, P, minus, squares = adapt(V, Y, N, ones, t, betas=(0.9, 0.5), eps=1e-8, inside=False, ahead=0.0)
     C, mean = U.mT @ old, 0.5 * V + 0.5 * Y * Y
     half, wide = split_both(U)
     exact = N / (1 - 0.9**3) / (mean / (1 - 0.5**3)).sqrt()

@@ -25,7 +25,7 @@ class Adam:
     beta2: float
     eps: float
     inside: bool = False
-    ahead: int = 0
+    ahead: float = 0.0
 
 
 def symmetric(S: Tensor) -> Tensor:

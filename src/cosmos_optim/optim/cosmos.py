@@ -30,7 +30,7 @@ class Cosmos(MatrixOptimizer):
         rank: dimension of the tracked subspace, at most n.
         gamma: weight of the MUON half; None is the paper's lr / adam_lr, taken once when a group is added.
         weight_decay: decoupled, times the group's own lr.
-        nesterov: look-ahead momentum in both halves.
+        nesterov: look-ahead momentum in both halves: True for one step (Nesterov), or a number of steps.
         two_sided: track a basis on both sides (Algorithm 4).
         options: eps_placement, side, ns_steps, ns_coefficients, ns_dtype, momentum_dtype, residual_guard,
             stochastic_rounding, maximize, split_sizes, nonfinite; each may stand in a group too. See the README.
@@ -56,7 +56,7 @@ class Cosmos(MatrixOptimizer):
         rank: int = 64,
         gamma: float | None = None,
         weight_decay: float = 0.0,
-        nesterov: bool = False,
+        nesterov: float = False,
         two_sided: bool = False,
         **options: Any,
     ) -> None:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from cosmos_optim.algebra import Algebra
 from cosmos_optim.linalg.newton_schulz import COEFFICIENTS, NewtonSchulz
 from cosmos_optim.linalg.thin import correction, quotient
 from cosmos_optim.rules.base import Hyper, require
 
-__all__ = ["check_momentum", "check_newton_schulz", "correction", "due", "newton_schulz_of", "quotient"]
+__all__ = [
+    "check_momentum", "check_newton_schulz", "correction", "due", "look_ahead", "newton_schulz_of", "quotient"
+]  # fmt: skip
 
 
 def due(t: Tensor, every: int) -> Tensor:
     """Whether step t is one of 1, 1 + every, 1 + 2 every, ..."""
     return (t - 1).remainder(every) == 0
+
+
+def look_ahead(M: Any, G: Any, beta: float, steps: float, alg: Algebra) -> Any:
+    """The momentum so many steps ahead, should the gradient stay G: beta^steps M + (1 - beta^steps) G.
+
+    One step is Nesterov's momentum, none is M.
+    """
+    kept = beta ** float(steps)
+    return alg.blend(kept, M, 1 - kept, G) if steps else M
 
 
 def newton_schulz_of(h: Hyper, *, deflated: bool = False) -> NewtonSchulz:
@@ -24,7 +39,9 @@ def newton_schulz_of(h: Hyper, *, deflated: bool = False) -> NewtonSchulz:
 
 def check_momentum(h: Hyper) -> None:
     """The settings of M that every rule with a momentum of whole matrices shares."""
-    require(isinstance(h["nesterov"], bool), "nesterov", h["nesterov"], "True or False")
+    ahead = h["nesterov"]
+    require(isinstance(ahead, (int, float)) and 0 <= ahead < math.inf, "nesterov", ahead,
+            "True, False, or the number of steps to look ahead")  # fmt: skip
     require(h["momentum_dtype"] in (None, torch.float32, torch.bfloat16), "momentum_dtype", h["momentum_dtype"],
             "torch.float32 or torch.bfloat16")  # fmt: skip
 

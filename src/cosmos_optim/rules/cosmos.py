@@ -22,7 +22,7 @@ from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.linalg.subspace import first_basis, power_step
 from cosmos_optim.linalg.thin import Adam
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
-from cosmos_optim.rules.common import check_momentum, check_newton_schulz, newton_schulz_of
+from cosmos_optim.rules.common import check_momentum, check_newton_schulz, look_ahead, newton_schulz_of
 
 HYPER: dict[str, Any] = {
     "betas": (0.9, 0.98),
@@ -92,9 +92,8 @@ def direction_two_sided(
 
 
 def momentum(M: Any, G: Any, h: Hyper, alg: Algebra) -> Any:
-    """The momentum both halves use: M, or Nesterov's look-ahead (1-b1) G + b1 M."""
-    b1 = h["betas"][0]
-    return alg.blend(b1, M, 1 - b1, G) if h["nesterov"] else M
+    """The momentum both halves use: M, or with `nesterov` its look-ahead."""
+    return look_ahead(M, G, h["betas"][0], h["nesterov"], alg)
 
 
 def even_rows(D: Any, state: State, h: Hyper, alg: Algebra) -> tuple[Any, State]:
@@ -106,9 +105,9 @@ def even_rows(D: Any, state: State, h: Hyper, alg: Algebra) -> tuple[Any, State]
 
 
 def adam(h: Hyper) -> Adam:
-    """The constants of L8. Nesterov's look-ahead is an average over a step more."""
+    """The constants of L8. What looks a step ahead is an average over a step more."""
     b1, b2 = h["betas"]
-    return Adam(b1, b2, h["eps"], inside=h["eps_placement"] == "inside", ahead=int(h["nesterov"]))
+    return Adam(b1, b2, h["eps"], inside=h["eps_placement"] == "inside", ahead=float(h["nesterov"]))
 
 
 def guarded(h: Hyper) -> bool:

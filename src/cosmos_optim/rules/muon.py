@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_eps, require
-from cosmos_optim.rules.common import check_momentum, check_newton_schulz, newton_schulz_of
+from cosmos_optim.rules.common import check_momentum, check_newton_schulz, look_ahead, newton_schulz_of
 
 # The paper's sqrt(m) assumes that m is the longer side. The other two are torch.optim.Muon's.
 SCALINGS: dict[str, Callable[[int, int], float]] = {
@@ -41,7 +41,7 @@ def orthogonal_momentum(G: Any, state: State, *, h: Hyper, alg: Algebra) -> tupl
     """M and B = NS5(N / |N|)."""
     mu = h["momentum"]
     M = alg.lerp(state["M"], G, 1 - mu)  # L4
-    N = alg.blend(mu, M, 1 - mu, G) if h["nesterov"] else M  # L5
+    N = look_ahead(M, G, mu, h["nesterov"], alg)  # L5
     return M, alg.polar(N, newton_schulz_of(h))  # L6
 
 

@@ -48,8 +48,9 @@ Variant = tuple[str, Products, torch.dtype, set[int]]
 SHORT = "chosen, after deflation"
 
 
-def variants(long: int, short: int, steps: int, device: torch.device) -> list[Variant]:
+def variants(long: int, short: int, ns: NewtonSchulz, device: torch.device) -> list[Variant]:
     """Name, products, dtype, fresh iterations."""
+    steps, rows = ns.steps, ns.rows()
     always = set(range(steps))
     if device.type != "cuda":
         single = torch.float32
@@ -62,8 +63,8 @@ def variants(long: int, short: int, steps: int, device: torch.device) -> list[Va
         rows += [("halves direct fp16", SymmetricProducts(), half, always),
                  ("halves gram fp16, restart", SymmetricProducts(), half, {0, -(-steps // 2)}),
                  ("halves gram fp16, none", SymmetricProducts(), half, {0}),
-                 ("chosen", SymmetricProducts(), half, fresh_at(long, short, steps, half)),
-                 (SHORT, SymmetricProducts(), half, fresh_at(long, short, steps, half))]  # fmt: skip
+                 ("chosen", SymmetricProducts(), half, fresh_at(long, short, rows, half)),
+                 (SHORT, SymmetricProducts(), half, fresh_at(long, short, rows, half))]  # fmt: skip
     return rows
 
 
@@ -72,7 +73,7 @@ def measured(batch: int, long: int, short: int, ns: NewtonSchulz, device: torch.
     found = []
     inputs = starts(batch, long, short, device)
     rows = ns.rows()
-    for name, products, dtype, when in variants(long, short, ns.steps, device):
+    for name, products, dtype, when in variants(long, short, ns, device):
         steps, fresh = with_start(rows, when) if name == SHORT else (rows, when)
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
         X = (inputs["random"] * scale).to(dtype)

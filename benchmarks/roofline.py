@@ -15,7 +15,8 @@ def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     Counted for residuals without a leading direction, as those of random gradients are (`Start`).
     """
     long, short = max(m, n), min(m, n)
-    taken, fresh = with_start(NewtonSchulz(steps).rows(), fresh_at(long, short, steps, torch.float16))
+    rows = NewtonSchulz(steps).rows()
+    taken, fresh = with_start(rows, fresh_at(long, short, rows, torch.float16))
     square, gram, full = short**3, long * short**2, 2 * long * short**2
     # Each iteration makes Z; a carried one also R <- R Z Z and Q <- Q Z; each fresh one R = X'X and, later, X <- X Q.
     factors = sum(len(step.squares) if isinstance(step, Start) else 1 for step in taken)

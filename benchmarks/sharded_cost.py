@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cosmos_optim.linalg.newton_schulz import fresh_at
+from cosmos_optim.linalg.newton_schulz import gram_count
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def grid_sharded(
 def newton_schulz_flops(m: int, n: int, steps: int = 5, dtype: torch.dtype = torch.float16) -> float:
     """Flops of one matrix with symmetric products by halves."""
     long, short = max(m, n), min(m, n)
-    f = len(fresh_at(long, short, steps, dtype))
+    f = gram_count(long, short, steps, dtype)
     return (3.0 * f * long / short + steps + 3 * (steps - f)) * short**3
 
 

@@ -45,7 +45,7 @@ from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,
     NewtonSchulz,
     TorchProducts,
-    fresh_at,
+    gram_count,
     iterate,
     schedule,
 )
@@ -59,30 +59,35 @@ TINY = 1e-30
 HALF = (torch.float16, torch.bfloat16)
 
 
-def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz) -> bool:
-    """Whether kernels can run these equal-length lists of (m, n) matrices: parameters, gradients, momenta."""
+def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz, rows: bool = False) -> bool:
+    """Whether kernels can run these equal-length lists of (m, n) matrices: parameters, gradients, momenta.
+
+    `rows`: their rows have second moments.
+    """
     t = lists[0][0]
     if not (t.is_cuda and available(t.device)) or not all(uniform(x) for x in lists) or ns.dtype not in (None, *HALF):
         return False
     # Below 16 rows or columns nothing is left to save; r >= min(m, n) would make U look like a matrix.
     if min(t.shape) < 16 or not 1 <= rank <= MAX_RANK or rank >= min(t.shape):
         return False
-    return _checked(t, rank)
+    return _checked(t, rank, rows)
 
 
-def _checked(t: Tensor, rank: int) -> bool:
+def _checked(t: Tensor, rank: int, rows: bool) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
     families = ["passes", at_width(min(t.shape)), at_rank("basis", rank), "eigen", at_rank("thin", rank)]
     if max(t.stride()) * t.element_size() % 16:
         families.append("odd_rows")
+    if rows:
+        families.append("rows")
     return ask(t.device, families)[0]
 
 
 def polar_bytes(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
     """Memory of the temporaries of Newton-Schulz on such a stack in half precision."""
     long, short = max(m, n), min(m, n)
-    fresh = fresh_at(long, short, ns.steps, ns.dtype or torch.float16)
-    return newton_schulz_bytes(batch, long, short, 2, len(fresh), ns.steps)
+    fresh = gram_count(long, short, ns.steps, ns.dtype or torch.float16)
+    return newton_schulz_bytes(batch, long, short, 2, fresh, ns.steps)
 
 
 def bytes_per_matrix(m: int, n: int, r: int) -> int:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.kernels import health, table
+from cosmos_optim.kernels import ahead, health, table
 from cosmos_optim.kernels.backend import INTERPRET
 
 
@@ -56,3 +56,15 @@ def test_what_fails_is_not_used(trouble: str, monkeypatch: pytest.MonkeyPatch) -
     assert not table.WIDE_ODD_ROWS
     with warnings.catch_warnings(action="error"):
         assert not health.sound(torch.device("cpu"), "odd_rows")
+
+
+def test_no_verdict_from_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that were not launched wrote nothing: the comparison waits until they can be."""
+    monkeypatch.setitem(health.FAMILIES, "odd_rows", lambda device: 0.0 if not ahead.rehearsing() else 1e3)
+    monkeypatch.setattr(health, "_verdicts", {})
+    cpu = torch.device("cpu")
+    with ahead._launches_put_off():
+        assert health.sound(cpu, "odd_rows")
+    assert health._verdicts == {} and not ahead.rehearsing()
+    assert health.sound(cpu, "odd_rows")
+    assert health._verdicts == {(cpu, "odd_rows"): True}

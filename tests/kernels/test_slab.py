@@ -72,8 +72,8 @@ class Watched(TorchProducts):
 def test_the_count_is_enough(steps: int, shape: tuple[int, int], shortened: bool) -> None:
     """No product finds the slab full, and none overwrites what another still reads; with the first three as one too."""
     X = torch.nn.functional.normalize(torch.randn(3, *shape, dtype=torch.float64), dim=(1, 2))
-    fresh = fresh_at(*shape, steps, torch.float16)
     rows = NewtonSchulz(steps=steps).rows()
+    fresh = fresh_at(*shape, rows, torch.float16)
     slab = Slab(newton_schulz_bytes(3, *shape, 8, len(fresh), steps), CPU)
     products, out = Watched(slab), torch.empty_like(X)
     now, when = with_start(rows, fresh) if shortened else (rows, fresh)

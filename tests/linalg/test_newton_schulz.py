@@ -133,6 +133,7 @@ SPECTRA = {
     "condition 1e6": torch.logspace(0, -6, 96),
     "1/k": 1 / torch.arange(1.0, 97),
     "a spike": torch.cat([torch.ones(1), torch.full((95,), 1e-3)]),
+    "a few": torch.cat([torch.arange(1.0, 13) ** -2, torch.full((84,), 1e-3)]),
     "deflated": torch.cat([torch.linspace(1, 0.1, 80), torch.zeros(16)]),
 }
 
@@ -151,22 +152,27 @@ def half_error(spectrum: str, coefficients: str, fresh: set[int], length: int = 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 def test_the_gram_form_survives_half_precision(spectrum: str, coefficients: str) -> None:
     """With R made afresh as `fresh_at` says; zero singular values included."""
-    assert half_error(spectrum, coefficients, fresh_at(256, 96, 5, torch.float16)) < HALF
+    fresh = fresh_at(256, 96, NewtonSchulz(5, coefficients).rows(), torch.float16)
+    assert half_error(spectrum, coefficients, fresh) < HALF
 
 
 def test_why_the_gram_matrix_is_made_afresh() -> None:
     """Carried through all iterations, rounding around the small eigenvalues of R grows with the slope squared."""
     assert half_error("a spike", "polar-express", {0}) > 10 * HALF
+    assert half_error("a few", "polar-express", {0, 3}) > HALF > half_error("a few", "polar-express", {0, 2})
 
 
 def test_when_the_gram_matrix_is_made_afresh() -> None:
     """Near-square matrices and float64 always; long ones as rarely as their precision allows."""
-    assert fresh_at(100, 100, 5, torch.float16) == {0, 1, 2, 3, 4}
-    assert fresh_at(267, 100, 5, torch.float64) == {0, 1, 2, 3, 4}
-    assert fresh_at(267, 100, 5, torch.float32) == {0}
-    assert fresh_at(267, 100, 5, torch.float16) == {0, 3}
-    assert fresh_at(267, 100, 4, torch.float16) == {0, 2}
-    assert fresh_at(267, 100, 5, torch.bfloat16) == {0, 2, 4}
+    five, four, express = (NewtonSchulz(*ns).rows() for ns in ((5,), (4,), (5, "polar-express")))
+    assert fresh_at(100, 100, five, torch.float16) == {0, 1, 2, 3, 4}
+    assert fresh_at(267, 100, five, torch.float64) == {0, 1, 2, 3, 4}
+    assert fresh_at(267, 100, five, torch.float32) == {0}
+    assert fresh_at(267, 100, five, torch.float16) == {0, 3}
+    assert fresh_at(267, 100, four, torch.float16) == {0, 2}
+    assert fresh_at(267, 100, five, torch.bfloat16) == {0, 2, 4}
+    assert fresh_at(267, 100, express, torch.float16) == {0, 2}  # its first rows are the steepest
+    assert fresh_at(267, 100, express, torch.bfloat16) == {0, 1, 3}
 
 
 @pytest.mark.parametrize("start", STARTS.values())
@@ -192,7 +198,7 @@ def test_a_start_is_the_product_of_the_factors(start: Start) -> None:
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_three_iterations_as_one(spectrum: str, length: int) -> None:
     """Half precision loses as much as with one after the other; beyond reach, as much as R carried through three."""
-    fresh = fresh_at(length, 96, 5, torch.float16)
+    fresh = fresh_at(length, 96, NewtonSchulz().rows(), torch.float16)
     together = half_error(spectrum, "ns5", fresh, length, shortened=True)
     apart = max(half_error(spectrum, "ns5", when, length) for when in (fresh, {0, 3}))
     assert together < min(HALF, 1.5 * apart + 1e-3)

@@ -26,6 +26,7 @@ from cosmos_optim.linalg.newton_schulz import (
     NewtonSchulz,
     TorchProducts,
     fresh_at,
+    gram_count,
     iterate,
     newton_schulz,
 )
@@ -116,8 +117,9 @@ class ShardedAlgebra(Algebra):
         gain = torch.where(energy > 0, scale * energy.rsqrt(), torch.zeros_like(energy)).to(X.dtype)
         wider = self.m < self.n
         Y = (X * gain).to(dtype)
-        fresh = fresh_at(max(self.m, self.n), min(self.m, self.n), ns.steps, dtype)
-        Y = iterate(Y.mT if wider else Y, ns.rows(), _SummedProducts(team), scale=scale, fresh=fresh)
+        rows = ns.rows()
+        fresh = fresh_at(max(self.m, self.n), min(self.m, self.n), rows, dtype)
+        Y = iterate(Y.mT if wider else Y, rows, _SummedProducts(team), scale=scale, fresh=fresh)
         return (Y.mT if wider else Y).to(X.dtype) / scale
 
     # -- local ----------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def by_sums(count: int, m: int, n: int, k: int, steps: int, dtype: torch.dtype) 
     each; by sums every rank computes c(a / k) for all N matrices and moves 2 f s^2 (k-1)/k elements of each.
     """
     long, short = max(m, n), min(m, n)
-    f = len(fresh_at(long, short, steps, dtype))
+    f = gram_count(long, short, steps, dtype)
     owned = -(-count // k)
     same = steps + 3 * (steps - f)
     flops = count * (3 * f * long / k + same * short) <= owned * (3 * f * long + same * short)

@@ -21,6 +21,8 @@ from cosmos_optim.kernels.backend import INTERPRET, KERNELS, current, triton
 # The compiler holds Python's lock for a part of its time, which bounds what more threads could gain.
 THREADS = 16
 _one_at_a_time = threading.Lock()
+# The thread whose launches are put off.
+_rehearsing: int | None = None
 
 
 def compile_ahead(device: torch.device, works: Sequence[Callable[[], Any]]) -> None:
@@ -62,16 +64,22 @@ def _loaded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return kernel
 
 
+def rehearsing() -> bool:
+    """Whether launches of this thread are put off, so that what kernels should have written is noise."""
+    return _rehearsing == threading.get_ident()
+
+
 @contextmanager
 def _launches_put_off() -> Iterator[None]:
     """Every launch of a kernel in this thread asks for its compilation alone."""
-    here = threading.get_ident()
+    global _rehearsing
+    _rehearsing = threading.get_ident()
 
     def compile_only(kernel: Any) -> Callable[..., Any]:
         plain = kernel.run
 
         def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-            return plain(*args, grid=grid, warmup=warmup or threading.get_ident() == here, **kwargs)
+            return plain(*args, grid=grid, warmup=warmup or rehearsing(), **kwargs)
 
         return run
 
@@ -80,5 +88,6 @@ def _launches_put_off() -> Iterator[None]:
             kernel.run = compile_only(kernel)
         yield
     finally:
+        _rehearsing = None
         for kernel in KERNELS:
             vars(kernel).pop("run", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from cosmos_optim.kernels import table
 from cosmos_optim.kernels.adapt import adapt
-from cosmos_optim.kernels.ahead import compile_ahead
+from cosmos_optim.kernels.ahead import compile_ahead, rehearsing
 from cosmos_optim.kernels.backend import current
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.eigen import eigh
@@ -226,6 +227,10 @@ def ask(device: torch.device, families: Sequence[str]) -> list[bool]:
 def sound(device: torch.device, family: str) -> bool:
     """Whether a family of kernels works on this device; compared once, with a warning if it does not."""
     if (device, family) not in _verdicts:
+        if rehearsing():  # nothing can be compared now, but compiled
+            with suppress(Exception):
+                FAMILIES[family](device)
+            return True
         _verdicts[device, family] = _compared(device, family)
     return _verdicts[device, family]
 

@@ -78,7 +78,8 @@ def local_algebra(matrices: list[Matrix]) -> type[Algebra]:
     if not first.entry.rule.lazy or first.place is not HERE or not first.p.is_cuda:
         return Algebra
     lists = [[x.p for x in matrices], [x.grad for x in matrices], [x.state["M"] for x in matrices]]
-    return FusedAlgebra if fusable(lists, rank_of(first), newton_schulz_of(first.entry.group)) else Algebra
+    able = fusable(lists, rank_of(first), newton_schulz_of(first.entry.group), rows="v" in first.state)
+    return FusedAlgebra if able else Algebra
 
 
 def rank_of(matrix: Matrix) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +105,28 @@ def test_a_rehearsal_touches_nothing(
     stepped(kind, with_rehearsal, 2, **kwargs)
     assert rehearsed == [kinds]
     assert all(torch.equal(a, b) for a, b in zip(plain, with_rehearsal, strict=True))
+
+
+def test_a_rehearsal_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the first step's gradients is free when the user lets go of them, not when Python collects cycles."""
+    monkeypatch.setattr(execute, "local_algebra", lambda matrices: FusedAlgebra)
+    monkeypatch.setattr(rehearsal.Rehearsal, "_known", set())
+    ran: list[int] = []
+    monkeypatch.setattr(rehearsal, "compile_ahead", lambda device, works: ran.append(len(works)))
+    params = matrices(torch.device("cpu"), (24, 40), (24, 40))
+    opt = Cosmos(params, rank=4)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    gradients = [weakref.ref(p.grad) for p in params]
+    gc.collect()
+    gc.disable()
+    try:
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+        assert ran == [2]
+        assert [g() for g in gradients] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -37,9 +37,9 @@ class Rehearsal:
             self.new[x.p.device].append(partial(self._run, chunk, m, n, start))
 
     def run(self) -> None:
-        """Compile what the chunks added need."""
-        for device, works in self.new.items():
-            compile_ahead(device, works)
+        """Compile what the chunks added need, and let go of them: their gradients must be free before the next step."""
+        while self.new:
+            compile_ahead(*self.new.popitem())
 
     def _run(self, chunk: list[Matrix], m: int, n: int, start: bool) -> None:
         """As it will be run: for a first basis, or as ever and under a recording."""

@@ -193,6 +193,23 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     ]  # fmt: skip
 
 
+def test_every_option_is_a_setting_and_a_name_has_as_many_as_it_takes(tmp_path: Path) -> None:
+    both = ["nesterov=True", "row_beta2=0.95"]
+    make_run(tmp_path / "a", "cosmos", falling(2.5), rank=64)
+    make_run(tmp_path / "b", "cosmos", falling(2.6), rank=64, options=both)
+    make_run(tmp_path / "c", "cosmos", falling(2.7), rank=64, options=both[:1])
+    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    assert [group.method for group in tasks[0].groups] == [
+        "cosmos", "cosmos (nesterov True, row_beta2 0.95)", "cosmos (nesterov True)"
+    ]  # fmt: skip
+    make_run(tmp_path / "d", "cosmos", falling(2.8), rank=32, options=both)
+    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    assert [group.method for group in tasks[0].groups] == [
+        "cosmos (rank 64)", "cosmos (rank 64, nesterov True, row_beta2 0.95)", "cosmos (rank 64, nesterov True)",
+        "cosmos (rank 32, nesterov True, row_beta2 0.95)",
+    ]  # fmt: skip
+
+
 def test_without_validation_training_losses_are_compared(tmp_path: Path, no_figures: None) -> None:
     folders = [
         make_run(tmp_path / name, name, falling(end), validated=False) for name, end in (("adam", 2.0), ("muon", 1.9))

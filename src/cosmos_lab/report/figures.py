@@ -46,6 +46,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "cosmos-lab",  # the same runs give the same file
 }
 _SKIPPED_SHARE = 0.12  # of the x axis: the first steep fall would flatten all that follows
+_LONG_NAME = 28  # characters: a longer one would cover the curves
 _METRIC_TITLES = {
     "energy": "Share of the gradient's energy in the subspace",
     "drift": "Turn of the subspace in one step",
@@ -108,6 +109,19 @@ def _chart() -> tuple[Figure, Axes]:
     return figure, figure.subplots(gridspec_kw={"left": 0.11, "right": 0.98, "top": 0.955, "bottom": 0.13})
 
 
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Among the lines where the names are short, else below them, where it makes the figure higher."""
+    lines, names = axes.get_legend_handles_labels()
+    if max(map(len, names), default=0) <= _LONG_NAME:
+        axes.legend(fontsize=8)
+        return
+    (left, bottom, wide, high), (width, height) = axes.get_position().bounds, figure.get_size_inches()
+    whole = height + 0.17 * len(names) + 0.1
+    figure.set_size_inches(width, whole)
+    axes.set_position((left, 1 - (1 - bottom) * height / whole, wide, high * height / whole))
+    figure.legend(lines, names, fontsize=8, loc="lower left", bbox_to_anchor=(left, 0))
+
+
 def _dashes(look: Look) -> tuple[int, tuple[int, ...]] | str:
     return (0, look.dash) if look.dash else "-"
 
@@ -138,7 +152,7 @@ def _loss(task: Task, kind: str) -> Figure:
     axes.set_xlabel(title)
     if compared:
         _limits(axes, compared)
-        axes.legend(fontsize=8)
+        _legend(figure, axes)
     if kind == "tokens":
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count(x)))
     return figure
@@ -209,7 +223,7 @@ def _sweep(task: Task) -> Figure:
             name(FuncFormatter(lambda y, _: f"{y:g}"))  # the usual 4 x 10^1 would leave no room for the label
     axes.set_xlabel("learning rate")
     axes.set_ylabel(payload.result_name(task))
-    axes.legend(fontsize=8)
+    _legend(figure, axes)
     return figure
 
 

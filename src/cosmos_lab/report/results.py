@@ -19,6 +19,7 @@ from cosmos_lab.report.style import Look, looks, rate
 _NOT_SETTINGS = frozenset(
     (
         *("seed", "name", "lr", "adam_lr", "optimizer", "recipe", "out", "resume", "device", "compile", "cache_dir"),
+        "options",  # each counts for itself
         *("micro_batch", "log_every", "keep", "tensorboard", "wandb", "checkpoint_every", "diagnostics_every"),
     )
 )
@@ -127,11 +128,13 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def settings(run: Run) -> dict[str, str]:
     """What may tell two methods of one optimizer apart: the full configuration less names, places, rates and seeds."""
     flat = flatten(run.config.get("config"))
-    return {
+    found = {
         key: json.dumps(value, default=str)
         for key, value in flat.items()
         if key.rsplit(".", 1)[-1] not in _NOT_SETTINGS and not (isinstance(value, str) and "/" in value)
     }
+    options = flat.get("options")
+    return found | dict(str(option).partition("=")[::2] for option in (options if isinstance(options, list) else []))
 
 
 def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
@@ -186,15 +189,28 @@ def _task(title: str, runs: Sequence[Run]) -> Task:
 
 
 def _methods(runs: Sequence[Run]) -> list[str]:
-    """The optimizer's name; where settings differ among its runs, with up to two of those settings."""
+    """The optimizer's name; where settings differ among its runs, with two of them, or as many as it takes."""
     of = [settings(run) for run in runs]
-    names = []
-    for run, own in zip(runs, of, strict=True):
-        rivals = [other for other, rival in zip(of, runs, strict=True) if rival.optimizer == run.optimizer]
-        varying = [key for key in own if len({rival.get(key) for rival in rivals}) > 1]
-        marks = ", ".join(f"{key.rsplit('.', 1)[-1]} {own[key].strip(chr(34))}" for key in varying[:2])
-        names.append(f"{run.optimizer} ({marks})" if marks else run.optimizer)
+    names = [run.optimizer for run in runs]
+    for optimizer in dict.fromkeys(names):
+        own = {i: of[i] for i, run in enumerate(runs) if run.optimizer == optimizer}
+        keys = dict.fromkeys(key for some in own.values() for key in some)
+        varying = [key for key in keys if len({some.get(key) for some in own.values()}) > 1]
+        kinds = len({tuple(some.get(key) for key in varying) for some in own.values()})
+        for depth in range(min(2, len(varying)), len(varying) + 1):
+            marked = {i: _marked(optimizer, some, varying, depth) for i, some in own.items()}
+            if len(set(marked.values())) == kinds:
+                break
+        for i, name in marked.items():
+            names[i] = name
     return names
+
+
+def _marked(optimizer: str, own: Mapping[str, str], varying: Sequence[str], depth: int) -> str:
+    """The name with the first few of the settings that vary and that it has."""
+    has = [key for key in varying if own.get(key, "null") != "null"][:depth]
+    marks = ", ".join(f"{key.rsplit('.', 1)[-1]} {own[key].strip(chr(34))}" for key in has)
+    return f"{optimizer} ({marks})" if marks else optimizer
 
 
 def _labels(keys: Sequence[tuple[str, float | None, float | None, int]]) -> dict[Any, str]:

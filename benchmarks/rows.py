@@ -49,6 +49,7 @@ ROWS: dict[str, Build] = {
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
     "cosmos-eager": cosmos(cuda_graphs=False),
     "cosmos-nesterov": cosmos(nesterov=True),
+    "cosmos-added": cosmos(rank=32, nesterov=True, row_beta2=0.95),
     "cosmos-loop": loop,
     "muon": muon,
     "adamw": adamw,

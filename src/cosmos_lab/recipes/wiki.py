@@ -16,6 +16,7 @@ from cosmos_lab.recipes.rows import Variant, variants
 ADAM_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
 GALORE_LRS = (2.5e-3, 5e-3, 1e-2, 2e-2)
 LRS = (2.5e-4, 5e-4, 1e-3, 2e-3)
+ADDED = ("nesterov=True", "row_beta2=0.95")  # to COSMOS; NorMuon has both
 SOAP = ("frequency=10",)  # steps between turns of the basis, as published (Vyas et al. 2024)
 
 
@@ -34,15 +35,21 @@ def table(
     soap: tuple[float, ...],
     galore: tuple[float, ...],
     lrs: tuple[float, ...],
+    rank: int = 128,
 ) -> tuple[Variant, ...]:
-    """Table 2's rows, MUON + NORM and NorMuon."""
+    """Table 2's rows, MUON + NORM and NorMuon; the rank is GaLore's."""
     return (
         *variants("adam", adam, adam_lr="lr", rank=None),
         *variants("adam-mini", mini, adam_lr="lr", rank=None),
-        *variants("galore", galore, adam_lr="lr", rank=128, options=GALORE),
+        *variants("galore", galore, adam_lr="lr", rank=rank, options=GALORE),
         *variants("soap", soap, adam_lr="lr", rank=None, options=SOAP),
         *matrix_like(lrs, "muon", "muon-norm", "normuon", "cosmos"),
     )
+
+
+def cosmos(*options: str, **fields: Any) -> Variant:
+    """COSMOS at its usual rate with something changed."""
+    return {"optimizer": "cosmos", "lr": 5e-4, **fields, **({"options": options} if options else {})}
 
 
 @recipe
@@ -55,15 +62,11 @@ def wiki_60m() -> Recipe:
 
 @recipe
 def wiki_130m() -> Recipe:
-    """LLaMA-130M on 105M tokens at the rates found best at 60M."""
-    grid = table((2e-3,), (1e-3,), (2e-3,), (1e-2,), (5e-4, 1e-3))
+    """LLaMA-130M on 105M tokens at the rates found best at 60M, and COSMOS with the additions found best there."""
+    best = cosmos(*ADDED, lr=1e-3, rank=32)
+    grid = (*table((2e-3,), (1e-3,), (2e-3,), (1e-2,), (1e-3,), rank=256), best)
     return Recipe("wiki-130m", "LLaMA-130M on 105M tokens of English Wikipedia, at 60M's best rates", "this project",
                   wiki("wiki-130m", "llama-130m", 1600), grid)  # fmt: skip
-
-
-def cosmos(*options: str, **fields: Any) -> Variant:
-    """COSMOS at its usual rate with something changed."""
-    return {"optimizer": "cosmos", "lr": 5e-4, **fields, **({"options": options} if options else {})}
 
 
 @recipe
@@ -90,17 +93,16 @@ def wiki_60m_ablations() -> Recipe:
 @recipe
 def wiki_60m_beyond() -> Recipe:
     """What the paper does not have, for COSMOS and for NorMuon, which has row moments and looks a step ahead."""
-    both = ("nesterov=True", "row_beta2=0.95")
     express = "ns_coefficients=polar-express"
     grid = [
         cosmos(lr=1e-3),
         cosmos("nesterov=True", lr=1e-3),
         cosmos("row_beta2=0.95", lr=1e-3),
-        cosmos(*both, lr=1e-3),
+        cosmos(*ADDED, lr=1e-3),
         cosmos("nesterov=5", "row_beta2=0.95", lr=1e-3),
-        cosmos(*both, lr=1e-3, rank=32),
-        cosmos(*both, express, lr=1e-3),
-        cosmos(*both, express, lr=1e-3, rank=32),
+        cosmos(*ADDED, lr=1e-3, rank=32),
+        cosmos(*ADDED, express, lr=1e-3),
+        cosmos(*ADDED, express, lr=1e-3, rank=32),
         *variants("normuon", (7e-4, 1e-3), rank=None),
         *variants("normuon", (1e-3,), rank=None, options=("nesterov=5",)),
         *variants("normuon", (1e-3,), rank=None, options=(express,)),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
+from cosmos_optim.linalg.orthonormal import orthonormalize
 from cosmos_optim.linalg.subspace import first_basis
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
 from cosmos_optim.rules.common import correction, due, quotient
@@ -57,7 +58,17 @@ def turn(U: Tensor, L: Tensor, t: Tensor, frequency: int) -> Tensor:
     now = due(t, frequency) & (t > 1)
     if frequency > 1 and not bool(now.any()):
         return U
-    return torch.where(now, torch.linalg.qr(L @ U)[0], U)
+    new = by_cholesky(L, U) if U.is_cuda else torch.linalg.qr(L @ U)[0]
+    return torch.where(now, new, U)
+
+
+def by_cholesky(L: Tensor, U: Tensor) -> Tensor:
+    """QR(L U) with a positive diagonal, a whole stack at once: by reflections a GPU takes one matrix after the other.
+
+    In double precision, so that the small eigenvalues of a whole spectrum do not make it fail; if it does, U stays.
+    """
+    old = U.double()
+    return orthonormalize(L.double() @ old, lambda A, B: A.mT @ B, old).to(U.dtype)
 
 
 def start(G: Tensor, state: State, *, h: Hyper, alg: Algebra) -> State:

@@ -21,6 +21,8 @@ from cosmos_optim.linalg.subspace import first_basis
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
 from cosmos_optim.rules.common import correction, due, quotient
 
+# Bases turned at once.
+STACK_BYTES = 256 << 20
 HYPER: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "squares": "gradient"}
 
 
@@ -67,8 +69,15 @@ def by_cholesky(L: Tensor, U: Tensor) -> Tensor:
 
     In double precision, so that the small eigenvalues of a whole spectrum do not make it fail; if it does, U stays.
     """
-    old = U.double()
-    return orthonormalize(L.double() @ old, lambda A, B: A.mT @ B, old).to(U.dtype)
+    n = U.shape[-1]
+    several = max(1, STACK_BYTES // (8 * n * n))  # half a dozen temporaries as large as these
+
+    def part(L: Tensor, U: Tensor) -> Tensor:
+        old = U.double()
+        return orthonormalize(L.double() @ old, lambda A, B: A.mT @ B, old).to(U.dtype)
+
+    stacks = (x.reshape(-1, n, n).split(several) for x in (L, U))
+    return torch.cat([part(*x) for x in zip(*stacks, strict=True)]).view_as(U)
 
 
 def start(G: Tensor, state: State, *, h: Hyper, alg: Algebra) -> State:

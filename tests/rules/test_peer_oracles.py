@@ -98,3 +98,19 @@ def test_soap_keeps_a_basis_where_there_is_no_other() -> None:
     U = torch.eye(5).repeat(2, 1, 1)
     L = torch.stack([torch.full((5, 5), math.nan), torch.eye(5)])
     assert torch.equal(by_cholesky(L, U), U)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_soap_goes_the_same_way_on_a_gpu(two_sided: bool) -> None:
+    """Bases are turned by Cholesky there and by reflections here."""
+    start, eps = torch.randn(SQUARE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), 1e-4
+    ends = []
+    for device in ("cpu", "cuda"):
+        p = torch.nn.Parameter(start.to(device))
+        opt = OPTIMIZERS["soap"]([p], lr=LR, frequency=2, eps=eps, two_sided=two_sided)
+        for G in gradients(STEPS, *SQUARE, 4, 0):
+            p.grad = torch.from_numpy(G).to(device)
+            opt.step()
+        ends.append(p.detach().cpu())
+    assert (ends[0] - ends[1]).norm() < 1e-8 * (ends[0] - start).norm()

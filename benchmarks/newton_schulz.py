@@ -50,21 +50,21 @@ SHORT = "chosen, after deflation"
 
 def variants(long: int, short: int, ns: NewtonSchulz, device: torch.device) -> list[Variant]:
     """Name, products, dtype, fresh iterations."""
-    steps, rows = ns.steps, ns.rows()
-    always = set(range(steps))
+    always = set(range(ns.steps))
     if device.type != "cuda":
         single = torch.float32
         return [("torch direct", TorchProducts(), single, always), ("torch gram", TorchProducts(), single, {0})]
     half, brain = torch.float16, torch.bfloat16
+    chosen = fresh_at(long, short, ns.rows(), half)
     rows: list[Variant] = [
         ("torch direct bf16", TorchProducts(), brain, always), ("torch direct fp16", TorchProducts(), half, always),
     ]  # fmt: skip
     if supports(torch.empty(1, 16, -(-short // 8) * 8, device=device, dtype=half)):
         rows += [("halves direct fp16", SymmetricProducts(), half, always),
-                 ("halves gram fp16, restart", SymmetricProducts(), half, {0, -(-steps // 2)}),
+                 ("halves gram fp16, restart", SymmetricProducts(), half, {0, -(-ns.steps // 2)}),
                  ("halves gram fp16, none", SymmetricProducts(), half, {0}),
-                 ("chosen", SymmetricProducts(), half, fresh_at(long, short, rows, half)),
-                 (SHORT, SymmetricProducts(), half, fresh_at(long, short, rows, half))]  # fmt: skip
+                 ("chosen", SymmetricProducts(), half, chosen),
+                 (SHORT, SymmetricProducts(), half, chosen)]  # fmt: skip
     return rows
 
 

@@ -28,7 +28,7 @@ def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", 
     kinds = list(dict.fromkeys(kind for row in rows for kind, ms in row["profile"]["kinds_ms"].items() if ms))
     figure, axes = plt.subplots(figsize=(8, 1.8 + 0.6 * (len(rows) + 1)))
     left = [0.0] * len(rows)
-    for kind, color in zip(kinds, plt.colormaps["tab20"].colors, strict=False):
+    for kind, color in zip(kinds, plt.colormaps["tab20"](range(len(kinds))), strict=True):
         widths = [row["profile"]["kinds_ms"].get(kind, 0.0) for row in rows]
         axes.barh(names, widths, left=left, label=kind, color=color)
         left = [a + b for a, b in zip(left, widths, strict=True)]

@@ -6,7 +6,8 @@ import torch
 
 from benchmarks.measure import median
 from benchmarks.shapes import Llama
-from cosmos_optim.linalg.newton_schulz import NewtonSchulz, Start, fresh_at, with_start
+from cosmos_optim.linalg.coefficients import Start
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz, fresh_at, with_start
 
 
 def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:

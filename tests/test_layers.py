@@ -14,6 +14,7 @@ ORDER = (
     "suggest",
     "kernels",
     "rounding",
+    "linalg.coefficients",
     "linalg.newton_schulz",
     "linalg.orthonormal",
     "linalg.thin",

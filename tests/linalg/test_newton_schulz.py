@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.kernels.symmetric import ALL, Only
+from cosmos_optim.linalg.coefficients import COEFFICIENTS, STARTS, Start
 from cosmos_optim.linalg.newton_schulz import (
-    COEFFICIENTS,
     HALF_SCALE,
-    STARTS,
     NewtonSchulz,
-    Start,
     TorchProducts,
     fresh_at,
     iterate,
@@ -173,6 +171,7 @@ def test_when_the_gram_matrix_is_made_afresh() -> None:
     assert fresh_at(267, 100, five, torch.bfloat16) == {0, 2, 4}
     assert fresh_at(267, 100, express, torch.float16) == {0, 2}  # its first rows are the steepest
     assert fresh_at(267, 100, express, torch.bfloat16) == {0, 1, 3}
+    assert fresh_at(267, 100, NewtonSchulz(40).rows(), torch.float16) == set(range(0, 40, 3))
 
 
 @pytest.mark.parametrize("start", STARTS.values())

@@ -1,6 +1,5 @@
 """The optimizers COSMOS is compared with, against their own fp64 numpy oracles, over 20 steps."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 
 from cosmos_optim import OPTIMIZERS
-from cosmos_optim.rules import soap
-from cosmos_optim.rules.soap import by_cholesky
 from tests.oracles.adam import Adam, AdamMini
 from tests.oracles.galore import GaLore
 from tests.oracles.gradients import gradients
@@ -71,33 +68,6 @@ def test_path(name: str, shape: tuple[int, int]) -> None:
         W = oracle.step(W, G)
         error = np.linalg.norm(p.detach().numpy() - W) / np.linalg.norm(W - W0)
         assert error < TOLERANCE, f"step {step + 1}: displacement differs by {error:.2e}"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("decades", [1, 5, 12])
-def test_soaps_basis_by_cholesky_is_that_by_reflections(
-    decades: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A basis on its way to the eigenvectors of a spectrum that wide, signs aside; orthonormal to rounding."""
-    monkeypatch.setattr(soap, "STACK_BYTES", 2 * 8 * 40 * 40)  # two, then one
-    torch.manual_seed(0)
-    V = torch.linalg.qr(torch.randn(3, 40, 40, dtype=torch.float64))[0]
-    L = (V * torch.logspace(0, -decades, 40, dtype=torch.float64)) @ V.mT
-    U = torch.linalg.qr(V + 1e-3 * torch.randn(3, 40, 40, dtype=torch.float64))[0]
-    exact, R = torch.linalg.qr(L.to(dtype).double() @ U.to(dtype).double())
-    exact = exact * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
-    found = by_cholesky(L.to(dtype), U.to(dtype))
-    eps = torch.finfo(dtype).eps
-    assert found.dtype is dtype
-    assert (found.mT @ found - torch.eye(40, dtype=dtype)).abs().max() < 20 * eps
-    assert (found.double() - exact).abs().max() < max(20 * eps, 1e-14 * 10**decades)
-
-
-def test_soap_keeps_a_basis_where_there_is_no_other() -> None:
-    """A second moment that is not a number turns nothing."""
-    U = torch.eye(5).repeat(2, 1, 1)
-    L = torch.stack([torch.full((5, 5), math.nan), torch.eye(5)])
-    assert torch.equal(by_cholesky(L, U), U)
 
 
 @pytest.mark.gpu

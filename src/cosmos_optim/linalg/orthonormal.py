@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 Inner = Callable[[Tensor, Tensor], Tensor]
+# A factorization has half a dozen temporaries as large as what it factorizes.
+STACK_BYTES = 256 << 20
 
 
 def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
@@ -42,3 +44,23 @@ def _unit_columns(Y: Tensor, inner: Inner) -> Tensor:
     """Scale each column to norm 1; a zero column stays zero."""
     norm = inner(Y, Y).diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().unsqueeze(-2)
     return torch.where(norm > 0, Y / norm, torch.zeros_like(Y))
+
+
+def qr(Y: Tensor, fallback: Tensor) -> Tensor:
+    """The Q of square matrices (..., n, n), up to the signs of its columns.
+
+    By reflections, which a GPU would work through one matrix after the other: there by Cholesky.
+    """
+    return by_cholesky(Y, fallback) if Y.is_cuda else torch.linalg.qr(Y)[0]
+
+
+def by_cholesky(Y: Tensor, fallback: Tensor) -> Tensor:
+    """`orthonormalize` in double precision, so that the wide spectrum of a square matrix does not make it fail.
+
+    As many matrices at a time as `STACK_BYTES` holds.
+    """
+    n = Y.shape[-1]
+    several = max(1, STACK_BYTES // (8 * n * n))
+    parts = zip(*(x.reshape(-1, n, n).split(several) for x in (Y, fallback)), strict=True)
+    made = [orthonormalize(y.double(), lambda A, B: A.mT @ B, old.double()).to(Y.dtype) for y, old in parts]
+    return torch.cat(made).view_as(Y)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
-from cosmos_optim.linalg.newton_schulz import COEFFICIENTS, NewtonSchulz
+from cosmos_optim.linalg.coefficients import COEFFICIENTS
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.thin import correction, quotient
 from cosmos_optim.rules.base import Hyper, require
 

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
-from cosmos_optim.linalg.orthonormal import orthonormalize
+from cosmos_optim.linalg.orthonormal import qr
 from cosmos_optim.linalg.subspace import first_basis
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
 from cosmos_optim.rules.common import correction, due, quotient
 
-# Bases turned at once.
-STACK_BYTES = 256 << 20
 HYPER: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "squares": "gradient"}
 
 
@@ -60,24 +58,7 @@ def turn(U: Tensor, L: Tensor, t: Tensor, frequency: int) -> Tensor:
     now = due(t, frequency) & (t > 1)
     if frequency > 1 and not bool(now.any()):
         return U
-    new = by_cholesky(L, U) if U.is_cuda else torch.linalg.qr(L @ U)[0]
-    return torch.where(now, new, U)
-
-
-def by_cholesky(L: Tensor, U: Tensor) -> Tensor:
-    """QR(L U) with a positive diagonal, a whole stack at once: by reflections a GPU takes one matrix after the other.
-
-    In double precision, so that the small eigenvalues of a whole spectrum do not make it fail; if it does, U stays.
-    """
-    n = U.shape[-1]
-    several = max(1, STACK_BYTES // (8 * n * n))  # half a dozen temporaries as large as these
-
-    def part(L: Tensor, U: Tensor) -> Tensor:
-        old = U.double()
-        return orthonormalize(L.double() @ old, lambda A, B: A.mT @ B, old).to(U.dtype)
-
-    stacks = (x.reshape(-1, n, n).split(several) for x in (L, U))
-    return torch.cat([part(*x) for x in zip(*stacks, strict=True)]).view_as(U)
+    return torch.where(now, qr(L @ U, U), U)
 
 
 def start(G: Tensor, state: State, *, h: Hyper, alg: Algebra) -> State:

@@ -77,7 +77,7 @@ def test_soap_goes_the_same_way_on_a_gpu(two_sided: bool) -> None:
     start, eps = torch.randn(SQUARE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), 1e-4
     ends = []
     for device in ("cpu", "cuda"):
-        p = torch.nn.Parameter(start.to(device))
+        p = torch.nn.Parameter(start.to(device, copy=True))
         opt = OPTIMIZERS["soap"]([p], lr=LR, frequency=2, eps=eps, two_sided=two_sided)
         for G in gradients(STEPS, *SQUARE, 4, 0):
             p.grad = torch.from_numpy(G).to(device)

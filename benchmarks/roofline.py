@@ -25,7 +25,7 @@ def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     return float(factors * square + 3 * carried * square + len(fresh) * (gram + full))
 
 
-def cosmos_flops(model: Llama, rank: int = 64, steps: int = 5) -> dict[str, float]:
+def cosmos_flops(model: Llama, rank: int = 32, steps: int = 5) -> dict[str, float]:
     """Flops of a step: Newton-Schulz, and the thin products at one multiplication each (not three parts)."""
     shapes = model.matrices()
     thin = sum(2.0 * m * n * rank * 7 for m, n in shapes)

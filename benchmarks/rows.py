@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim import Cosmos, Muon
+from cosmos_optim import Cosmos, CosmosPaper, Muon
 
 Build = Callable[[list[Tensor], list[Tensor]], list[torch.optim.Optimizer]]
 
@@ -20,6 +20,11 @@ def _groups(hidden: list[Tensor], rest: list[Tensor], rule: str) -> list[dict[st
 def cosmos(**hyper: Any) -> Build:
     """COSMOS with these hyper-parameters."""
     return lambda hidden, rest: [Cosmos(_groups(hidden, rest, "cosmos"), **hyper)]
+
+
+def paper(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
+    """COSMOS with the paper's settings."""
+    return [CosmosPaper(_groups(hidden, rest, "cosmos"))]
 
 
 def muon(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
@@ -48,8 +53,7 @@ ROWS: dict[str, Build] = {
     "cosmos-4": cosmos(ns_steps=4),
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
     "cosmos-eager": cosmos(cuda_graphs=False),
-    "cosmos-nesterov": cosmos(nesterov=True),
-    "cosmos-added": cosmos(rank=32, nesterov=True, row_beta2=0.95),
+    "cosmos-paper": paper,
     "cosmos-loop": loop,
     "muon": muon,
     "adamw": adamw,

@@ -55,9 +55,9 @@ def rows_sharded(
 
 
 def columns_sharded(s: Shape, r: int, k: int, j: int, *, first: int = 0, word: int = 4, travel: int = 2) -> Cost:
-    """Columns over k ranks: three sums of m x r, five of r x r and three numbers a matrix; X to owners, B back."""
+    """Columns over k ranks: sums of 3 m x r, 5 r x r, m and three numbers a matrix; X to owners, B back."""
     mine, here = owned(s.count, k, j, first), s.m * part(s.n, k, j)
-    payload = s.count * ((3 * s.m * r + 5 * r * r) * word + 3 * 8)
+    payload = s.count * ((3 * s.m * r + 5 * r * r + s.m) * word + 3 * 8)
     return Cost(ring(payload, k), travel * ((s.count - mine) * here + mine * (s.m * s.n - here)))
 
 
@@ -68,7 +68,7 @@ def grid_sharded(
     k = rows * cols
     mine, m, n = owned(s.count, k, i * cols + j, first), part(s.m, rows, i), part(s.n, cols, j)
     over_rows = s.count * ((n * r + r * r) * word + 2 * 8)
-    over_cols = s.count * ((3 * m * r + 5 * r * r) * word)
+    over_cols = s.count * ((3 * m * r + 5 * r * r + m) * word)
     over_both = s.count * 3 * 8
     sums = ring(over_rows, rows) + ring(over_cols, cols) + ring(over_both, k)
     return Cost(sums, travel * ((s.count - mine) * m * n + mine * (s.m * s.n - m * n)))
@@ -88,7 +88,7 @@ LLAMA = {
     "70B": [Shape(8192, 8192, 160), Shape(1024, 8192, 160), Shape(28672, 8192, 160), Shape(8192, 28672, 80)],
 }
 PARAMETERS = {"7B": 6.7e9, "70B": 69e9}
-RANK = 64
+RANK = 32
 NODE = 8  # GPUs with NVLink between them
 NIC = 50e9 * 0.8  # bytes per second and GPU: 400 Gb/s, four fifths of it reached
 NVLINK = 450e9 * 0.8

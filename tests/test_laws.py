@@ -26,6 +26,7 @@ SECOND_MOMENT = 1e-6  # asymmetry and negative eigenvalues of S, relative to its
 LONG_STEPS = 1000
 EXAMPLES = 12
 
+
 def distance(actual: Tensor, expected: Tensor) -> float:
     """Largest relative Frobenius distance of corresponding matrices (0 against 0 is 0)."""
     gap = torch.linalg.matrix_norm(actual - expected)
@@ -221,7 +222,7 @@ def test_optimizer_leaves_gradients_and_repeats_itself(name: str) -> None:
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "unit_rms" in RULES[name].laws])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "unit_rms" in RULES[OPTIMIZERS[name].rule].laws])
 def test_update_rms_is_lr(name: str) -> None:
     """On the classes: a step moves the weights by root mean square lr; a zero gradient moves nothing."""
     p = torch.nn.Parameter(random(0, 10, 6))

@@ -53,7 +53,7 @@ def demo_run(optimizer: str, lr: float, config: DemoConfig) -> RunConfig:
     one_rate = optimizer in ("adam", "soap")
     return RunConfig().replace(
         model="tiny", data=config.data, seq_len=128, batch=8, steps=config.steps, seed=config.seed,
-        optimizer=optimizer, lr=lr, adam_lr=lr if one_rate else ADAM_LR, rank=32 if optimizer == "cosmos" else None,
+        optimizer=optimizer, lr=lr, adam_lr=lr if one_rate else ADAM_LR,
         log_every=5, val_every=150, val_tokens=65_536, diagnostics_every=25, checkpoint_every=0, device="cpu",
         out=config.out, recipe="demo", name=f"{label({'optimizer': optimizer, 'lr': lr})}-s{config.seed}",
     )  # fmt: skip

@@ -45,7 +45,8 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     overrides = _overrides(model, options)
     params: nn.Module | list[dict[str, Any]] = model
     if overrides:
-        params = cosmos_optim.param_groups(model, rule=options.optimizer, overrides=overrides)
+        rule = cosmos_optim.OPTIMIZERS[options.optimizer].rule
+        params = cosmos_optim.param_groups(model, rule=rule, overrides=overrides)
         for group in params:
             if "block_rows" in group and "head_dim" in hyper:  # told of groups, the optimizer cannot tell their heads
                 group["block_rows"] = hyper["head_dim"]

@@ -10,6 +10,7 @@ Needs neither tyro nor rich.
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
 
 
 def _mount(rig: Rig, config: ProfileConfig, name: str) -> None:
-    rank = config.rank if name in ("cosmos", "galore") else None
+    rank = config.rank if "rank" in inspect.signature(optimizer_class(name)).parameters else None
     rig.mount(OptimizerOptions(optimizer=name, rank=rank, options=config.options))
 
 

@@ -7,7 +7,7 @@ print(plan(model))
 """
 
 from cosmos_optim.groups import param_groups
-from cosmos_optim.optim import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, GaLore, Muon, MuonNorm, NorMuon
+from cosmos_optim.optim import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, MuonNorm, NorMuon
 from cosmos_optim.plan import Plan, plan
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Adam",
     "AdamMini",
     "Cosmos",
+    "CosmosPaper",
     "GaLore",
     "Muon",
     "MuonNorm",

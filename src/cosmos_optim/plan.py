@@ -14,6 +14,7 @@ from cosmos_optim import distributed
 from cosmos_optim.groups import routes
 from cosmos_optim.optim.base import COMMON, MatrixOptimizer
 from cosmos_optim.rules import RULES
+from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.suggest import close_to
 
 
@@ -81,8 +82,8 @@ class Plan:
 def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any) -> Plan:
     """The table of parameters, rules and state for a model, or for an optimizer as it is.
 
-    `hyper` takes the rule's hyper-parameters, and `overrides` and `head` as `param_groups` does. A model on the meta
-    device is enough.
+    `rule` is a rule's name, or "cosmos-paper"; `hyper` takes its hyper-parameters, and `overrides` and `head` as
+    `param_groups` does. A model on the meta device is enough.
 
     >>> print(plan(nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32, bias=False)), rank=4))
     parameter     shape  rule    because    rank     state
@@ -97,6 +98,8 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     if isinstance(model, MatrixOptimizer):
         return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
+    if rule == "cosmos-paper":
+        rule, hyper = "cosmos", {**PAPER, **hyper}
     routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
     if hyper.pop("two_sided", False):
         rule = f"{rule}-two-sided"

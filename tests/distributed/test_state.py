@@ -35,14 +35,14 @@ def describe(rank: int) -> dict[str, Any]:
 
 
 def test_placements_and_bytes() -> None:
-    """M and V are cut as the parameter's rows are, U as its columns; a rank holds its part and no more."""
+    """M, V and v are cut as the parameter's rows are, U as its columns; a rank holds its part and no more."""
     found = run_ranks(4, describe)
     R, S = Replicate(), Shard
     for one in found:
-        assert one["rows"] == {"M": (S(0),), "U": (R,), "S": (R,), "V": (S(0),)}
-        assert one["both"] == {"M": (S(0), S(1)), "U": (R, S(0)), "S": (R, R), "V": (S(0), R)}
+        assert one["rows"] == {"M": (S(0),), "U": (R,), "S": (R,), "V": (S(0),), "v": (S(0),)}
+        assert one["both"] == {"M": (S(0), S(1)), "U": (R, S(0)), "S": (R, R), "V": (S(0), R), "v": (S(0), R)}
         assert one["keys"] == found[0]["keys"]
-        share = 4 * COUNT * ((M * N + M * RANK) / 4 + N * RANK + RANK * RANK)
+        share = 4 * COUNT * ((M * N + M * RANK + M) / 4 + N * RANK + RANK * RANK)
         assert share <= one["bytes"] <= SLACK * share
         # A rule that runs on owners has all of its state divided: M V (m n), L U (n n), K O (m m).
         assert one["owned"] <= SLACK * 4 * (2 * M * N + 2 * N * N + 2 * M * M) / 4

@@ -65,7 +65,7 @@ def measure(rank: int, name: str, counts: list[int]) -> list[Any]:
     return found
 
 
-SUMS = {"fsdp": 7, "hsdp": 7, "tp rows": 7, "tp columns": 11, "fsdp x tp rows": 7, "fsdp x tp columns": 15}
+SUMS = {"fsdp": 7, "hsdp": 7, "tp rows": 7, "tp columns": 12, "fsdp x tp rows": 7, "fsdp x tp columns": 16}
 
 
 @pytest.mark.parametrize("name", MESHES)

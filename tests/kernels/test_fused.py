@@ -15,6 +15,7 @@ from cosmos_optim.kernels.backend import INTERPRET
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.optim.matrices import Probe
 from cosmos_optim.rules import RULES
+from cosmos_optim.rules.cosmos import PAPER
 from tests.gpu import never_waiting
 
 # What speed may cost of exactness, against float64 from the same state.
@@ -75,7 +76,7 @@ def compare(
 ) -> dict[str, float]:  # fmt: skip
     """Relative errors of one fused step against float64, from the same numbers."""
     grads, state = problem(m, n, r, device, condition)
-    h = {**RULES["cosmos"].hyper, "rank": r, "gamma": 0.25, "nesterov": nesterov}
+    h = {**RULES["cosmos"].hyper, **PAPER, "rank": r, "gamma": 0.25, "nesterov": nesterov}
     grads = [g.float().double() for g in grads]
     state = {k: [x.to(storage if k == "M" else torch.float32).double() for x in v] for k, v in state.items()}
     params = [torch.randn_like(g).float().double() for g in grads]
@@ -125,7 +126,7 @@ def test_diagnostics_see_the_same() -> None:
     for kind in (FusedAlgebra, Algebra):
         torch.manual_seed(3)
         grads, state = problem(30, 24, 5, torch.device("cpu"))
-        alg, h = kind(30, 24), {**RULES["cosmos"].hyper, "rank": 5, "gamma": 0.25}
+        alg, h = kind(30, 24), {**RULES["cosmos"].hyper, **PAPER, "rank": 5, "gamma": 0.25}
         G = alg.load([g.float() for g in grads], torch.float32)
         lists = {k: [x.float() for x in v] for k, v in state.items()}
         record: dict[str, dict[str, float]] = {}
@@ -162,7 +163,7 @@ def test_a_zero_gradient_and_momentum() -> None:
     zeros = {"M": [torch.zeros(24, 18)], "S": [torch.zeros(4, 4)], "V": [torch.zeros(24, 4)]}
     U = torch.linalg.qr(torch.randn(18, 4))[0].contiguous()
     state = {**zeros, "U": [U.clone()]}
-    h = {**RULES["cosmos"].hyper, "rank": 4, "gamma": 0.25}
+    h = {**RULES["cosmos"].hyper, **PAPER, "rank": 4, "gamma": 0.25}
     W = [torch.randn(24, 18)]
     before = W[0].clone()
     one_step(FusedAlgebra, "cosmos", h, W, [torch.zeros(24, 18)], state, 1)

@@ -21,6 +21,7 @@ from cosmos_optim.kernels.sums import added
 from cosmos_optim.kernels.table import Matrices
 from cosmos_optim.kernels.update import update_
 from cosmos_optim.rules import RULES
+from cosmos_optim.rules.cosmos import PAPER
 from tests.gpu import never_waiting
 from tests.kernels.test_fused import GPU_SHAPES, model, one_step, problem
 
@@ -147,7 +148,7 @@ def test_a_step_without_thin_kernels(rule: str, monkeypatch: pytest.MonkeyPatch)
 @interpreted
 def test_rows_times_one() -> None:
     """The same step by both ways: with factors for rows, and without."""
-    h = {**RULES["cosmos"].hyper, "rank": 5, "gamma": 0.25}
+    h = {**RULES["cosmos"].hyper, **PAPER, "rank": 5, "gamma": 0.25}
     grads, state = problem(30, 24, 5, CPU)
     start = [torch.randn(30, 24) for _ in grads]
     ends = []

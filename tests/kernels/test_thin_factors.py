@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim import Cosmos, Muon, MuonNorm, NorMuon
+from cosmos_optim import Cosmos, CosmosPaper, Muon, MuonNorm, NorMuon
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.fused import FusedAlgebra
 from cosmos_optim.kernels.backend import INTERPRET, never
@@ -233,12 +233,13 @@ def test_moves(count: int, device: torch.device) -> None:
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 # Outside Newton-Schulz; in plain torch a chunk of COSMOS takes 138. Each is a few microseconds on the critical path.
-MOST = {"cosmos": 29, "nesterov": 31, "rows": 30, "muon": 8, "norm": 9, "normuon": 11}
+MOST = {"cosmos": 32, "paper": 29, "nesterov": 31, "rows": 30, "muon": 8, "norm": 9, "normuon": 11}
 RANKED = {"rank": 6, "gamma": 0.25}
 CASES = {
     "cosmos": (Cosmos, RANKED),
-    "nesterov": (Cosmos, RANKED | {"nesterov": True}),
-    "rows": (Cosmos, RANKED | {"row_beta2": 0.95}),
+    "paper": (CosmosPaper, RANKED),
+    "nesterov": (CosmosPaper, RANKED | {"nesterov": True}),
+    "rows": (CosmosPaper, RANKED | {"row_beta2": 0.95}),
     "muon": (Muon, {}),
     "norm": (MuonNorm, {}),
     "normuon": (NorMuon, {}),

@@ -64,12 +64,12 @@ def test_table_2_tunes_what_the_paper_tunes() -> None:
     assert rates("llama-350m", "soap") == rates("llama-350m", "adam")
     assert rates("llama-130m", "adam-mini") == {2e-3}
     assert rates("llama-130m", "galore") == {5e-3, 1e-2, 2e-2, 4e-2}
-    assert rates("llama-130m", "muon") == rates("llama-130m", "cosmos") == {1e-4, 2e-4, 5e-4, 1e-3, 2e-3}
+    assert rates("llama-130m", "muon") == rates("llama-130m", "cosmos-paper") == {1e-4, 2e-4, 5e-4, 1e-3, 2e-3}
     for name, rank in (("llama-130m", 256), ("llama-350m", 384)):
         galore = [run for run in get_recipe(name).runs() if run.optimizer.optimizer == "galore"]
         assert {run.optimizer.rank for run in galore} == {rank}
         assert {run.optimizer.options for run in galore} == {("update_gap=50", "scale=0.25")}
-    assert get_recipe("llama-1b").published == {"adam": 12.97, "muon": 12.57, "cosmos": 12.46}
+    assert get_recipe("llama-1b").published == {"adam": 12.97, "muon": 12.57, "cosmos-paper": 12.46}
 
 
 def test_common_hyper_parameters() -> None:
@@ -83,7 +83,7 @@ def test_common_hyper_parameters() -> None:
 def test_one_rate_or_two() -> None:
     for run in get_recipe("llama-130m").runs():
         o = run.optimizer
-        assert o.adam_lr == (2e-3 if o.optimizer in ("muon", "cosmos") else o.lr)
+        assert o.adam_lr == (2e-3 if o.optimizer in ("muon", "cosmos-paper", "cosmos") else o.lr)
 
 
 @pytest.mark.parametrize("name", ["llama-130m-lr", "llama-130m-rank-gamma"])
@@ -154,7 +154,7 @@ def test_rows_by_name() -> None:
     recipe = get_recipe("wiki-60m-ablations")
 
     def names(*only: str) -> list[str]:
-        start, end = "wiki-60m-ablations-cosmos-lr0.0005-", "-s0"
+        start, end = "wiki-60m-ablations-cosmos-paper-lr0.0005-", "-s0"
         return [run.run_name.removeprefix(start).removesuffix(end) for run in recipe.runs(only=only)]
 
     assert names("rank-32+gamma-0.5", "nesterov") == ["rank32-gamma0.5", "nesterovTrue"]
@@ -179,11 +179,12 @@ def test_every_ablation_has_a_name_of_its_own() -> None:
 
 def test_more_fields_by_optimizer() -> None:
     recipe = get_recipe("wiki-60m")
-    extra = [("soap", {"frequency": 10}), ("cosmos", {}), ("cosmos", {"rank": 32, "adam_lr": 4e-3, "nesterov": True})]
-    runs = recipe.runs(optimizers=["adam", "soap", "cosmos"], lrs=[1e-3], extra=extra)
+    added = {"rank": 32, "adam_lr": 4e-3, "nesterov": True}
+    extra = [("soap", {"frequency": 10}), ("cosmos-paper", {}), ("cosmos-paper", added)]
+    runs = recipe.runs(optimizers=["adam", "soap", "cosmos-paper"], lrs=[1e-3], extra=extra)
     assert [run.run_name for run in runs] == [
-        "wiki-60m-adam-lr0.001-s0", "wiki-60m-soap-lr0.001-frequency10-s0", "wiki-60m-cosmos-lr0.001-s0",
-        "wiki-60m-cosmos-lr0.001-rank32-adam_lr0.004-nesterovTrue-s0",
+        "wiki-60m-adam-lr0.001-s0", "wiki-60m-soap-lr0.001-frequency10-s0", "wiki-60m-cosmos-paper-lr0.001-s0",
+        "wiki-60m-cosmos-paper-lr0.001-rank32-adam_lr0.004-nesterovTrue-s0",
     ]  # fmt: skip
     assert [run.optimizer.options for run in runs] == [(), ("frequency=10",), (), ("nesterov=True",)]
     assert (runs[3].optimizer.rank, runs[3].optimizer.adam_lr, runs[2].optimizer.rank) == (32, 4e-3, 64)
@@ -198,13 +199,13 @@ def test_more_fields_by_optimizer() -> None:
     ("extra", "message"),
     [
         (("galore", {"scale": 1.0}), "--extra is for galore, but no run of the grid has that optimizer"),
-        (("cosmos", {"lr": 1.0}), "--extra cannot set lr: choose with --lrs"),
-        (("cosmos", {"rank": "full"}), "--extra: rank takes a number; got 'full'"),
+        (("cosmos-paper", {"lr": 1.0}), "--extra cannot set lr: choose with --lrs"),
+        (("cosmos-paper", {"rank": "full"}), "--extra: rank takes a number; got 'full'"),
     ],
 )
 def test_wrong_fields_by_optimizer(extra: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        get_recipe("wiki-60m").runs(optimizers=["cosmos"], extra=[extra])
+        get_recipe("wiki-60m").runs(optimizers=["cosmos-paper"], extra=[extra])
 
 
 def test_another_optimizer_starts_as_the_recipe_runs_it() -> None:
@@ -212,7 +213,9 @@ def test_another_optimizer_starts_as_the_recipe_runs_it() -> None:
     galore = recipe.start("galore").optimizer
     assert (galore.lr, galore.adam_lr, galore.rank) == (2e-2, 2e-2, 256) and galore.options
     assert recipe.start("adam").optimizer.lr == 2e-3 and recipe.start("adam").optimizer.rank is None
-    assert recipe.start("cosmos") == recipe.config
+    assert recipe.start("cosmos-paper") == recipe.config
+    ours = recipe.start("cosmos").optimizer
+    assert (ours.lr, ours.adam_lr, ours.rank, ours.gamma) == (5e-4, 2e-3, None, None)  # the library's own defaults
     assert recipe.start("normuon").optimizer.rank is None  # not in the paper: the set-up's own rates
 
 

@@ -216,8 +216,9 @@ def test_looks_are_stable_and_unknown_optimizers_get_free_ones() -> None:
     assert looks(["cosmos"])[0] == KNOWN["cosmos"]
     first, second, known = looks(["mine", "yours", "cosmos"])
     assert len({first.light, second.light, known.light}) == 3
-    one, other = looks(["cosmos", "cosmos"])
-    assert one.light == other.light and one.dash != other.dash
+    for pair in (["cosmos", "cosmos"], ["cosmos", "cosmos-paper"]):
+        one, other = looks(pair)
+        assert one.light == other.light and one.dash != other.dash
 
 
 def test_numbers_are_written_to_be_read() -> None:

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from cosmos_optim import OPTIMIZERS, Cosmos
+from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper
 from cosmos_optim.rounding import stochastic_bfloat16
+from cosmos_optim.rules import RULES
+from cosmos_optim.rules.cosmos import PAPER
 from tests.optim.helpers import decoder, gradient, loss_of, matrix, train
 
 
@@ -138,7 +140,7 @@ def test_adam_bf16_stochastic_rounding() -> None:
 def test_gamma_zero_with_full_rank_is_normalized_soap() -> None:
     p = matrix((12, 8), dtype=torch.float64)
     q = torch.nn.Parameter(p.detach().clone())
-    cosmos = Cosmos([p], lr=0.1, rank=8, gamma=0.0)
+    cosmos = CosmosPaper([p], lr=0.1, rank=8, gamma=0.0)
     soap = OPTIMIZERS["soap"]([q], lr=1.0)
     for step in range(5):
         p.grad = gradient((12, 8), step, torch.float64)
@@ -169,3 +171,12 @@ def test_compiled_step_runs_without_recompiling() -> None:
             frames = counter.frame_count
     assert counter.frame_count == frames
     assert next(iter(opt.state.values()))["step"] == 5
+
+
+def test_the_defaults_of_the_classes_are_those_of_the_rule() -> None:
+    """`plan(model)` and groups go by the rule, `Cosmos(model)` by its signature; CosmosPaper changes three of them."""
+    ours, paper = (kind([matrix((8, 6))]).param_groups[0] for kind in (Cosmos, CosmosPaper))
+    assert {key: ours[key] for key in RULES["cosmos"].hyper if key != "gamma"} == {
+        key: value for key, value in RULES["cosmos"].hyper.items() if key != "gamma"
+    }
+    assert {key: value for key, value in paper.items() if key != "params" and ours[key] != value} == PAPER

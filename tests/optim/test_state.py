@@ -86,14 +86,14 @@ def test_names_shapes_and_bytes() -> None:
     p, e = matrix((10, 6)), matrix((3, 10, 6))
     opt = Cosmos([("w", p), ("experts", e)], rank=4)
     assert {k: tuple(v.shape) for k, v in opt.state[p].items()} == {
-        "step": (), "M": (10, 6), "U": (6, 4), "S": (4, 4), "V": (10, 4),
+        "step": (), "M": (10, 6), "U": (6, 4), "S": (4, 4), "V": (10, 4), "v": (10, 1),
     }  # fmt: skip
     assert {k: tuple(v.shape) for k, v in opt.state[e].items()} == {
-        "step": (), "M": (3, 10, 6), "U": (3, 6, 4), "S": (3, 4, 4), "V": (3, 10, 4),
+        "step": (), "M": (3, 10, 6), "U": (3, 6, 4), "S": (3, 4, 4), "V": (3, 10, 4), "v": (3, 10, 1),
     }  # fmt: skip
     two = Cosmos([p], rank=4, two_sided=True)
     assert {k: tuple(v.shape) for k, v in two.state[p].items()} == {
-        "step": (), "M": (10, 6), "U": (6, 4), "O": (10, 4), "S": (4, 4), "R": (4, 4), "V": (4, 4),
+        "step": (), "M": (10, 6), "U": (6, 4), "O": (10, 4), "S": (4, 4), "R": (4, 4), "V": (4, 4), "v": (10, 1),
     }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_bf16_momentum_halves_it() -> None:
     p = matrix((64, 64))
     opt = Cosmos([p], rank=4, momentum_dtype=torch.bfloat16)
     assert opt.state[p]["M"].dtype is torch.bfloat16
-    assert opt.state_bytes() == 64 * 64 * 2 + (64 * 4 * 2 + 16) * 4 + 4
+    assert opt.state_bytes() == 64 * 64 * 2 + (64 * 4 * 2 + 16 + 64) * 4 + 4
     for step in range(3):
         p.grad = gradient((64, 64), step)
         opt.step()
@@ -125,7 +125,7 @@ def test_bf16_momentum_halves_it() -> None:
 
 def test_a_second_moment_of_rows_is_a_number_a_row() -> None:
     p, e = matrix((10, 6)), matrix((3, 10, 6))
-    plain, opt = Cosmos([p, e], rank=4), Cosmos([p, e], rank=4, row_beta2=0.9)
+    plain, opt = Cosmos([p, e], rank=4, row_beta2=None), Cosmos([p, e], rank=4, row_beta2=0.9)
     assert opt.state[p]["v"].shape == (10, 1)
     assert opt.state[e]["v"].shape == (3, 10, 1)
     assert opt.state_bytes() == plain.state_bytes() + 4 * 40 == plan(opt).state_bytes

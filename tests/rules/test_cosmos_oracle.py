@@ -1,4 +1,4 @@
-"""`Cosmos` against the fp64 numpy oracle: every option, every shape, parameters and state, over 20 steps."""
+"""COSMOS against the fp64 numpy oracle: every option, every shape, parameters and state, over 20 steps."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_optim import Cosmos
+from cosmos_optim import Cosmos, CosmosPaper
 from tests.oracles.cosmos import Cosmos as Oracle
 from tests.oracles.gradients import gradients
 from tests.oracles.linalg import unit_rms
@@ -79,10 +79,12 @@ def run_oracle(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[np.ndarray,
     return np.stack(path), oracle
 
 
-def run_ours(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def run_ours(
+    W0: np.ndarray, G: np.ndarray, kind: type[Cosmos] = CosmosPaper, **hyper: Any
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Our W after each step, and the final state."""
     p = torch.nn.Parameter(torch.from_numpy(W0.copy()))
-    opt = Cosmos([("w", p)], lr=LR, ns_dtype=torch.float64, **hyper)
+    opt = kind([("w", p)], lr=LR, ns_dtype=torch.float64, **hyper)
     path = []
     for gradient in G:
         p.grad = torch.from_numpy(gradient.copy())
@@ -123,6 +125,18 @@ def test_path_and_state(name: str) -> None:
     for key, value in flipped.items():
         ours = state[key].T if transposed and key == "M" and state[key].shape != value.shape else state[key]
         assert error(ours, value) < STATE_TOLERANCE, f"{key} differs by {error(ours, value):.2e}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(Cosmos, {"rank": 32, "nesterov": True, "row_beta2": 0.95}), (CosmosPaper, {"rank": 64})],
+)
+def test_defaults(kind: type[Cosmos], settings: dict[str, Any]) -> None:
+    """What a user gets who sets nothing but rates."""
+    W0, G = problem((80, 72), settings["rank"])
+    actual, state = run_ours(W0, G, kind)
+    assert_same_path(actual, run_oracle(W0, G, gamma=LR / 2e-3, residual_guard=1e-5, **settings)[0], W0)
+    assert state["U"].shape == (72, settings["rank"])
 
 
 @pytest.mark.parametrize("sides", [{}, TWO_SIDED], ids=["one-sided", "two-sided"])

@@ -1,4 +1,4 @@
-"""`Cosmos` against recorded trajectories: those of the authors' released code, and those of our own oracle."""
+"""`CosmosPaper` against recorded trajectories: those of the authors' released code, and those of our own oracle."""
 
 import json
 import runpy
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_optim import Cosmos
+from cosmos_optim import CosmosPaper
 
 # The recorded code adds 1e-7 to the norm before Newton-Schulz; a plain fp64 transcription differs from it by 6e-6.
 OFFICIAL_TOLERANCE = 1e-4
@@ -26,7 +26,7 @@ MAKER = ROOT / "tests" / "golden" / "make.py"
 def run(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Our W after each step and the final state."""
     p = torch.nn.Parameter(torch.from_numpy(W0.copy()))
-    opt = Cosmos([("w", p)], ns_dtype=torch.float64, **hyper)
+    opt = CosmosPaper([("w", p)], ns_dtype=torch.float64, **hyper)
     path = []
     for gradient in G:
         p.grad = torch.from_numpy(gradient.copy())

@@ -18,8 +18,9 @@ WIKITEXT = "data/wikitext-103_gpt2"
 
 def _nanogpt(name: str, model: str, steps: int, lr: float, **fields: object) -> RunConfig:
     return RunConfig().replace(
-        model=model, data=FINEWEB, optimizer="cosmos", lr=lr, beta2=0.95, gamma=0.2, rank=64, steps=steps, batch=512,
-        schedule="wsd", warmup=0.0, val_every=125, val_tokens=10_485_760, checkpoint_every=500, recipe=name, **fields,
+        model=model, data=FINEWEB, optimizer="cosmos-paper", lr=lr, beta2=0.95, gamma=0.2, rank=64, steps=steps,
+        batch=512, schedule="wsd", warmup=0.0, val_every=125, val_tokens=10_485_760, checkpoint_every=500, recipe=name,
+        **fields,
     )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def nanogpt_124m() -> Recipe:
     """
     grid = [
         {"optimizer": name, "lr": 3.6e-4, "beta1": beta1, **own}
-        for name, own in (("muon", {"gamma": None, "rank": None}), ("cosmos", {}))
+        for name, own in (("muon", {"gamma": None, "rank": None}), ("cosmos-paper", {}))
         for beta1 in (0.9, 0.95)
     ]
     config = _nanogpt("nanogpt-124m", "nanogpt-124m", 6200, 3.6e-4, adam_lr=3.6e-3, decay=1800 / 6200)
@@ -54,7 +55,7 @@ def nanogpt_350m() -> Recipe:
     lr = 0.025 / math.sqrt(1024)
     grid = [
         {"optimizer": name, "lr": lr, "beta1": beta1, **own}
-        for name, own in (("muon", {"gamma": None, "rank": None}), ("cosmos", {}))
+        for name, own in (("muon", {"gamma": None, "rank": None}), ("cosmos-paper", {}))
         for beta1 in (0.9, 0.95)
     ]
     config = _nanogpt(
@@ -73,7 +74,7 @@ def nanogpt_350m() -> Recipe:
 def _gpt2(name: str, adam_lr: float, lr: float) -> Recipe:
     """5,000 steps of 1024 x 1024 tokens; many epochs, so the paper compares training losses."""
     config = RunConfig().replace(
-        model=name, data=WIKITEXT, optimizer="cosmos", lr=lr, adam_lr=adam_lr, rank=64, steps=5000, batch=1024,
+        model=name, data=WIKITEXT, optimizer="cosmos-paper", lr=lr, adam_lr=adam_lr, rank=64, steps=5000, batch=1024,
         val_every=250, val_tokens=262_144, checkpoint_every=500, recipe=name,
     )  # fmt: skip
     return Recipe(
@@ -84,7 +85,7 @@ def _gpt2(name: str, adam_lr: float, lr: float) -> Recipe:
         (
             *variants("adam", (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), adam_lr="lr", rank=None),
             *variants("muon", (lr,), rank=None),
-            *variants("cosmos", (lr,)),
+            *variants("cosmos-paper", (lr,)),
         ),
         metric="final_train_loss",
     )

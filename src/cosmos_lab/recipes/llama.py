@@ -1,5 +1,7 @@
 """The paper's LLaMA runs on C4: Tables 2 to 4 and the figures of its appendix.
 
+COSMOS as the paper has it is "cosmos-paper"; Table 2 has a row of this library's defaults ("cosmos") beside it.
+
 Common to all (appendix A): T5 tokens, sequence 1024, betas (0.9, 0.98), eps 1e-8, no weight decay, 10 % linear warm-up
 and linear decay to 0. Embedding and head of MUON and COSMOS run Adam at 2e-3, gamma is lr / 2e-3; the learning rate is
 the only hyper-parameter tuned. SOAP, GaLore, Adam-mini and Adam use one rate for all parameters.
@@ -22,7 +24,7 @@ C4 = "data/c4_t5"
 def llama(name: str, model: str, steps: int, batch: int, **fields: object) -> RunConfig:
     """The common set-up."""
     return RunConfig().replace(
-        model=model, data=C4, optimizer="cosmos", lr=5e-4, adam_lr=ADAM_LR, rank=64, steps=steps, batch=batch,
+        model=model, data=C4, optimizer="cosmos-paper", lr=5e-4, adam_lr=ADAM_LR, rank=64, steps=steps, batch=batch,
         val_every=steps // 20, val_tokens=10_485_760, checkpoint_every=steps // 10, diagnostics_every=steps // 20,
         recipe=name, **fields,
     )  # fmt: skip
@@ -39,8 +41,8 @@ def adam_like(galore_rank: int, soap_lrs: tuple[float, ...]) -> list[Variant]:
 
 
 def matrix_like(lrs: tuple[float, ...], *names: str) -> list[Variant]:
-    """MUON's and COSMOS's rows: embedding and head at 2e-3."""
-    own = {"cosmos": {}, **{name: {"rank": None} for name in names if name != "cosmos"}}
+    """MUON's and COSMOS's rows: embedding and head at 2e-3. The set-up's rank is the paper's COSMOS's."""
+    own = {name: {} if name == "cosmos-paper" else {"rank": None} for name in names}
     return [v for name in names for v in variants(name, lrs, adam_lr=ADAM_LR, **own[name])]
 
 
@@ -52,8 +54,19 @@ def llama_130m() -> Recipe:
         "LLaMA-130M on 5B tokens of C4, six optimizers tuned",
         "Table 2, 130M(5B)",
         llama("llama-130m", "llama-130m", 5000, 960),
-        (*adam_like(256, (5e-4, 1e-3, 2e-3, 4e-3)), *matrix_like(MATRIX_LRS, "muon", "cosmos")),
-        published={"adam": 21.28, "adam-mini": 21.78, "galore": 24.07, "soap": 20.59, "muon": 20.69, "cosmos": 20.54},
+        (
+            *adam_like(256, (5e-4, 1e-3, 2e-3, 4e-3)),
+            *matrix_like(MATRIX_LRS, "muon", "cosmos-paper"),
+            *matrix_like((5e-4,), "cosmos"),
+        ),
+        published={
+            "adam": 21.28,
+            "adam-mini": 21.78,
+            "galore": 24.07,
+            "soap": 20.59,
+            "muon": 20.69,
+            "cosmos-paper": 20.54,
+        },  # fmt: skip
     )
 
 
@@ -65,8 +78,15 @@ def llama_350m() -> Recipe:
         "LLaMA-350M on 10B tokens of C4, six optimizers tuned",
         "Table 2, 350M(10B)",
         llama("llama-350m", "llama-350m", 5000, 2000),
-        (*adam_like(384, ADAM_LRS), *matrix_like(MATRIX_LRS, "muon", "cosmos")),
-        published={"adam": 17.28, "adam-mini": 18.03, "galore": 19.03, "soap": 16.32, "muon": 16.49, "cosmos": 16.21},
+        (*adam_like(384, ADAM_LRS), *matrix_like(MATRIX_LRS, "muon", "cosmos-paper"), *matrix_like((5e-4,), "cosmos")),
+        published={
+            "adam": 17.28,
+            "adam-mini": 18.03,
+            "galore": 19.03,
+            "soap": 16.32,
+            "muon": 16.49,
+            "cosmos-paper": 16.21,
+        },  # fmt: skip
     )
 
 
@@ -78,8 +98,11 @@ def llama_1b() -> Recipe:
         "LLaMA-1B on 26B tokens of C4: Adam, MUON, COSMOS",
         "Table 2, 1B(26B)",
         llama("llama-1b", "llama-1b", 13_000, 2000),
-        (*variants("adam", (1e-3, 2e-3), adam_lr="lr", rank=None), *matrix_like((5e-4,), "muon", "cosmos")),
-        published={"adam": 12.97, "muon": 12.57, "cosmos": 12.46},
+        (
+            *variants("adam", (1e-3, 2e-3), adam_lr="lr", rank=None),
+            *matrix_like((5e-4,), "muon", "cosmos-paper", "cosmos"),
+        ),
+        published={"adam": 12.97, "muon": 12.57, "cosmos-paper": 12.46},
     )
 
 
@@ -91,7 +114,7 @@ def llama_1b_small_lr() -> Recipe:
         "LLaMA-1B at learning rate 2e-4: MUON, COSMOS",
         "Appendix, smaller learning rate on LLaMA-1B",
         llama("llama-1b-small-lr", "llama-1b", 13_000, 2000).replace(lr=2e-4),
-        tuple(matrix_like((2e-4,), "muon", "cosmos")),
+        tuple(matrix_like((2e-4,), "muon", "cosmos-paper")),
     )
 
 
@@ -100,14 +123,14 @@ def llama_130m_lr() -> Recipe:
     """Sensitivity to the learning rate."""
     rows = {
         "muon": {2e-4: 21.72, 5e-4: 20.75, 1e-3: 20.69, 2e-3: 26.74},
-        "cosmos": {2e-4: 21.17, 5e-4: 20.54, 1e-3: 20.62, 2e-3: 21.00},
+        "cosmos-paper": {2e-4: 21.17, 5e-4: 20.54, 1e-3: 20.62, 2e-3: 21.00},
     }
     return Recipe(
         "llama-130m-lr",
         "LLaMA-130M: how MUON and COSMOS depend on the learning rate",
         "Table 3",
         llama("llama-130m-lr", "llama-130m", 5000, 960),
-        tuple(matrix_like((2e-4, 5e-4, 1e-3, 2e-3), "muon", "cosmos")),
+        tuple(matrix_like((2e-4, 5e-4, 1e-3, 2e-3), "muon", "cosmos-paper")),
         published={f"{name}-lr{lr:g}": ppl for name, row in rows.items() for lr, ppl in row.items()},
     )
 
@@ -120,14 +143,14 @@ def llama_130m_rank_gamma() -> Recipe:
         64: {0.1: 20.62, 0.25: 20.54, 0.5: 20.57, 1: 20.61},
         128: {0.1: 20.65, 0.25: 20.58, 0.5: 20.63, 1: 20.72},
     }
-    grid = [{"optimizer": "cosmos", "lr": 5e-4, "rank": r, "gamma": g} for r, row in rows.items() for g in row]
+    grid = [{"optimizer": "cosmos-paper", "lr": 5e-4, "rank": r, "gamma": g} for r, row in rows.items() for g in row]
     return Recipe(
         "llama-130m-rank-gamma",
         "LLaMA-130M: how COSMOS depends on rank and gamma",
         "Table 4",
         llama("llama-130m-rank-gamma", "llama-130m", 5000, 960),
         tuple(grid),
-        published={f"cosmos-lr0.0005-rank{r}-gamma{g:g}": p for r, row in rows.items() for g, p in row.items()},
+        published={f"cosmos-paper-lr0.0005-rank{r}-gamma{g:g}": p for r, row in rows.items() for g, p in row.items()},
     )
 
 
@@ -138,7 +161,7 @@ def _normalization(name: str, model: str, batch: int) -> Recipe:
         f"{model}: is NORM alone what sets COSMOS apart from MUON?",
         "Appendix, normalization ablation",
         llama(name, model, 5000, batch),
-        tuple(matrix_like(MATRIX_LRS, "muon", "muon-norm", "cosmos")),
+        tuple(matrix_like(MATRIX_LRS, "muon", "muon-norm", "cosmos-paper")),
     )
 
 
@@ -160,7 +183,7 @@ def llama_130m_256() -> Recipe:
     grid = [
         *variants("adam", (1e-3, 2e-3, 4e-3), adam_lr="lr", rank=None),
         *variants("galore", GALORE_LRS, adam_lr="lr", rank=256, options=GALORE),
-        *matrix_like((5e-4,), "cosmos"),
+        *matrix_like((5e-4,), "cosmos-paper"),
     ]
     return Recipe(
         "llama-130m-256",

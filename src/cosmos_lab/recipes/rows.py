@@ -13,6 +13,7 @@ Variant = Mapping[str, Any]
 
 # Fields that a row's name shows where the row sets them, and what it calls them.
 _SHORT = {"rank": "rank", "gamma": "gamma", "beta1": "momentum", "weight_decay": "decay"}
+COSMOS = ("cosmos", "cosmos-paper")  # names whose rows have a gamma
 _FIELDS = {field.name for field in dataclasses.fields(OptimizerOptions)} - {"optimizer", "lr", "options"}
 
 
@@ -134,8 +135,8 @@ def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
 
 
 def plain(name: str) -> dict[str, Any]:
-    """An optimizer the recipe does not run: without the hyper-parameters that belong to COSMOS."""
-    return {"optimizer": name, **({} if name == "cosmos" else {"rank": None, "gamma": None})}
+    """An optimizer the recipe does not run: of its own rank, and without a gamma that belongs to COSMOS."""
+    return {"optimizer": name, "rank": None, **({} if name in COSMOS else {"gamma": None})}
 
 
 def variants(optimizer: str, lrs: Iterable[float], **fields: Any) -> list[Variant]:

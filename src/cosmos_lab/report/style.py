@@ -49,7 +49,11 @@ HEAT = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec9
 
 
 def looks(optimizers: Sequence[str]) -> list[Look]:
-    """One look for each method, given its optimizer; variants of one optimizer keep its colour and differ in dash."""
+    """One look for each method, given its optimizer; variants of one optimizer keep its colour and differ in dash.
+
+    The paper's settings ("cosmos-paper") are such a variant.
+    """
+    optimizers = [name.removesuffix("-paper") for name in optimizers]
     spare = [look for name, look in KNOWN.items() if name not in optimizers] or list(KNOWN.values())
     chosen: dict[str, Look] = {}
     seen: dict[str, int] = {}

@@ -1,11 +1,12 @@
 """The optimizer classes: thin shells that bind a rule to the one engine."""
 
 from cosmos_optim.optim.base import MatrixOptimizer
-from cosmos_optim.optim.cosmos import Cosmos
+from cosmos_optim.optim.cosmos import Cosmos, CosmosPaper
 from cosmos_optim.optim.peers import SOAP, Adam, AdamMini, GaLore, Muon, MuonNorm, NorMuon
 
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
     "cosmos": Cosmos,
+    "cosmos-paper": CosmosPaper,
     "muon": Muon,
     "muon-norm": MuonNorm,
     "normuon": NorMuon,
@@ -21,6 +22,7 @@ __all__ = [
     "Adam",
     "AdamMini",
     "Cosmos",
+    "CosmosPaper",
     "GaLore",
     "MatrixOptimizer",
     "Muon",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +46,25 @@ TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class MatrixOptimizer(torch.optim.Optimizer):
     """One rule for the hidden matrices, Adam for the rest.
 
+    rule: of groups that name none; a class attribute, where the arguments do not choose another.
     params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
-    rule: the rule of groups that name none.
     lr, adam_lr: the rate of that rule's groups, and of Adam's; a group's own "lr" wins.
     hyper: hyper-parameters for every group whose rule has them, and cuda_graphs: whether steps on a GPU are recorded
         and replayed (`replays` says what that holds).
     """
 
+    rule: ClassVar[str]
+
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
         *,
-        rule: str,
         lr: float | Tensor,
         adam_lr: float | Tensor,
         hyper: Mapping[str, Any],
+        rule: str | None = None,
     ) -> None:
-        hyper = dict(hyper)
+        rule, hyper = rule or self.rule, dict(hyper)
         self.replays = Replays(hyper.pop("cuda_graphs", True))
         known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "two_sided", "cuda_graphs"}
         for key in hyper:

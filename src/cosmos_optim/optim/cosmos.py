@@ -1,4 +1,4 @@
-"""Cosmos: the paper's optimizer."""
+"""Cosmos, and CosmosPaper with the paper's settings."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from cosmos_optim.optim.base import MatrixOptimizer
+from cosmos_optim.rules.cosmos import PAPER
 
 
 class Cosmos(MatrixOptimizer):
     r"""SOAP in the leading rank-r eigenspace of each matrix's gradient, MUON on the rest (COSMOS, Algorithm 1).
 
-    For an m x n matrix W with gradient G, momentum M and tracked eigenbasis U of G'G:
+    For an m x n matrix W with gradient G, momentum M (looking a step ahead) and tracked eigenbasis U of G'G:
 
         A = (M U / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps) U'       the SOAP half
         B = NORM(NS5((M - M U U') / |M - M U U'|))                     the MUON half
-        W <- W - lr sqrt(m) NORM(A + gamma B sqrt(m))                  so each update has RMS lr
+        D = A + gamma B sqrt(m), its rows divided by the root of their average mean square
+        W <- W - lr sqrt(m) NORM(D)                                    so each update has RMS lr
 
-    Embeddings, the output head, norms and biases go to Adam at `adam_lr`.
+    The look-ahead and the rows' averages are not in the paper; `CosmosPaper` goes without. Embeddings, the output head,
+    norms and biases go to Adam at `adam_lr`.
 
     Args:
         params: a model, `param_groups(model)`, or what torch.optim takes (then all of them matrices).
@@ -30,11 +33,11 @@ class Cosmos(MatrixOptimizer):
         rank: dimension of the tracked subspace, at most n.
         gamma: weight of the MUON half; None is the paper's lr / adam_lr, taken once when a group is added.
         weight_decay: decoupled, times the group's own lr.
-        nesterov: look-ahead momentum in both halves: True for one step (Nesterov), or a number of steps.
+        nesterov: look-ahead momentum in both halves: one step (True, Nesterov), none (False), or a number of steps.
+        row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves rows alone.
         two_sided: track a basis on both sides (Algorithm 4).
         options: eps_placement, side, ns_steps, ns_coefficients, ns_dtype, momentum_dtype, residual_guard,
             stochastic_rounding, maximize, split_sizes, nonfinite; each may stand in a group too. See the README.
-            row_beta2: NorMuon's second moment of each row of the update; off by default; not in the paper.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -45,6 +48,8 @@ class Cosmos(MatrixOptimizer):
     0.25
     """
 
+    rule = "cosmos"
+
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -53,16 +58,17 @@ class Cosmos(MatrixOptimizer):
         adam_lr: float | Tensor = 2e-3,
         betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-8,
-        rank: int = 64,
+        rank: int = 32,
         gamma: float | None = None,
         weight_decay: float = 0.0,
-        nesterov: float = False,
+        nesterov: float = True,
+        row_beta2: float | None = 0.95,
         two_sided: bool = False,
         **options: Any,
     ) -> None:
         hyper = {"betas": betas, "eps": eps, "rank": rank, "gamma": gamma, "weight_decay": weight_decay,
-                 "nesterov": nesterov, "two_sided": two_sided, **options}  # fmt: skip
-        super().__init__(params, rule="cosmos", lr=lr, adam_lr=adam_lr, hyper=hyper)
+                 "nesterov": nesterov, "row_beta2": row_beta2, "two_sided": two_sided, **options}  # fmt: skip
+        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; `two_sided` chooses between the paper's two algorithms."""
@@ -71,3 +77,22 @@ class Cosmos(MatrixOptimizer):
         if two_sided and group.get("rule", "cosmos") == "cosmos":
             group["rule"] = "cosmos-two-sided"
         super().add_param_group(group)
+
+
+class CosmosPaper(Cosmos):
+    """COSMOS as the paper prints it: rank 64, no look-ahead, rows left alone; all else is as in `Cosmos`.
+
+    Epsilon stands outside the root here too; `eps_placement="inside"` is the paper's letter.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 5e-4,
+        *,
+        rank: int = PAPER["rank"],
+        nesterov: float = PAPER["nesterov"],
+        row_beta2: float | None = PAPER["row_beta2"],
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, rank=rank, nesterov=nesterov, row_beta2=row_beta2, **options)

@@ -24,23 +24,27 @@ class Muon(MatrixOptimizer):
         options: nesterov, ns_steps, ns_coefficients, ns_dtype, momentum_dtype and what every optimizer here takes.
     """
 
+    rule = "muon"
+
     def __init__(
         self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95, scaling: str = "paper",
         betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         hyper = dict(momentum=momentum, scaling=scaling, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, rule="muon", lr=lr, adam_lr=adam_lr, hyper=hyper)
+        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
 
 
 class MuonNorm(MatrixOptimizer):
     """MUON + NORM: MUON with every update scaled to RMS lr, the paper's normalization ablation."""
+
+    rule = "muon-norm"
 
     def __init__(
         self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         hyper = dict(momentum=momentum, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, rule="muon-norm", lr=lr, adam_lr=adam_lr, hyper=hyper)
+        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
 
 
 class NorMuon(MatrixOptimizer):
@@ -50,12 +54,14 @@ class NorMuon(MatrixOptimizer):
         beta2: decay of the rows' second moments.
     """
 
+    rule = "normuon"
+
     def __init__(
         self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95, beta2: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         hyper = dict(momentum=momentum, beta2=beta2, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, rule="normuon", lr=lr, adam_lr=adam_lr, hyper=hyper)
+        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
 
 
 class SOAP(MatrixOptimizer):
@@ -67,14 +73,16 @@ class SOAP(MatrixOptimizer):
         squares: "gradient" (published) or "momentum" (the paper's box) is what the second moment averages.
     """
 
+    rule = "soap"
+
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, frequency: int = 1,
         two_sided: bool = False, squares: str = "gradient", betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
-        rule = "soap-two-sided" if two_sided else "soap"
+        rule = "soap-two-sided" if two_sided else None
         hyper = dict(frequency=frequency, squares=squares, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, rule=rule, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper, rule=rule)
 
 
 class GaLore(MatrixOptimizer):
@@ -84,6 +92,8 @@ class GaLore(MatrixOptimizer):
         rank: of the projection. update_gap: steps between projectors. scale: factor of the update.
     """
 
+    rule = "galore"
+
     def __init__(
         self, params: Params, lr: Rate = 1e-2, *, adam_lr: Rate | None = None, rank: int = 128, update_gap: int = 200,
         scale: float = 0.25, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0,
@@ -92,9 +102,7 @@ class GaLore(MatrixOptimizer):
         hyper = dict(
             rank=rank, update_gap=update_gap, scale=scale, betas=betas, eps=eps, weight_decay=weight_decay, **options
         )
-        super().__init__(
-            params, rule="galore", lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper | options
-        )
+        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
 
 
 class AdamMini(MatrixOptimizer):
@@ -107,6 +115,8 @@ class AdamMini(MatrixOptimizer):
             rule="adam-mini" and block_rows.
     """
 
+    rule = "adam-mini"
+
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, head_dim: int = 64,
         betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
@@ -115,15 +125,17 @@ class AdamMini(MatrixOptimizer):
             groups = param_groups(params, "adam-mini")
             params = [group | ({"block_rows": head_dim} if "block_rows" in group else {}) for group in groups]
         hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, rule="adam-mini", lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
 
 
 class Adam(MatrixOptimizer):
     """Adam with decoupled weight decay, for every parameter: torch.optim.AdamW on this library's engine."""
+
+    rule = "adam"
 
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, rule="adam", lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)

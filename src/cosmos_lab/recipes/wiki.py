@@ -131,7 +131,7 @@ def wiki_60m_256() -> Recipe:
 
 
 def _gpt(name: str, model: str, adam_lr: float, lr: float, gamma: float | None = None, **fields: Any) -> Recipe:
-    """``gamma`` is the paper's; beside it COSMOS's defaults with a SOAP half that moves at 2e-3, as in the LLaMA runs."""
+    """``gamma`` is the paper's; beside it COSMOS's defaults with a SOAP half that moves at 2e-3."""
     grid = (
         *variants("adam", (adam_lr / 2, adam_lr), adam_lr="lr", rank=None),
         *variants("muon", (lr, 2 * lr), rank=None),

@@ -101,7 +101,6 @@ class Trainer:
         self.loss_sum = torch.tensor(self.at.loss_sum, device=world.device)
         self.first = self.timed = self.at.step
         self.logged_seconds = self.at.seconds
-        self.bad_losses = 0
         self.log = None
         if world.main:
             about = assemble.header(config, self.model, self.optimizer, source)
@@ -133,7 +132,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step and return the summary."""
         steps, every = self.config.training.steps, self.config.logging
-        while self.at.step < steps and self.bad_losses < _BAD_LOSSES:
+        while self.at.step < steps and self.at.bad_losses < _BAD_LOSSES:
             self._step()
             step = self.at.step
             if step == 1 or step == steps or _due(step, every.log_every):
@@ -242,7 +241,7 @@ class Trainer:
         speed = timed * c.training.batch * c.data.seq_len / max(self.logged_seconds - before, 1e-9)
         share = meters.mfu(speed, self.model.flops_per_token(c.data.seq_len), self.world.device, self.world.size)
         self.at.logged = self.at.step
-        self.bad_losses = 0 if math.isfinite(loss) else self.bad_losses + 1
+        self.at.bad_losses = 0 if math.isfinite(loss) else self.at.bad_losses + 1
         self._write(
             {
                 "step": self.at.step,
@@ -261,7 +260,7 @@ class Trainer:
         """Last checkpoint, last validation, summary."""
         self.world.synchronize()
         self.clock.stop()
-        diverged = self.bad_losses >= _BAD_LOSSES
+        diverged = self.at.bad_losses >= _BAD_LOSSES
         if self.config.logging.checkpoint_every and not diverged and self.at.step > self.first:
             self.save()
         if not any(r["step"] == self.at.step for r in runlog.read_metrics(self.folder) if "val_loss" in r):

@@ -6,7 +6,7 @@ moment, or a full disk, leaves the previous one as it was. Layout of ``checkpoin
     meta.json      step, clock, what was trained (model, optimizer, data), number of processes
     state.pt       model and optimizer (one process, or DDP), or
     shards/        the same from torch.distributed.checkpoint (FSDP2)
-    process_0.pt   data position and random states of each process
+    process_0.pt   data position, random states and losses of each process
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cosmos_lab import launch
 from cosmos_lab.data.files import disk_error, read_json, write_json
 
 _NAME = re.compile(r"step_(\d{6,})")
+_COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of Training, in meta.json
 _ADVICE = "the checkpoints already there are untouched; free some space and start the same command again to continue"
 
 
@@ -35,6 +36,7 @@ class Training:
     """What a checkpoint holds: the live objects, plus where training stands.
 
     loss_sum and logged: the losses since the last log line and its step, so that the log goes on as if never cut.
+    bad_losses: log lines in a row without a finite loss, so that a run diverges where it would have.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Training:
     seconds: float = 0.0
     loss_sum: float = 0.0
     logged: int = 0
+    bad_losses: int = 0
     position: dict[str, Any] | None = None
 
 
@@ -113,9 +116,9 @@ def load(path: Path, training: Training, identity: Mapping[str, Any], world: lau
         training.optimizer.load_state_dict(state["optimizer"])
     process = world.rank if world.rank < meta["processes"] else 0  # the data position is the same on every process
     own = torch.load(path / f"process_{process}.pt", map_location="cpu", weights_only=True)
-    for name in ("step", "seconds", "loss_sum", "logged"):
-        setattr(training, name, meta[name])
-    training.position = own["position"]
+    for name in _COUNTS:
+        setattr(training, name, meta.get(name, 0))  # older ones have no bad_losses
+    training.position, training.loss_sum = own["position"], own.get("loss_sum", training.loss_sum)
     set_random_state(own["random"], world)
 
 
@@ -153,15 +156,13 @@ def _write(folder: Path, training: Training, identity: Mapping[str, Any], world:
         launch.save_sharded(training.model, training.optimizer, folder / "shards")
     elif world.main:
         _save(folder / "state.pt", {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
-    _save(folder / f"process_{world.rank}.pt", {"position": training.position, "random": random_state(world)})
+    own = {"position": training.position, "random": random_state(world), "loss_sum": training.loss_sum}
+    _save(folder / f"process_{world.rank}.pt", own)
     if world.main:
         write_json(
             folder / "meta.json",
             {
-                "step": training.step,
-                "seconds": training.seconds,
-                "loss_sum": training.loss_sum,
-                "logged": training.logged,
+                **{name: getattr(training, name) for name in _COUNTS},
                 "identity": dict(identity),
                 "processes": world.size,
                 "sharded": world.sharding == "fsdp",

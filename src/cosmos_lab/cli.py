@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before torch loads OpenMP: threads that spin while they wait make a busy machine six times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from cosmos_lab.commands import COMMANDS
+    from cosmos_lab.stopping import Stopped
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
@@ -45,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, OSError, ImportError) as error:
         return _fail(str(error))
+    except Stopped as stop:
+        if os.environ.get("RANK", "0") != "0":  # one process speaks for all
+            return stop.code
+        flag = " with --no-fresh" if command == "demo" else ""
+        return _fail(f"{stop}; the same command continues{flag}", stop.code)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
     return 0

@@ -3,7 +3,7 @@
     result = compare(get_recipe("llama-60m").runs(optimizers=["adam", "cosmos"], seeds=(0, 1, 2)), out="runs")
 
 A finished run is not trained again and a half-finished one continues, so the same call after a kill goes on where it
-was. Needs neither tyro nor rich.
+was. SIGTERM and Ctrl-C end all runs after the step they are in, with checkpoints. Needs neither tyro nor rich.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import write_json
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.optimizers import check_optimizer
-from cosmos_lab.ranking import NOT_STARTED, format_result, rank
+from cosmos_lab.ranking import NOT_STARTED, UNFINISHED, format_result, rank
+from cosmos_lab.stopping import Request, Stopped, watch
 from cosmos_lab.train import finished, train
 
 RESULT = "compare.json"
@@ -111,25 +112,36 @@ def compare(
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two runs are called {twice!r}; give them names of their own")
     budget, made = Budget(minutes), _finished(runs)
+    failures: dict[str, str] = {}
     table = TableDisplay(runs) if show else None
     context: AbstractContextManager[Any] = table or nullcontext()
-    with context:
-        display: Display = table or Silent()
-        missing = [(row, run) for row, run in enumerate(runs) if run.run_name not in made]
-        for row, run in enumerate(runs):
-            if run.run_name in made:
-                display.update(row, made[run.run_name]["status"], _as_record(made[run.run_name]))
-        if parallel <= 1:
-            failures = _one_by_one(missing, display, budget)
-        else:
-            failures = _in_processes(missing, parallel, display, budget)
+    try:
+        with context, watch() as request:
+            display: Display = table or Silent()
+            missing = [(row, run) for row, run in enumerate(runs) if run.run_name not in made]
+            for row, run in enumerate(runs):
+                if run.run_name in made:
+                    display.update(row, made[run.run_name]["status"], _as_record(made[run.run_name]))
+            if parallel <= 1:
+                _one_by_one(missing, display, budget, request, failures)
+            else:
+                _in_processes(missing, parallel, display, budget, request, failures)
+    except Stopped:
+        _conclude(runs, metric, failures, show)
+        raise
+    result = _conclude(runs, metric, failures, show)
+    left = sum(status in (NOT_STARTED, UNFINISHED) for row in result["rows"] for status in row["status"])
+    if show and left:
+        print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command goes on")
+    return result
+
+
+def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
+    """Rank what is there, write compare.json and print the table."""
     result = rank(runs, metric, failures)
     write_json(Path(runs[0].logging.out) / RESULT, runlog.finite(result))
     if show:
         print(format_result(result))
-        left = sum(row["status"].count(NOT_STARTED) for row in result["rows"])
-        if left:
-            print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command goes on")
     return result
 
 
@@ -151,10 +163,16 @@ def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
     return made
 
 
-def _one_by_one(runs: Sequence[tuple[int, RunConfig]], display: Display, budget: Budget) -> dict[str, str]:
-    """Run after run in this process; returns why some failed."""
-    failures: dict[str, str] = {}
+def _one_by_one(
+    runs: Sequence[tuple[int, RunConfig]],
+    display: Display,
+    budget: Budget,
+    request: Request,
+    failures: dict[str, str],
+) -> None:
+    """Run after run in this process; why some failed goes into ``failures``."""
     for row, run in runs:
+        request.check(f"before {run.run_name}")
         if not budget.start(run):
             display.update(row, NOT_STARTED)
             continue
@@ -165,9 +183,11 @@ def _one_by_one(runs: Sequence[tuple[int, RunConfig]], display: Display, budget:
             failures[run.run_name] = str(error).splitlines()[0]
             display.update(row, "failed")
             continue
+        except Stopped:
+            display.update(row, UNFINISHED)
+            raise
         budget.finish(run)
         display.update(row, summary["status"], _as_record(summary))
-    return failures
 
 
 def _as_record(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,17 +207,22 @@ class _Job:
 
 
 def _in_processes(
-    runs: Sequence[tuple[int, RunConfig]], parallel: int, display: Display, budget: Budget
-) -> dict[str, str]:
+    runs: Sequence[tuple[int, RunConfig]],
+    parallel: int,
+    display: Display,
+    budget: Budget,
+    request: Request,
+    failures: dict[str, str],
+) -> None:
     """Up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
     gpus = torch.cuda.device_count()
     seats = list(range(min(parallel, gpus) if gpus else parallel))
     waiting = list(runs)
     jobs: list[_Job] = []
-    failures: dict[str, str] = {}
+    told: list[_Job] = []
     try:
-        while waiting or jobs:
-            while waiting and len(jobs) < len(seats):
+        while jobs or (waiting and not request.signum):
+            while waiting and not request.signum and len(jobs) < len(seats):
                 row, run = waiting.pop(0)
                 if not budget.start(run):
                     display.update(row, NOT_STARTED)
@@ -206,17 +231,23 @@ def _in_processes(
                 jobs.append(_start(row, run, seat, gpus > 0))
                 display.update(row, "running")
             time.sleep(_POLL_S)
+            if request.signum and not told:
+                told = list(jobs)
+                for job in told:
+                    job.process.send_signal(request.signum)
             for job in list(jobs):
-                if _report(job, display, failures):
+                if _report(job, display, failures, request.signum):
                     jobs.remove(job)
                     if job.run.run_name not in failures:
                         budget.finish(job.run)
     finally:
-        for job in jobs:  # an interrupt: the runs resume from their checkpoints next time
+        for job in jobs:  # an error here, or asked twice: the runs resume from their checkpoints next time
             job.process.terminate()
+        for job in jobs:
             job.process.wait()
             job.log.close()
-    return failures
+    left = sum(job.run.run_name not in failures for job in told)
+    request.check(f"in {left} of {len(runs)} runs, with checkpoints")
 
 
 def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
@@ -235,8 +266,8 @@ def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
     return _Job(row, run, process, log, seat)
 
 
-def _report(job: _Job, display: Display, failures: dict[str, str]) -> bool:
-    """Tell the display how a job stands; True when it has ended."""
+def _report(job: _Job, display: Display, failures: dict[str, str], told: int) -> bool:
+    """Tell the display how a job stands; True when it has ended. told: the signal that asked all to stop, or 0."""
     folder = runlog.run_folder(job.run)
     code = job.process.poll()
     if code is None:
@@ -246,7 +277,10 @@ def _report(job: _Job, display: Display, failures: dict[str, str]) -> bool:
         return False
     job.log.close()
     summary = runlog.read_summary(folder)
-    if code or summary is None:
+    stopped = bool(told) and code in (128 + told, -told)  # by our signal: in training, or before and after it
+    if stopped and summary is None:
+        display.update(job.row, UNFINISHED)
+    elif summary is None or (code and not stopped):
         lines = (folder / "output.txt").read_text().strip().splitlines()
         failures[job.run.run_name] = lines[-1] if lines else f"exit code {code}"
         display.update(job.row, "failed")

@@ -6,6 +6,7 @@ its best rate from a sweep of the same size for each, made with ``python -m cosm
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def _forget(folder: Path) -> None:
     """Remove an earlier demo's files, and only those."""
     for name in ("config.json", "metrics.jsonl", "summary.json"):
         (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def _lines(summaries: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -68,13 +68,18 @@ class World:
             value /= self.size
         return value
 
+    def most(self, value: int) -> int:
+        """The largest value of any process."""
+        if self.size > 1:
+            largest = torch.tensor(value, device=self.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            value = int(largest.item())
+        return value
+
     def agree(self, error: Exception | None) -> None:
         """Raise on every process if any of them failed, so that none waits for the others for ever."""
-        if self.size > 1:
-            failed = torch.tensor([0.0 if error is None else 1.0], device=self.device)
-            dist.all_reduce(failed)
-            if error is None and failed.item():
-                error = RuntimeError("another process of this run failed; its own message says why")
+        if self.most(int(error is not None)) and error is None:
+            error = RuntimeError("another process of this run failed; its own message says why")
         if error is not None:
             raise error
 

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cosmos_lab import runlog
+from cosmos_lab import checkpoint, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import read_json
 from cosmos_lab.display import format_table
 
-NOT_STARTED = "not started"
+NOT_STARTED, UNFINISHED = "not started", "unfinished"
 # What a run is called by in the table, beside optimizer and rate, where the runs differ in it.
 _QUIET = {"optimizer", "lr", "seed", "name", "out", "recipe"}
 
@@ -22,7 +22,7 @@ def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | N
     Args:
         runs: as they were asked for; their numbers are read from their folders.
         metric: the number of the summary that ranks them; less is better.
-        failures: why runs failed, by name; any other run without a summary was not started.
+        failures: why runs failed, by name; any other run without a summary was not started, or left with a checkpoint.
     """
     differing = _differing(runs)
     groups: dict[tuple[Any, ...], list[RunConfig]] = {}
@@ -107,7 +107,10 @@ def _row(
 
 def _missing(run: RunConfig, failures: Mapping[str, str]) -> dict[str, Any]:
     """In place of the summary that a run has not written."""
-    return {"status": "failed" if run.run_name in failures else NOT_STARTED}
+    if run.run_name in failures:
+        return {"status": "failed"}
+    begun = checkpoint.latest(runlog.run_folder(run) / "checkpoints") is not None
+    return {"status": UNFINISHED if begun else NOT_STARTED}
 
 
 def format_result(result: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cosmos_lab import assemble, checkpoint, launch, meters, runlog
+from cosmos_lab import assemble, checkpoint, launch, meters, runlog, stopping
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
 from cosmos_lab.data.files import read_json
@@ -30,6 +30,7 @@ from cosmos_lab.summary import summarize
 Progress = Callable[[Mapping[str, Any]], None]
 
 _BAD_LOSSES = 2  # log lines in a row without a finite loss that end a run: weights do not come back from there
+_MEET_EVERY = 10  # steps after which processes agree on whether to stop, where no log line makes them wait anyway
 # Fields that may differ between a finished run and the one asked for: they change no number.
 _HARMLESS = {"out", "name", "device", "compile", "log_every", "tensorboard", "wandb", "resume", "keep", "cache_dir"}
 
@@ -38,7 +39,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     """Train as ``config`` says and return the summary, which is also in the run folder.
 
     A finished run folder is not trained again: its summary comes back. A half-finished one continues from its newest
-    checkpoint.
+    checkpoint. SIGTERM and SIGINT end it after the step it is in, with a checkpoint: ``stopping.Stopped`` says so.
 
     Args:
         config: the run.
@@ -84,6 +85,7 @@ class Trainer:
     def __init__(self, config: RunConfig, world: launch.World, progress: Progress | None = None) -> None:
         self.config, self.world, self.progress = config, world, progress
         self.folder = runlog.run_folder(config)
+        self.checkpoints = self.folder / "checkpoints"
         self.bf16 = launch.pick_bf16(config.training.precision, world.device)
         self.micro = assemble.micro_batch(config, world.size)
         source, self.val_source = assemble.load_source(config, "train"), assemble.load_source(config, "val")
@@ -101,7 +103,6 @@ class Trainer:
         self.loss_sum = torch.tensor(self.at.loss_sum, device=world.device)
         self.first = self.timed = self.at.step
         self.logged_seconds = self.at.seconds
-        self.bad_losses = 0
         self.log = None
         if world.main:
             about = assemble.header(config, self.model, self.optimizer, source)
@@ -112,11 +113,10 @@ class Trainer:
 
     def _resume(self, batches: Batches) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        checkpoints = self.folder / "checkpoints"
         if self.world.main:
-            for unfinished in checkpoints.glob(".writing_*"):
+            for unfinished in self.checkpoints.glob(".writing_*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
-        newest = checkpoint.latest(checkpoints)
+        newest = checkpoint.latest(self.checkpoints)
         if newest is not None:
             checkpoint.load(newest, self.at, self.identity, self.world)
             assert self.at.position is not None
@@ -131,20 +131,29 @@ class Trainer:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step and return the summary."""
+        """Train to the last step and return the summary, or stop with a checkpoint when a signal asks for it."""
         steps, every = self.config.training.steps, self.config.logging
-        while self.at.step < steps and self.bad_losses < _BAD_LOSSES:
-            self._step()
-            step = self.at.step
-            if step == 1 or step == steps or _due(step, every.log_every):
-                self._log()
-            if step == self.first + 1:
-                self._start_clock()
-            if _due(step, every.val_every) and step < steps:
-                self._aside(self.validate)
-            if _due(step, every.checkpoint_every) and step < steps:
-                self._aside(self.save)
-        return self._finish()
+        with stopping.watch() as request:
+            told = self.world.most(request.signum)  # a comparison may have been told while this run was built
+            while not told and self.at.step < steps and self.at.bad_losses < _BAD_LOSSES:
+                self._step()
+                step = self.at.step
+                logs = step == 1 or step == steps or _due(step, every.log_every)
+                if logs:
+                    self._log()
+                if step == self.first + 1:
+                    self._start_clock()
+                if _due(step, every.val_every) and step < steps:
+                    self._aside(self.validate)
+                # Processes get the signal at different moments; asking each other at every step would cost time.
+                if self.world.size == 1 or logs or _due(step, every.log_every or _MEET_EVERY):
+                    told = self.world.most(request.signum)
+                if told or (_due(step, every.checkpoint_every) and step < steps):
+                    self._aside(self.save)
+            if told:
+                kept = ", with a checkpoint" if self.at.step else ""
+                raise stopping.Stopped(told, f"at step {self.at.step} of {steps}{kept}")
+            return self._finish()
 
     def _step(self) -> None:
         """One optimizer step over all its micro-batches."""
@@ -203,7 +212,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint."""
         self.at.seconds, self.at.loss_sum = self.clock.read(), self.loss_sum.item()
-        checkpoint.save(self.folder / "checkpoints", self.at, self.identity, self.world, self.config.logging.keep)
+        checkpoint.save(self.checkpoints, self.at, self.identity, self.world, self.config.logging.keep)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -242,7 +251,7 @@ class Trainer:
         speed = timed * c.training.batch * c.data.seq_len / max(self.logged_seconds - before, 1e-9)
         share = meters.mfu(speed, self.model.flops_per_token(c.data.seq_len), self.world.device, self.world.size)
         self.at.logged = self.at.step
-        self.bad_losses = 0 if math.isfinite(loss) else self.bad_losses + 1
+        self.at.bad_losses = 0 if math.isfinite(loss) else self.at.bad_losses + 1
         self._write(
             {
                 "step": self.at.step,
@@ -261,7 +270,7 @@ class Trainer:
         """Last checkpoint, last validation, summary."""
         self.world.synchronize()
         self.clock.stop()
-        diverged = self.bad_losses >= _BAD_LOSSES
+        diverged = self.at.bad_losses >= _BAD_LOSSES
         if self.config.logging.checkpoint_every and not diverged and self.at.step > self.first:
             self.save()
         if not any(r["step"] == self.at.step for r in runlog.read_metrics(self.folder) if "val_loss" in r):
@@ -272,6 +281,8 @@ class Trainer:
         summary["state_bytes"] = assemble.state_bytes(self.optimizer)
         if self.log is not None:
             self.log.finish(summary)
+            if not self.config.logging.checkpoint_every:  # what a stop has left, which nobody asked to keep
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
         return summary
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from cosmos_lab.config import RunConfig
+from cosmos_lab.stopping import Stopped
 from cosmos_lab.train import train
 
 
@@ -15,6 +16,9 @@ def main(arguments: list[str]) -> int:
     config = RunConfig.from_flat(json.loads(Path(arguments[0]).read_text()))
     try:
         train(config)
+    except Stopped as stop:
+        print(f"cosmos-lab: {stop}", file=sys.stderr)
+        return stop.code
     except (ValueError, OSError) as error:
         print(f"cosmos-lab: {error}", file=sys.stderr)
         return 2

@@ -2,50 +2,20 @@
 
 import contextlib
 import json
-import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import cosmos_optim
 from cosmos_lab import checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.train import Trainer, train
-
-SRC = Path(__file__).resolve().parents[2] / "src"
-
-
-def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
-    """Everything a run computed: its log without clocks and gauges, and the last checkpoint's content."""
-    clocks = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
-    log = [{k: v for k, v in r.items() if k not in clocks} for r in runlog.read_metrics(runlog.run_folder(config))]
-    newest = checkpoint.latest(runlog.run_folder(config) / "checkpoints")
-    assert newest is not None
-    return log, torch.load(newest / "state.pt", weights_only=True)
-
-
-def assert_same(a: Any, b: Any, where: str = "") -> None:
-    """Equality to the bit, through nested containers."""
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{where}/{index}")
-    else:
-        assert a == b, where
+from tests.lab.outcomes import assert_same, outcome, start, wait_until
 
 
 class Stop(Exception):
@@ -77,17 +47,14 @@ def test_kill_9_and_resume(tiny_run: RunConfig, tmp_path: Path) -> None:
     config = tiny_run.replace(steps=80, checkpoint_every=3, val_every=20, log_every=5, diagnostics_every=0)
     asked = tmp_path / "asked.json"
     asked.write_text(json.dumps(config.flat()))
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "cosmos_lab.worker", str(asked)], env=environment)
+    process = start("-m", "cosmos_lab.worker", str(asked))
     checkpoints = runlog.run_folder(config) / "checkpoints"
     try:
-        deadline = time.monotonic() + 120
-        while not any(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: any(checkpoints.glob("step_*")), process)
         time.sleep(0.1)  # into the middle of some step or save
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.communicate()
     stopped = checkpoint.latest(checkpoints)
     assert stopped is not None and not (runlog.run_folder(config) / "summary.json").exists()
     step = int(stopped.name.removeprefix("step_"))

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import torch
 
 from cosmos_lab import checkpoint, runlog
 from cosmos_lab.config import RunConfig
-from cosmos_lab.train import train
+from cosmos_lab.stopping import Stopped
+from cosmos_lab.train import Trainer, train
+from tests.lab.outcomes import send
 
 # Sums over processes round otherwise than sums over micro-batches, and eight steps of training amplify it.
 DISTRIBUTED_TOLERANCE = 1e-4
@@ -66,9 +69,35 @@ def test_two_processes_train_as_one(tiny_run: RunConfig, sharding: str, optimize
     assert losses(two) == pytest.approx(losses(base.replace(name="one")), rel=DISTRIBUTED_TOLERANCE)
 
 
+def told(config: RunConfig, stop: int) -> None:
+    """Of two processes the second gets a signal in step 6; both stop after the step ``stop``."""
+    step = Trainer._step
+
+    def signalled(trainer: Trainer) -> None:
+        step(trainer)
+        if trainer.world.rank == 1 and trainer.at.step == 6:
+            send(signal.SIGTERM)
+
+    Trainer._step = signalled  # type: ignore[method-assign]
+    with pytest.raises(Stopped, match=f"stopped by SIGTERM at step {stop} of 12, with a checkpoint"):
+        train(config)
+
+
+@pytest.mark.parametrize(("sharding", "logs", "stop"), [("ddp", 0, 10), ("fsdp", 4, 8)])
+def test_two_processes_stop_together(tiny_run: RunConfig, sharding: str, logs: int, stop: int) -> None:
+    config = tiny_run.replace(sharding=sharding, steps=12, log_every=logs, val_every=0, checkpoint_every=0)
+    on_ranks(2, lambda: told(config, stop))
+    newest = checkpoint.latest(runlog.run_folder(config) / "checkpoints")
+    assert newest is not None and newest.name == f"step_{stop:06d}"
+    on_ranks(2, lambda: train(config))
+    on_ranks(2, lambda: train(config.replace(name="whole")))
+    assert losses(config) == losses(config.replace(name="whole"))
+    assert not newest.parent.exists()
+
+
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_two_processes_resume(tiny_run: RunConfig, sharding: str) -> None:
-    config = tiny_run.replace(sharding=sharding, optimizer="cosmos")
+    config = tiny_run.replace(sharding=sharding, optimizer="cosmos", log_every=3)  # saves between log lines
 
     def cut() -> None:
         def fall(record: Any) -> None:

@@ -1,0 +1,71 @@
+"""What runs came to, to the bit, and runs in processes of their own that tests may end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cosmos_lab import checkpoint, runlog
+from cosmos_lab.config import RunConfig
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+_CLOCKS = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
+
+
+def log_of(folder: Path) -> list[Any]:
+    """A run's log without clocks and gauges."""
+    return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in runlog.read_metrics(folder)]
+
+
+def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
+    """Everything a run computed: its log, and the last checkpoint's content."""
+    folder = runlog.run_folder(config)
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None
+    return log_of(folder), torch.load(newest / "state.pt", weights_only=True)
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    """Equality to the bit, through nested containers."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}/{index}")
+    else:
+        assert a == b, where
+
+
+def send(signum: int) -> None:
+    """Send this process a signal."""
+    os.kill(os.getpid(), signum)
+
+
+def at_step(step: int, signum: int = signal.SIGTERM) -> Callable[[Any], None]:
+    """A progress function that sends this process a signal when a step is logged."""
+    return lambda record: send(signum) if record["step"] == step and "loss" in record else None
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """``python ARGUMENTS`` with the lab importable, in the background."""
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)  # type: ignore[call-overload]
+
+
+def wait_until(seen: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait for something that a process does; return as well when it ends or takes two minutes."""
+    deadline = time.monotonic() + 120
+    while not seen() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)

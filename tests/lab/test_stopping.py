@@ -1,0 +1,222 @@
+"""Runs that are told to stop: a checkpoint, one line, the signal's exit code, and the same command goes on."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_lab import compare as comparison
+from cosmos_lab import runlog, stopping
+from cosmos_lab.cli import main
+from cosmos_lab.compare import compare
+from cosmos_lab.config import RunConfig
+from cosmos_lab.stopping import Stopped, watch
+from cosmos_lab.train import train
+from tests.lab.outcomes import assert_same, at_step, log_of, outcome, send, start, wait_until
+
+
+def unnoticed(signum: int, frame: object) -> None:
+    """In place of SIGTERM's own action, which would end the tests."""
+    raise AssertionError("nobody was watching for signals")
+
+
+@pytest.fixture(autouse=True)
+def _known_handlers() -> Iterator[None]:
+    """Signals raise, whatever started the tests; every test leaves them so."""
+    fresh = {signal.SIGTERM: unnoticed, signal.SIGINT: signal.default_int_handler}
+    before = {signum: signal.signal(signum, handler) for signum, handler in fresh.items()}
+    yield
+    left = {signum: signal.signal(signum, handler) for signum, handler in before.items()}
+    assert left == fresh
+
+
+def flags_of(config: RunConfig, *left_out: str) -> list[str]:
+    """The flags that make any recipe's run this one."""
+    words: list[str] = []
+    for name, value in config.flat().items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value != () and name not in left_out:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_with_a_checkpoint_and_the_same_command_continues(tiny_run: RunConfig) -> None:
+    config = tiny_run.replace(steps=60, checkpoint_every=1000, val_every=40, log_every=7)
+    command = ["train", "tiny", *flags_of(config)]
+    folder = runlog.run_folder(config)
+    process = start("-m", "cosmos_lab", *command)
+    wait_until(lambda: any(runlog.read_metrics(folder)), process)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # as `timeout` does, to the process and to its group
+    error = process.communicate()[1]
+    assert process.returncode == 143
+    (kept,) = (folder / "checkpoints").iterdir()
+    step = int(kept.name.removeprefix("step_"))
+    message = f"stopped by SIGTERM at step {step} of 60, with a checkpoint; the same command continues"
+    assert error.endswith(f"cosmos-lab: {message}\n") and 0 < step < 60
+    assert main(command) == 0
+    train(config.replace(name="whole"))
+    assert_same(outcome(config), outcome(config.replace(name="whole")))
+
+
+@pytest.mark.parametrize("stop", [1, 4, 8])
+def test_a_stop_leaves_no_checkpoint_in_the_end_where_none_was_asked_for(tiny_run: RunConfig, stop: int) -> None:
+    config = tiny_run.replace(checkpoint_every=0)
+    train(config.replace(name="whole"))
+    folder = runlog.run_folder(config)
+    with pytest.raises(Stopped, match=f"at step {stop} of 8, with a checkpoint"):
+        train(config, progress=at_step(stop))
+    assert (folder / "checkpoints" / f"step_{stop:06d}").is_dir()
+    assert train(config)["status"] == "done"
+    assert not (folder / "checkpoints").exists()
+    assert_same(log_of(folder), log_of(folder.with_name("whole")))
+
+
+def test_a_run_diverges_where_it_would_have(tiny_run: RunConfig) -> None:
+    config = tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, checkpoint_every=0)
+    whole = train(config.replace(name="whole"))
+    bad = next(r["step"] for r in log_of(runlog.run_folder(config.replace(name="whole"))) if r["loss"] is None)
+    with pytest.raises(Stopped):
+        train(config, progress=at_step(bad))
+    summary = train(config)
+    assert summary["status"] == whole["status"] == "diverged" and summary["steps"] == whole["steps"] == bad + 1
+
+
+def test_a_signal_in_the_last_validation_does_not_get_lost(tiny_run: RunConfig) -> None:
+    def late(record: Any) -> None:
+        if record["step"] == 8 and "val_loss" in record:
+            send(signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="stopped by SIGTERM when all was done"):
+        train(tiny_run, progress=late)
+    assert train(tiny_run)["status"] == "done"
+
+
+def test_ctrl_c_has_its_own_exit_code(
+    tiny_run: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press = at_step(3, signal.SIGINT)
+    monkeypatch.setattr("cosmos_lab.display.TrainDisplay.__call__", lambda _, record: press(record))
+    assert main(["train", "tiny", *flags_of(tiny_run)]) == 130
+    message = "stopped by SIGINT at step 3 of 8, with a checkpoint; the same command continues"
+    assert capsys.readouterr().err == f"cosmos-lab: {message}\n"
+
+
+def test_another_thread_can_train(tiny_run: RunConfig) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(train(tiny_run)["status"]))
+    thread.start()
+    thread.join()
+    assert found == ["done"]
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_ends_the_whole_comparison(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [tiny_run.replace(name=f"run{seed}", seed=seed, checkpoint_every=0) for seed in range(3)]
+
+    def signalled(config: RunConfig, progress: Any) -> Any:
+        return train(config, progress=at_step(5) if config.run_name == "run1" else progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "train", signalled)
+        with pytest.raises(Stopped, match="at step 5 of 8, with a checkpoint"):
+            compare(runs)
+    (row,) = json.loads((Path(tiny_run.logging.out) / "compare.json").read_text())["rows"]
+    assert row["status"] == ["done", "unfinished", "not started"] and row["values"][0] is not None
+    out = capsys.readouterr().out
+    assert "not started, unfinished" in out and "--minutes" not in out
+    (row,) = compare(runs, show=False)["rows"]
+    assert row["status"] == ["done"] * 3
+
+
+def test_a_stop_between_runs_starts_no_other(tiny_run: RunConfig) -> None:
+    with pytest.raises(Stopped, match="stopped by SIGTERM before run"), watch():
+        send(signal.SIGTERM)
+        compare([tiny_run], show=False)
+    with pytest.raises(Stopped, match="stopped by SIGTERM at step 0 of 8$"), watch():
+        send(signal.SIGTERM)
+        train(tiny_run)
+
+
+@pytest.mark.slow
+def test_workers_checkpoint_and_none_is_left_behind(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_run.replace(steps=300, log_every=10, val_every=0, diagnostics_every=0, checkpoint_every=0, rank=None)
+    common = flags_of(config, "optimizer", "lr", "seed", "name", "recipe")
+    command = ["compare", "tiny", *common, "--optimizers", "adam", "--lrs", "1e-3,2e-3"]
+    names = ["tiny-adam-lr0.001-s0", "tiny-adam-lr0.002-s0"]
+    out = Path(config.logging.out)
+    report, workers, told = comparison._report, set(), []
+
+    def signalled(job: Any, *rest: Any) -> bool:
+        workers.add(job.process)
+        if not told and all(any(runlog.read_metrics(out / name)) for name in names):
+            told.append(send(signal.SIGTERM))
+        return report(job, *rest)
+
+    monkeypatch.setattr(comparison, "_report", signalled)
+    assert main([*command, "--parallel", "2"]) == 143
+    said = capsys.readouterr()
+    message = "stopped by SIGTERM in 2 of 2 runs, with checkpoints; the same command continues"
+    assert said.err.endswith(f"cosmos-lab: {message}\n") and "unfinished" in said.out
+    assert [worker.returncode for worker in workers] == [143, 143]  # and waited for: no process is left
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.pid, 0)
+    for name in names:
+        assert "stopped by SIGTERM at step" in (out / name / "output.txt").read_text()
+        assert (out / name / "checkpoints").is_dir()
+    assert main(command) == 0
+    for name in names:
+        assert [record["step"] for record in log_of(out / name) if "loss" in record] == [1, *range(10, 301, 10)]
+        assert not (out / name / "checkpoints").exists()
+
+
+# -- the watch itself -------------------------------------------------------------------------------------------------
+
+
+def test_a_watch_within_another_shares_its_request() -> None:
+    with pytest.raises(Stopped, match="stopped by SIGINT when all was done") as stop, watch() as outer:
+        with watch() as inner:
+            send(signal.SIGINT)
+        assert outer is inner and outer.signum == signal.SIGINT
+    assert stop.value.code == 130
+
+
+def test_an_error_is_not_hidden_by_a_stop() -> None:
+    with pytest.raises(ZeroDivisionError), watch():
+        send(signal.SIGTERM)
+        raise ZeroDivisionError
+
+
+def test_asked_twice_it_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt) as now, watch():
+        send(signal.SIGTERM)
+        send(signal.SIGINT)  # within the time of an echo
+        monkeypatch.setattr(stopping, "_ECHO_S", -1.0)
+        send(signal.SIGINT)
+        raise AssertionError("not reached")
+    assert now.type is KeyboardInterrupt
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup, or in the background of a script
+    with watch() as request:
+        send(signal.SIGINT)
+    assert request.signum == 0 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -89,11 +89,11 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     parameter     shape  rule    because    rank     state
     ------------------------------------------------------
     0.weight   100 x 16  adam    embedding        12.5 KiB
-    1.weight    32 x 16  cosmos  linear        4  2.82 KiB
+    1.weight    32 x 16  cosmos  linear        4  2.94 KiB
     ------------------------------------------------------
     adam: 1 tensors, 1,600 parameters, 12.5 KiB of state
-    cosmos: 1 tensors, 512 parameters, 2.82 KiB of state
-    total: 2 tensors, 2,112 parameters, 15.3 KiB of state
+    cosmos: 1 tensors, 512 parameters, 2.94 KiB of state
+    total: 2 tensors, 2,112 parameters, 15.4 KiB of state
     """
     if isinstance(model, MatrixOptimizer):
         return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)

@@ -11,9 +11,11 @@ from torch import Tensor
 from cosmos_optim.algebra import Algebra
 from cosmos_optim.rules.base import Hyper, Rule, State
 
+# The paper's, but for the rank, which is drawn.
+PAPER: dict[str, Any] = {"nesterov": False, "row_beta2": None}
 # Options worth drawing; {} are the defaults. `gamma` has no default of its own: the optimizer resolves it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
-    "cosmos": [{}, {"nesterov": True}, {"nesterov": 2.5}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
+    "cosmos": [{}, PAPER, {"row_beta2": None}, {"nesterov": 2.5}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
     "muon": [{}, {"nesterov": False}, {"scaling": "original"}],
     "normuon": [{}, {"nesterov": False}],
     "soap": [{}, {"frequency": 2}, {"squares": "momentum"}],
@@ -21,7 +23,7 @@ OPTIONS: Mapping[str, list[dict[str, Any]]] = {
     # O'GU is diagonal at the first step, its other entries rounding noise: epsilon must stand above that noise.
     "cosmos-two-sided": [
         {"eps": 0.01},
-        {"eps": 0.01, "nesterov": True},
+        {"eps": 0.01, **PAPER},
         {"eps": 0.01, "eps_placement": "inside"},
         {"eps": 0.01, "row_beta2": 0.5},
     ],

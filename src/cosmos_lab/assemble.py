@@ -18,6 +18,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data
 from cosmos_lab.data.files import read_json
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
+from cosmos_lab.optimizers import settings
 
 _AFTER_GRADIENT = "_post_accumulate_grad_hooks"
 _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
@@ -203,6 +204,7 @@ def header(
         "commit": runlog.commit(),
         "versions": runlog.versions(),
         "config": config.flat(),
+        "settings": settings(config.optimizer, config.model.model),
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": state_bytes(optimizer),
     }

@@ -32,7 +32,7 @@ class CompareOptions:
     only: str | None = None
     """Only these rows of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
     extra: str | None = None
-    """More by optimizer: soap:frequency=10;cosmos:rank=32,nesterov=True; one that occurs twice runs in both ways."""
+    """More by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False; one that occurs twice runs in both ways."""
     parallel: int = 1
     """Runs at a time; with GPUs each has one of its own."""
     minutes: float = 0.0

@@ -26,7 +26,7 @@ from cosmos_lab import runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import write_json
 from cosmos_lab.display import TableDisplay
-from cosmos_lab.optimizers import check_optimizer
+from cosmos_lab.optimizers import settings
 from cosmos_lab.ranking import NOT_STARTED, UNFINISHED, format_result, rank
 from cosmos_lab.stopping import Request, Stopped, watch
 from cosmos_lab.train import finished, train
@@ -150,7 +150,7 @@ def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
     made, conflicts = {}, []
     for run in runs:
         try:
-            check_optimizer(run.check().optimizer, run.model.model)
+            settings(run.check().optimizer, run.model.model)  # a wrong option is noticed before anything is trained
             summary = finished(run)
         except ValueError as conflict:
             conflicts.append(f"{run.run_name}: {conflict}")

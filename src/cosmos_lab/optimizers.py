@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from cosmos_lab.config import OptimizerOptions, parse_options
 from cosmos_lab.models import Decoder, resolve
 from cosmos_lab.models import build as build_model
 
+# What a group holds beside hyper-parameters; rates are fields of their own in a run.
+_NOT_SETTINGS = ("params", "param_names", "rule", "lr")
 # Optimizers that treat every parameter alike: `lr` is the rate of all.
 ONE_RATE = ("adam", "adam-mini")
 
@@ -60,10 +63,18 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     )
 
 
-def check_optimizer(options: OptimizerOptions, model: str) -> None:
-    """Build the optimizer for a miniature of the model, so that a wrong option is an error before its run begins."""
+def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:
+    """All hyper-parameters by "rule.name", defaults included, as JSON has them; a wrong option is a ValueError.
+
+    Taken from an optimizer for a miniature of the model, before anything large is built.
+    """
     preset = resolve(model)
-    build_optimizer(build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1), options)
+    miniature = build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
+    found: dict[str, Any] = {}
+    for group in build_optimizer(miniature, options).param_groups:
+        own = {f"{group['rule']}.{key}": value for key, value in group.items() if key not in _NOT_SETTINGS}
+        found = {**own, **found}  # of several groups with one rule the first
+    return dict(json.loads(json.dumps(found, default=str)))
 
 
 def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:

@@ -123,7 +123,7 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
             result[table].append(row)
             say(f"{table}: {_line(row)}")
             if config.out:
-                write_json(Path(config.out), runlog.finite(result))  # at once: a lease may end at any time
+                write_json(Path(config.out), runlog.finite(result))  # at once: the machine may be taken away
         say(format_rows(result[table]))
     rig.unmount()
     return result

@@ -89,6 +89,9 @@ def _row(
         "optimizer": first.optimizer.optimizer,
         "lr": first.optimizer.lr,
         "adam_lr": first.optimizer.adam_lr,
+        "rank": first.optimizer.rank,
+        "gamma": first.optimizer.gamma,
+        "options": list(first.optimizer.options),
         **extras,
         "seeds": [run.training.seed for run in members],
         "runs": [run.run_name for run in members],
@@ -100,9 +103,16 @@ def _row(
         "step_ms": [summary.get("step_ms") for summary in summaries],
         "optimizer_ms": [summary.get("optimizer_ms") for summary in summaries],
         "state_bytes": [summary.get("state_bytes") for summary in summaries],
+        "val_losses": [_curve(run) for run in members],
         "failures": [failures[run.run_name] for run in members if run.run_name in failures],
         "best": False,
     }
+
+
+def _curve(run: RunConfig) -> list[list[Any]]:
+    """[step, validation loss] of all validations."""
+    records = runlog.read_metrics(runlog.run_folder(run))
+    return [[record["step"], record["val_loss"]] for record in records if "val_loss" in record]
 
 
 def _missing(run: RunConfig, failures: Mapping[str, str]) -> dict[str, Any]:

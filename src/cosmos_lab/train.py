@@ -23,7 +23,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
 from cosmos_lab.data.files import read_json
 from cosmos_lab.feed import Feed
-from cosmos_lab.optimizers import build_optimizer, optimizer_class
+from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
 from cosmos_lab.schedule import factor
 from cosmos_lab.summary import summarize
 
@@ -74,8 +74,10 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _check_same(folder: Path, config: RunConfig) -> None:
-    saved = (read_json(folder / runlog.CONFIG) or {}).get("config", {})
+    about = read_json(folder / runlog.CONFIG) or {}
     asked = {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in _HARMLESS}
+    asked |= settings(config.optimizer, config.model.model)  # defaults may have been others when the run was made
+    saved = {**about.get("config", {}), **about.get("settings", {})}
     checkpoint.check_identity(folder, {k: saved.get(k, v) for k, v in asked.items()}, asked)
 
 

@@ -204,6 +204,21 @@ def test_conflicts_with_finished_runs_are_all_found_before_anything_is_trained(t
         compare([runs[0], runs[1].replace(resume="never")], show=False)
 
 
+def test_a_finished_run_with_other_defaults_is_not_taken_for_this_one(tiny_run: RunConfig) -> None:
+    """An earlier version of the optimizer may have had others, which no field of the run shows."""
+    run = tiny_run.replace(**COSMOS, options=("ns_steps=3",))
+    rows = compare([run], show=False)["rows"]
+    assert rows[0]["options"] == ["ns_steps=3"] and len(rows[0]["val_losses"][0]) > 0
+    about = Path(tiny_run.logging.out) / run.run_name / "config.json"
+    saved = json.loads(about.read_text())
+    assert saved["settings"]["cosmos.row_beta2"] == 0.95 and saved["settings"]["cosmos.ns_steps"] == 3
+    compare([run], show=False)
+    saved["settings"]["cosmos.row_beta2"] = None
+    about.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="was trained with cosmos.row_beta2 None, this run asks for .* 0.95"):
+        compare([run], show=False)
+
+
 def test_names_must_differ_and_something_must_be_left(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="two runs are called 'run'"):
         compare([tiny_run, tiny_run], show=False)

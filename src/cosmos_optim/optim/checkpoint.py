@@ -95,9 +95,11 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
             )
         for key in STRUCTURE:
             if key in a and key in b and a[key] != b[key]:
+                others = {k: b[k] for k in STRUCTURE if k in a and k in b and a[k] != b[k]}
+                wanted = ", ".join(f"{k}={v!r}" for k, v in others.items())
                 raise ValueError(
                     f"group {i} was saved with {key}={b[key]!r}, here it has {key}={a[key]!r}: "
-                    f"build the optimizer with {key}={b[key]!r} to continue this checkpoint"
+                    f"build the optimizer with {wanted} to continue this checkpoint"
                 )
 
 

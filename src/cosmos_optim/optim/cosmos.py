@@ -80,9 +80,10 @@ class Cosmos(MatrixOptimizer):
 
 
 class CosmosPaper(Cosmos):
-    """COSMOS as the paper prints it: rank 64, no look-ahead, rows left alone; all else is as in `Cosmos`.
+    """COSMOS with the paper's settings: rank 64, no look-ahead, rows left alone; all else is as in `Cosmos`.
 
-    Epsilon stands outside the root here too; `eps_placement="inside"` is the paper's letter.
+    Two things differ from the printed algorithm: epsilon stands outside the root (`eps_placement="inside"` is the
+    paper's), and `residual_guard` is on (0 turns it off).
     """
 
     def __init__(

@@ -154,6 +154,25 @@ def test_gamma_zero_with_full_rank_is_normalized_soap() -> None:
         torch.testing.assert_close(before - p.detach(), expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_rows_without_a_gradient_worth_the_name_stay(two_sided: bool) -> None:
+    """Dead neurons: what epsilon keeps out of both halves must not come back when rows are made equal."""
+    p = matrix((64, 96))
+    opt = Cosmos([p], lr=1.0, two_sided=two_sided)
+    start = p.detach().clone()
+    for step in range(30):
+        p.grad = 1e-2 * gradient((64, 96), step)
+        p.grad[:4] *= 1e-12  # 1e-14: epsilon is 1e-8
+        p.grad[4:8] = 0
+        p.grad[8:12] *= 1e-3  # small, and real
+        opt.step()
+    moved = (p.detach() - start).square().mean(1).sqrt() / 15  # about what the other rows do
+    assert moved[12:].mean() > 0.9
+    assert moved[:4].max() < 0.01
+    assert moved[4:8].max() < (1e-3 if two_sided else 1e-9)  # the left basis has rounding of its own in them
+    assert moved[8:12].min() > 0.2
+
+
 def test_compiled_step_runs_without_recompiling() -> None:
     """torch.compile of a function that steps: lr as a tensor, no recompilation from step to step."""
     model = decoder()

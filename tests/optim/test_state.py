@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from cosmos_optim import OPTIMIZERS, Cosmos, plan
+from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper, plan
 from tests.optim.helpers import decoder, gradient, matrix, same, snapshot, train
 
 SMALL_RANK = {"rank": 4}
@@ -137,8 +137,23 @@ def test_a_second_moment_of_rows_is_a_number_a_row() -> None:
     assert opt.state[e]["v"].min() > 0
     with pytest.raises(ValueError, match="row_beta2=0.9.*row_beta2=None"):
         plain.load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match="row_beta2=1"):
-        Cosmos([p], row_beta2=1)
+    faster = Cosmos([p, e], rank=4, row_beta2=0.5)  # another average of the same state: the checkpoint's, as with betas
+    faster.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert faster.param_groups[0]["row_beta2"] == 0.9
+    for wrong in (1, False, "slow"):
+        with pytest.raises(ValueError, match=f"row_beta2={wrong!r}"):
+            Cosmos([p], row_beta2=wrong)
+
+
+def test_a_checkpoint_of_other_settings_names_all_of_them_and_the_class() -> None:
+    p = matrix((100, 80))
+    saved = CosmosPaper([p]).state_dict()
+    advice = "build the optimizer with rank=64, row_beta2=None to continue this checkpoint, or a CosmosPaper"
+    with pytest.raises(ValueError, match=advice):
+        Cosmos([p]).load_state_dict(saved)
+    two_sided = Cosmos([p], two_sided=True).state_dict()
+    with pytest.raises(ValueError, match="the optimizer of rule 'cosmos-two-sided' that wrote it, two_sided=True"):
+        Cosmos([p]).load_state_dict(two_sided)
 
 
 def test_another_rank_is_refused_naming_both() -> None:

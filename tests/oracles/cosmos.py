@@ -108,4 +108,4 @@ class Cosmos:
             return D
         v = self.state.get("v", np.zeros((len(D), 1)))
         self.state["v"] = v = self.row_beta2 * v + (1 - self.row_beta2) * np.mean(D * D, axis=1, keepdims=True)
-        return ratio(D, np.broadcast_to(np.sqrt(v) + self.eps, D.shape))
+        return ratio(D, np.broadcast_to(np.sqrt(v) + max(self.eps, 1e-4), D.shape))  # rows below are noise

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.rules.cosmos import PAPER
+
 if TYPE_CHECKING:
     from cosmos_optim.optim.base import MatrixOptimizer
 
@@ -93,14 +95,26 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
                 f"group {i} has {len(b['params'])} parameters in the checkpoint, {len(a['params'])} here: build the "
                 "optimizer from the same model, with the same parameters frozen"
             )
-        for key in STRUCTURE:
-            if key in a and key in b and a[key] != b[key]:
-                others = {k: b[k] for k in STRUCTURE if k in a and k in b and a[k] != b[k]}
-                wanted = ", ".join(f"{k}={v!r}" for k, v in others.items())
-                raise ValueError(
-                    f"group {i} was saved with {key}={b[key]!r}, here it has {key}={a[key]!r}: "
-                    f"build the optimizer with {wanted} to continue this checkpoint"
-                )
+        both = [key for key in STRUCTURE if key in a and key in b]
+        differ = {key: b[key] for key in both if _structure(key, a[key]) != _structure(key, b[key])}
+        if differ:
+            saw, have = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
+            raise ValueError(f"group {i} was saved with {saw}, here it has {have}: {_advice(differ)}")
+
+
+def _structure(key: str, value: Any) -> Any:
+    """What of a hyper-parameter decides the state: of an average whether there is one."""
+    return value is None if key == "row_beta2" else value
+
+
+def _advice(differ: dict[str, Any]) -> str:
+    """How to build an optimizer that can continue a checkpoint with these other values."""
+    if "rule" in differ:
+        two_sided = ", two_sided=True" if str(differ["rule"]).endswith("-two-sided") else ""
+        return f"build the optimizer of rule {differ['rule']!r} that wrote it{two_sided}"
+    wanted = ", ".join(f"{key}={value!r}" for key, value in differ.items())
+    hint = ", or a CosmosPaper, which has that" if differ.items() <= PAPER.items() else ""
+    return f"build the optimizer with {wanted} to continue this checkpoint{hint}"
 
 
 def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

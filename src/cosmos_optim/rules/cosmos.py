@@ -38,6 +38,7 @@ HYPER: dict[str, Any] = {
     "residual_guard": 1e-5,
     "row_beta2": 0.95,
 }
+ROW_FLOOR = 1e-4  # of a row's root mean square, where rows are divided by it
 # Where the paper has other values. The defaults are those that docs/results.md found best.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
 
@@ -99,10 +100,14 @@ def momentum(M: Any, G: Any, h: Hyper, alg: Algebra) -> Any:
 
 
 def even_rows(D: Any, state: State, h: Hyper, alg: Algebra) -> tuple[Any, State]:
-    """With `row_beta2`, NorMuon's second moment of each row before the last normalization; its state."""
+    """With `row_beta2`, NorMuon's second moment of each row before the last normalization; its state.
+
+    Rows of D are of order 1. One far below that has a gradient below `eps`: what is left of it is noise, which its own
+    size as the divisor would make as large as any other row.
+    """
     if h["row_beta2"] is None:
         return D, {}
-    D, v = alg.even_rows(D, state["v"], h["row_beta2"], h["eps"])
+    D, v = alg.even_rows(D, state["v"], h["row_beta2"], max(h["eps"], ROW_FLOOR))
     return D, {"v": v}
 
 
@@ -162,7 +167,8 @@ def check(h: Hyper) -> None:
     require(h["eps_placement"] in ("outside", "inside"), "eps_placement", h["eps_placement"], "'outside' or 'inside'")
     require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
     beta = h["row_beta2"]
-    require(beta is None or 0 <= beta < 1, "row_beta2", beta, "it must lie in [0, 1); None is off")
+    number = isinstance(beta, (int, float)) and not isinstance(beta, bool)
+    require(beta is None or (number and 0 <= beta < 1), "row_beta2", beta, "it must lie in [0, 1); None is off")
     check_momentum(h)
     check_newton_schulz(h)
 

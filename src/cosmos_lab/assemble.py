@@ -176,6 +176,7 @@ def micro_batch(config: RunConfig, processes: int) -> int:
 
 def identity(config: RunConfig, model: Decoder, source: TokenSource) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued."""
+    hyper = settings(config.optimizer, config.model.model)
     return {
         "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
         "optimizer": config.optimizer.optimizer,
@@ -184,6 +185,7 @@ def identity(config: RunConfig, model: Decoder, source: TokenSource) -> dict[str
         "seq_len": config.data.seq_len,
         "batch": config.training.batch,
         "seed": config.training.seed,
+        **{name: value for name, value in hyper.items() if not name.endswith(".lr")},  # rates may be changed
     }
 
 

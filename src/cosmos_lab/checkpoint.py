@@ -65,7 +65,23 @@ def _steps(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)), key=step_of)
 
 
-def save(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World, keep: int) -> Path:
+def drop_passing(folder: Path) -> None:
+    """Remove the checkpoints that were written for a resume alone."""
+    for path in _steps(folder):
+        if (read_json(path / "meta.json") or {}).get("passing"):
+            shutil.rmtree(path, ignore_errors=True)
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def save(
+    folder: Path,
+    training: Training,
+    identity: Mapping[str, Any],
+    world: launch.World,
+    keep: int,
+    passing: bool = False,
+) -> Path:
     """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints.
 
     Args:
@@ -73,6 +89,8 @@ def save(folder: Path, training: Training, identity: Mapping[str, Any], world: l
         training: what to write.
         identity: what is being trained; a resume compares it.
         world: this process among the others; every process must call.
+        keep: how many checkpoints stay.
+        passing: written for a resume alone; `drop_passing` removes it when the run is finished.
     """
     final = folder / f"step_{training.step:06d}"
     temporary = folder / f".writing_{final.name}"
@@ -82,7 +100,7 @@ def save(folder: Path, training: Training, identity: Mapping[str, Any], world: l
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         world.barrier()
-        _write(temporary, training, identity, world)
+        _write(temporary, training, identity, world, passing)
     except (OSError, RuntimeError) as problem:  # torch reports a short write as a RuntimeError
         error = _explain(problem, final)
     try:
@@ -104,7 +122,7 @@ def load(path: Path, training: Training, identity: Mapping[str, Any], world: lau
     meta = read_json(path / "meta.json")
     if meta is None:
         raise ValueError(f"{path}/meta.json is no JSON; remove that folder to resume from an older checkpoint")
-    check_identity(path, meta["identity"], identity)
+    check_identity(path, {**identity, **meta["identity"]}, identity)  # older checkpoints say less
     if meta["sharded"] != (world.sharding == "fsdp"):
         how = "with" if meta["sharded"] else "without"
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
@@ -150,7 +168,7 @@ def set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
         torch.cuda.set_rng_state(state["cuda"], world.device)
 
 
-def _write(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World) -> None:
+def _write(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World, passing: bool) -> None:
     """This process's part of a checkpoint."""
     if world.sharding == "fsdp":
         launch.save_sharded(training.model, training.optimizer, folder / "shards")
@@ -166,6 +184,7 @@ def _write(folder: Path, training: Training, identity: Mapping[str, Any], world:
                 "identity": dict(identity),
                 "processes": world.size,
                 "sharded": world.sharding == "fsdp",
+                "passing": passing,
             },
         )
 

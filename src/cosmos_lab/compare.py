@@ -22,13 +22,13 @@ from typing import Any, Protocol, TextIO
 
 import torch
 
-from cosmos_lab import runlog
+from cosmos_lab import checkpoint, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import write_json
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.optimizers import settings
 from cosmos_lab.ranking import NOT_STARTED, UNFINISHED, format_result, rank
-from cosmos_lab.stopping import Request, Stopped, watch
+from cosmos_lab.stopping import SIGNALS, Request, Stopped, watch
 from cosmos_lab.train import finished, train
 
 RESULT = "compare.json"
@@ -107,10 +107,7 @@ def compare(
         raise ValueError("nothing to compare: no run is left of the grid")
     if out is not None:
         runs = [run.replace(out=str(out)) for run in runs]
-    names = [run.run_name for run in runs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two runs are called {twice!r}; give them names of their own")
+    _check_names(runs)
     budget, made = Budget(minutes), _finished(runs)
     failures: dict[str, str] = {}
     table = TableDisplay(runs) if show else None
@@ -134,6 +131,13 @@ def compare(
     if show and left:
         print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command goes on")
     return result
+
+
+def _check_names(runs: Sequence[RunConfig]) -> None:
+    names = [run.run_name for run in runs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two runs are called {twice!r}; give them names of their own")
 
 
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
@@ -246,8 +250,10 @@ def _in_processes(
         for job in jobs:
             job.process.wait()
             job.log.close()
-    left = sum(job.run.run_name not in failures for job in told)
-    request.check(f"in {left} of {len(runs)} runs, with checkpoints")
+    left = [folder for job in told if runlog.read_summary(folder := runlog.run_folder(job.run)) is None]
+    kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
+    how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
+    request.check(f"in {len(left)} of {len(runs)} runs, {how}")
 
 
 def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
@@ -277,7 +283,8 @@ def _report(job: _Job, display: Display, failures: dict[str, str], told: int) ->
         return False
     job.log.close()
     summary = runlog.read_summary(folder)
-    stopped = bool(told) and code in (128 + told, -told)  # by our signal: in training, or before and after it
+    # By a signal, ours or one to the whole group: in training, or before and after it.
+    stopped = bool(told) and any(code in (128 + signum, -signum) for signum in SIGNALS)
     if stopped and summary is None:
         display.update(job.row, UNFINISHED)
     elif summary is None or (code and not stopped):

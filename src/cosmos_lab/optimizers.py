@@ -16,8 +16,6 @@ from cosmos_lab.config import OptimizerOptions, parse_options
 from cosmos_lab.models import Decoder, resolve
 from cosmos_lab.models import build as build_model
 
-# What a group holds beside hyper-parameters; rates are fields of their own in a run.
-_NOT_SETTINGS = ("params", "param_names", "rule", "lr")
 # Optimizers that treat every parameter alike: `lr` is the rate of all.
 ONE_RATE = ("adam", "adam-mini")
 
@@ -64,17 +62,23 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
 
 
 def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:
-    """All hyper-parameters by "rule.name", defaults included, as JSON has them; a wrong option is a ValueError.
+    """All hyper-parameters by "rule.name", defaults included, as JSON has them (a list where groups differ); a wrong
+    option is a ValueError.
 
     Taken from an optimizer for a miniature of the model, before anything large is built.
     """
     preset = resolve(model)
-    miniature = build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
-    found: dict[str, Any] = {}
-    for group in build_optimizer(miniature, options).param_groups:
-        own = {f"{group['rule']}.{key}": value for key, value in group.items() if key not in _NOT_SETTINGS}
-        found = {**own, **found}  # of several groups with one rule the first
-    return dict(json.loads(json.dumps(found, default=str)))
+    with torch.random.fork_rng(devices=[]):  # the run's own random numbers go on as they were
+        miniature = build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
+        groups = build_optimizer(miniature, options).param_groups
+    found: dict[str, list[Any]] = {}
+    for group in groups:
+        for key in group.keys() - {"params", "param_names", "rule"}:
+            values = found.setdefault(f"{group['rule']}.{key}", [])
+            if group[key] not in values:
+                values.append(group[key])
+    alone = {key: values[0] if len(values) == 1 else values for key, values in sorted(found.items())}
+    return dict(json.loads(json.dumps(alone, default=str)))
 
 
 def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:

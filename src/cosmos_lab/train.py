@@ -214,7 +214,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint."""
         self.at.seconds, self.at.loss_sum = self.clock.read(), self.loss_sum.item()
-        checkpoint.save(self.checkpoints, self.at, self.identity, self.world, self.config.logging.keep)
+        every, keep = self.config.logging.checkpoint_every, self.config.logging.keep
+        checkpoint.save(self.checkpoints, self.at, self.identity, self.world, keep, passing=not every)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -283,8 +284,7 @@ class Trainer:
         summary["state_bytes"] = assemble.state_bytes(self.optimizer)
         if self.log is not None:
             self.log.finish(summary)
-            if not self.config.logging.checkpoint_every:  # what a stop has left, which nobody asked to keep
-                shutil.rmtree(self.checkpoints, ignore_errors=True)
+            checkpoint.drop_passing(self.checkpoints)  # what a stop has left, which nobody asked to keep
         return summary
 
 

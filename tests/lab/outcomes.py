@@ -23,12 +23,13 @@ def log_of(folder: Path) -> list[Any]:
     return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in runlog.read_metrics(folder)]
 
 
-def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
-    """Everything a run computed: its log, and the last checkpoint's content."""
+def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Everything a run computed: its log, and the last checkpoint's content, random states included."""
     folder = runlog.run_folder(config)
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest is not None
-    return log_of(folder), torch.load(newest / "state.pt", weights_only=True)
+    state, own = (torch.load(newest / name, weights_only=True) for name in ("state.pt", "process_0.pt"))
+    return log_of(folder), state, own
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:

@@ -130,7 +130,7 @@ def test_bad_input(change: dict, message: str) -> None:
 def test_the_papers_profiles() -> None:
     memory = PROFILES["profile-memory"]()
     assert (memory.model, memory.batch, memory.accumulation, memory.seq_len) == ("llama-1b", 10, 25, 1024)
-    assert memory.optimizers == ("adam", "soap", "muon", "cosmos")
+    assert memory.optimizers == ("adam", "soap", "muon", "cosmos-paper")
     assert PROFILES["profile-throughput"]().memory_cap_gb == 80
 
 

@@ -35,7 +35,7 @@ def interrupt(config: RunConfig, step: int) -> None:
 
 @pytest.mark.parametrize("optimizer", list(cosmos_optim.OPTIMIZERS))
 def test_every_optimizer_resumes_bit_for_bit(tiny_run: RunConfig, optimizer: str) -> None:
-    rank = 8 if optimizer in ("cosmos", "galore") else None
+    rank = 8 if optimizer in ("cosmos", "cosmos-paper", "galore") else None
     config = tiny_run.replace(optimizer=optimizer, rank=rank, checkpoint_every=3, val_every=2)
     train(config.replace(name="whole"))
     interrupt(config, 5)  # the newest checkpoint is of step 3: two steps are done again
@@ -118,6 +118,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -
         ({"depth": 2}, "trained with model .*'depth': 1.* this run asks for model .*'depth': 2"),
         ({"rank": 4}, "trained with rank 8, this run asks for rank 4"),
         ({"seed": 3}, "trained with seed 0, this run asks for seed 3"),
+        ({"options": ("ns_steps=2",)}, "trained with cosmos.ns_steps 5, this run asks for cosmos.ns_steps 2"),
+        ({"gamma": 0.7}, "trained with cosmos.gamma .*, this run asks for cosmos.gamma 0.7"),
     ],
 )
 def test_resume_with_something_else_names_both(tiny_run: RunConfig, change: dict, message: str) -> None:
@@ -127,6 +129,14 @@ def test_resume_with_something_else_names_both(tiny_run: RunConfig, change: dict
     with pytest.raises(ValueError, match=message):
         train(tiny_run.replace(**change))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_resume_may_change_the_rates(tiny_run: RunConfig) -> None:
+    config = tiny_run.replace(gamma=0.5)
+    interrupt(config, 5)
+    train(config.replace(lr=1e-5, adam_lr=1e-5))
+    last = [record for record in runlog.read_metrics(runlog.run_folder(config)) if "lr" in record][-1]
+    assert last["lr"] < 1e-5
 
 
 def test_two_processes_do_not_train_in_one_folder(tiny_run: RunConfig) -> None:

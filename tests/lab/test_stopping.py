@@ -82,6 +82,14 @@ def test_a_stop_leaves_no_checkpoint_in_the_end_where_none_was_asked_for(tiny_ru
     assert_same(log_of(folder), log_of(folder.with_name("whole")))
 
 
+def test_checkpoints_that_were_asked_for_outlive_a_resume_without(tiny_run: RunConfig) -> None:
+    with pytest.raises(Stopped):
+        train(tiny_run.replace(checkpoint_every=2, keep=5), progress=at_step(5))
+    train(tiny_run.replace(checkpoint_every=0))
+    found = sorted(path.name for path in (runlog.run_folder(tiny_run) / "checkpoints").iterdir())
+    assert found == ["step_000002", "step_000004", "step_000005"]
+
+
 def test_a_run_diverges_where_it_would_have(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, checkpoint_every=0)
     whole = train(config.replace(name="whole"))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
+
+from cosmos_optim import OPTIMIZERS
 
 
 class Decoder(nn.Module):
@@ -20,6 +24,11 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
         return self.lm_head(self.norm(h + self.down(self.up(h).relu())))
+
+
+def small_rank(name: str, rank: int = 4) -> dict[str, int]:
+    """A rank below these matrices' sides, for the optimizers that take one."""
+    return {"rank": rank} if "rank" in inspect.signature(OPTIMIZERS[name]).parameters else {}
 
 
 def decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:

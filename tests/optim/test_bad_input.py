@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, param_groups
-from tests.optim.helpers import decoder, gradient, loss_of, matrix, same, snapshot, train
+from tests.optim.helpers import decoder, gradient, loss_of, matrix, same, small_rank, snapshot, train
 
 # One float32 rounding per step and element, a handful of steps.
 FLOAT32 = 1e-5
@@ -23,7 +23,7 @@ def backward(model: nn.Module, step: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_zero_gradient_step_before_training_changes_nothing(name: str) -> None:
     """Checkpoint tools take a step with zero gradients and lr=0 to create the state."""
-    kwargs = {"rank": 4} if name in ("cosmos", "galore") else {}
+    kwargs = small_rank(name)
     model, other = decoder(), decoder()
     a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)
     rates = [group["lr"] for group in a.param_groups]
@@ -145,7 +145,7 @@ def test_gradients_of_extreme_size(scale: float, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_narrow_parameters_train(dtype: torch.dtype, name: str) -> None:
-    kwargs = {"rank": 4} if name in ("cosmos", "galore") else {}
+    kwargs = small_rank(name)
     model = decoder(dtype=dtype)
     opt = OPTIMIZERS[name](model, **kwargs)
     losses = train(model, opt, range(20))
@@ -237,7 +237,7 @@ def test_found_inf_is_honoured() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_autocast_and_reduced_matmul_precision_do_not_reach_the_step(name: str) -> None:
-    kwargs = {"rank": 4} if name in ("cosmos", "galore") else {}
+    kwargs = small_rank(name)
     model, other = decoder(), decoder()
     a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)
     for step in range(3):

@@ -208,7 +208,7 @@ def test_the_plan_names_every_parameter_and_adds_up() -> None:
 
 
 # The paper's Table 1, in units of d^2, for four d x d and two d x 4d matrices and r = 0.05 d.
-PAPER_TABLE = {"adam": 24, "adam-mini": 12, "soap": 66, "muon": 12, "cosmos": 13}
+PAPER_TABLE = {"adam": 24, "adam-mini": 12, "soap": 66, "muon": 12, "cosmos-paper": 13}
 
 
 @pytest.mark.parametrize("rule", PAPER_TABLE)
@@ -217,6 +217,6 @@ def test_the_papers_table_of_state_sizes(rule: str) -> None:
     with torch.device("meta"):
         shapes = [(d, d)] * 4 + [(d, 4 * d), (4 * d, d)]
         model = nn.Sequential(*(nn.Linear(n, m, bias=False) for m, n in shapes))
-    hyper = {"rank": 50} if rule == "cosmos" else {}
+    hyper = {"rank": 50} if rule == "cosmos-paper" else {}
     # The paper rounds to whole d^2: COSMOS needs 12.915, Adam-mini 12 and 9 vectors.
     assert plan(model, rule, **hyper).state_elements / d**2 == pytest.approx(PAPER_TABLE[rule], abs=0.1)

@@ -10,7 +10,7 @@ from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper
 from cosmos_optim.rounding import stochastic_bfloat16
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
-from tests.optim.helpers import decoder, gradient, loss_of, matrix, train
+from tests.optim.helpers import decoder, gradient, loss_of, matrix, small_rank, train
 
 
 def test_diagnostics_by_name_and_only_inside() -> None:
@@ -90,7 +90,7 @@ def test_the_smaller_side_saves_state() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_maximize_mirrors_minimize(name: str) -> None:
-    kwargs = {"rank": 3} if name in ("cosmos", "galore") else {}
+    kwargs = small_rank(name, 3)
     p, q = matrix((8, 6)), matrix((8, 6))
     rule = {"rule": "adam"} if name == "adam" else {}
     down = OPTIMIZERS[name]([{"params": [p], **rule}], **kwargs)

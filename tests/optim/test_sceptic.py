@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos
-from tests.optim.helpers import decoder, gradient, matrix, train
+from tests.optim.helpers import decoder, gradient, matrix, small_rank, train
 
 # A few steps in float32: other orders of summation, Newton-Schulz triples what they differ by.
 FLOAT32 = 1e-4
 
 
 def build(name: str, params: object, **kwargs: object) -> torch.optim.Optimizer:
-    return OPTIMIZERS[name](params, **kwargs, **({"rank": 3} if name in ("cosmos", "galore") else {}))
+    return OPTIMIZERS[name](params, **kwargs, **small_rank(name, 3))
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

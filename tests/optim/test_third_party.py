@@ -12,11 +12,11 @@ from torch.nn.utils import parametrizations
 
 from cosmos_optim import OPTIMIZERS, Adam, AdamMini, Cosmos, Muon, param_groups, plan
 from cosmos_optim.groups import routes
-from tests.optim.helpers import decoder, gradient, matrix, train
+from tests.optim.helpers import decoder, gradient, matrix, small_rank, train
 
 
 def build(name: str, params: object, **kwargs: object) -> torch.optim.Optimizer:
-    return OPTIMIZERS[name](params, **kwargs, **({"rank": 3} if name in ("cosmos", "galore") else {}))
+    return OPTIMIZERS[name](params, **kwargs, **small_rank(name, 3))
 
 
 def rules(model: nn.Module, **kwargs: object) -> dict[str, tuple[str, dict[str, object]]]:

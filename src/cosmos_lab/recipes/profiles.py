@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 from cosmos_lab.profile import ProfileConfig
 
+PAPER = ("adam", "soap", "muon", "cosmos-paper")
+
 
 def profile_memory() -> ProfileConfig:
     """Peak memory and time of an iteration: LLaMA-1B, batch 10, accumulation 25.
 
     Paper, on an A100: Adam 62.75 GB, 34.73 s; SOAP 72.58, 39.51; MUON 58.25, 35.56; COSMOS 58.47, 35.75.
     """
-    return ProfileConfig(tables=("memory",))
+    return ProfileConfig(tables=("memory",), optimizers=PAPER)
 
 
 def profile_throughput() -> ProfileConfig:
@@ -20,7 +22,7 @@ def profile_throughput() -> ProfileConfig:
 
     Paper, on an A100: Adam 13, 7.24; SOAP 10, 6.33; MUON 14, 7.23; COSMOS 14, 7.07.
     """
-    return ProfileConfig(tables=("throughput",))
+    return ProfileConfig(tables=("throughput",), optimizers=PAPER)
 
 
 def profile_mfu() -> ProfileConfig:

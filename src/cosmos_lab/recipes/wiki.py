@@ -133,13 +133,13 @@ def wiki_60m_256() -> Recipe:
 def _gpt(name: str, model: str, adam_lr: float, lr: float, gamma: float | None = None, **fields: Any) -> Recipe:
     """``gamma`` is the paper's; beside it COSMOS's defaults with a SOAP half that moves at 2e-3."""
     grid = (
-        *variants("adam", (adam_lr / 2, adam_lr), adam_lr="lr", rank=None),
-        *variants("muon", (lr, 2 * lr), rank=None),
+        *variants("adam", (adam_lr / 2, adam_lr), adam_lr="lr", rank=None, gamma=None),
+        *variants("muon", (lr, 2 * lr), rank=None, gamma=None),
         *variants("cosmos-paper", (lr, 2 * lr), gamma=gamma),
         *({"optimizer": "cosmos", "lr": x, "gamma": x / SOAP_RATE, "rank": None} for x in (lr, 2 * lr)),
     )
     reduced = {"depth": 6, "width": 512, "mlp": 2048}
-    config = wiki(name, model, 480, data="data/wiki_gpt2", lr=lr, adam_lr=adam_lr, **reduced, **fields)
+    config = wiki(name, model, 480, data="data/wiki_gpt2", lr=lr, adam_lr=adam_lr, gamma=gamma, **reduced, **fields)
     return Recipe(name, f"{model}, reduced, on 31M GPT-2 tokens of English Wikipedia", "this project", config, grid)
 
 

@@ -51,20 +51,21 @@ HEAT = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec9
 def looks(optimizers: Sequence[str]) -> list[Look]:
     """One look for each method, given its optimizer; variants of one optimizer keep its colour and differ in dash.
 
-    The paper's settings ("cosmos-paper") are such a variant.
+    The paper's settings ("cosmos-paper") are such a variant, with a dash of its own whatever else is there.
     """
+    papers = [name.endswith("-paper") for name in optimizers]
     optimizers = [name.removesuffix("-paper") for name in optimizers]
     spare = [look for name, look in KNOWN.items() if name not in optimizers] or list(KNOWN.values())
     chosen: dict[str, Look] = {}
-    seen: dict[str, int] = {}
+    seen: dict[tuple[str, bool], int] = {}
     result = []
-    for optimizer in optimizers:
+    for optimizer, paper in zip(optimizers, papers, strict=True):
         if optimizer not in chosen:
             strangers = sum(name not in KNOWN for name in chosen)
             chosen[optimizer] = KNOWN.get(optimizer) or spare[strangers % len(spare)]
         look = chosen[optimizer]
-        count = seen.get(optimizer, 0)
-        seen[optimizer] = count + 1
+        count = seen.get((optimizer, paper), 2 * paper)
+        seen[optimizer, paper] = count + 1
         dash = look.dash if count == 0 else _DASHES[(count - 1) % len(_DASHES)]
         result.append(Look(look.light, look.dark, dash, look.marker))
     return result

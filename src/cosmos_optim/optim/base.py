@@ -128,14 +128,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         require(group["layout"] in LAYOUTS, "layout", group["layout"], f"one of {LAYOUTS}")
         rule.check(group)
         if "gamma" in rule.hyper and group["gamma"] is None:
-            require(
-                float(adam_lr) > 0,
-                "adam_lr",
-                adam_lr,
-                "gamma=None means lr / adam_lr: give gamma, or a positive adam_lr",
-            )
-            hint = "gamma=None means lr / adam_lr: give gamma, or the peak lr"
-            require(float(group["lr"]) > 0, "lr", group["lr"], hint)
+            means = "gamma=None means lr / adam_lr: give gamma, or"
+            require(float(adam_lr) > 0, "adam_lr", adam_lr, f"{means} a positive adam_lr")
+            require(float(group["lr"]) > 0, "lr", group["lr"], f"{means} the peak lr")
             group["gamma"] = float(group["lr"]) / float(adam_lr)
 
     def _lay_out(self, index: int) -> None:

@@ -99,7 +99,7 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
         differ = {key: b[key] for key in both if _structure(key, a[key]) != _structure(key, b[key])}
         if differ:
             saw, have = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
-            raise ValueError(f"group {i} was saved with {saw}, here it has {have}: {_advice(differ)}")
+            raise ValueError(f"group {i} was saved with {saw}, here it has {have}: {_advice(differ, b)}")
 
 
 def _structure(key: str, value: Any) -> Any:
@@ -107,13 +107,14 @@ def _structure(key: str, value: Any) -> Any:
     return value is None if key == "row_beta2" else value
 
 
-def _advice(differ: dict[str, Any]) -> str:
-    """How to build an optimizer that can continue a checkpoint with these other values."""
+def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
+    """How to build an optimizer that can continue a checkpoint's group with these other values."""
     if "rule" in differ:
         two_sided = ", two_sided=True" if str(differ["rule"]).endswith("-two-sided") else ""
         return f"build the optimizer of rule {differ['rule']!r} that wrote it{two_sided}"
     wanted = ", ".join(f"{key}={value!r}" for key, value in differ.items())
-    hint = ", or a CosmosPaper, which has that" if differ.items() <= PAPER.items() else ""
+    paper = saved["rule"].startswith("cosmos") and all(saved[key] == PAPER[key] for key in ("rank", "row_beta2"))
+    hint = ", or a CosmosPaper, which has that" if paper else ""
     return f"build the optimizer with {wanted} to continue this checkpoint{hint}"
 
 

@@ -38,7 +38,7 @@ HYPER: dict[str, Any] = {
     "residual_guard": 1e-5,
     "row_beta2": 0.95,
 }
-ROW_FLOOR = 1e-4  # of a row's root mean square, where rows are divided by it
+ROW_FLOOR = 1e-4  # added to the root mean squares of D's rows, which are of order 1, where rows are divided by them
 # Where the paper has other values. The defaults are those that docs/results.md found best.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
 

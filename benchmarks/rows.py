@@ -17,14 +17,9 @@ def _groups(hidden: list[Tensor], rest: list[Tensor], rule: str) -> list[dict[st
     return [{"params": hidden, "rule": rule}, {"params": rest, "rule": "adam"}]
 
 
-def cosmos(**hyper: Any) -> Build:
+def cosmos(kind: type[Cosmos] = Cosmos, **hyper: Any) -> Build:
     """COSMOS with these hyper-parameters."""
-    return lambda hidden, rest: [Cosmos(_groups(hidden, rest, "cosmos"), **hyper)]
-
-
-def paper(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """COSMOS with the paper's settings."""
-    return [CosmosPaper(_groups(hidden, rest, "cosmos"))]
+    return lambda hidden, rest: [kind(_groups(hidden, rest, "cosmos"), **hyper)]
 
 
 def muon(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
@@ -53,7 +48,7 @@ ROWS: dict[str, Build] = {
     "cosmos-4": cosmos(ns_steps=4),
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
     "cosmos-eager": cosmos(cuda_graphs=False),
-    "cosmos-paper": paper,
+    "cosmos-paper": cosmos(CosmosPaper),
     "cosmos-loop": loop,
     "muon": muon,
     "adamw": adamw,

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
+from cosmos_optim.rules import cosmos
 from cosmos_optim.rules.base import Hyper, Rule, State
 
 # The paper's, but for the rank, which is drawn.
-PAPER: dict[str, Any] = {"nesterov": False, "row_beta2": None}
+PAPER = {name: value for name, value in cosmos.PAPER.items() if name != "rank"}
 # Options worth drawing; {} are the defaults. `gamma` has no default of its own: the optimizer resolves it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
     "cosmos": [{}, PAPER, {"row_beta2": None}, {"nesterov": 2.5}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],

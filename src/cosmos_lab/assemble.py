@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,7 +19,6 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data
 from cosmos_lab.data.files import read_json
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
-from cosmos_lab.optimizers import settings
 
 _AFTER_GRADIENT = "_post_accumulate_grad_hooks"
 _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
@@ -174,9 +174,10 @@ def micro_batch(config: RunConfig, processes: int) -> int:
     return next(size for size in range(min(most, share), 0, -1) if share % size == 0)
 
 
-def identity(config: RunConfig, model: Decoder, source: TokenSource) -> dict[str, Any]:
-    """What a checkpoint must agree with to be continued."""
-    hyper = settings(config.optimizer, config.model.model)
+def identity(
+    config: RunConfig, model: Decoder, source: TokenSource, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a checkpoint must agree with to be continued; settings: the optimizer's, of which rates may change."""
     return {
         "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
         "optimizer": config.optimizer.optimizer,
@@ -185,14 +186,18 @@ def identity(config: RunConfig, model: Decoder, source: TokenSource) -> dict[str
         "seq_len": config.data.seq_len,
         "batch": config.training.batch,
         "seed": config.training.seed,
-        **{name: value for name, value in hyper.items() if not name.endswith(".lr")},  # rates may be changed
+        **{name: value for name, value in settings.items() if not name.endswith(".lr")},
     }
 
 
 def header(
-    config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer, source: TokenSource
+    config: RunConfig,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    source: TokenSource,
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """config.json of the run folder."""
+    """config.json of the run folder; settings: the optimizer's, defaults included."""
     return {
         "name": config.run_name,
         "recipe": config.logging.recipe,
@@ -206,7 +211,7 @@ def header(
         "commit": runlog.commit(),
         "versions": runlog.versions(),
         "config": config.flat(),
-        "settings": settings(config.optimizer, config.model.model),
+        "settings": settings,
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": state_bytes(optimizer),
     }

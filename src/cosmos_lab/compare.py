@@ -134,6 +134,7 @@ def compare(
 
 
 def _check_names(runs: Sequence[RunConfig]) -> None:
+    """ValueError where two runs would share a folder."""
     names = [run.run_name for run in runs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

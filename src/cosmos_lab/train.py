@@ -96,7 +96,8 @@ class Trainer:
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.identity = assemble.identity(config, self.model, source)
+        asked = settings(config.optimizer, config.model.model)
+        self.identity = assemble.identity(config, self.model, source, asked)
         self.at = checkpoint.Training(self.model, self.optimizer)
         batch, seed = config.training.batch // world.size, config.training.seed
         batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
@@ -107,7 +108,7 @@ class Trainer:
         self.logged_seconds = self.at.seconds
         self.log = None
         if world.main:
-            about = assemble.header(config, self.model, self.optimizer, source)
+            about = assemble.header(config, self.model, self.optimizer, source, asked)
             self.log = runlog.RunLog(config, about, resumed_at=self.at.step)
             if progress is not None:
                 progress({"step": self.at.step, "about": f"{source}; {about['parameters']:,} parameters"})

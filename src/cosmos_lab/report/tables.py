@@ -148,8 +148,8 @@ def _configuration(group: Group, run: Run, flat: dict[str, str], differing: set[
 def _flat(run: Run) -> dict[str, str]:
     """The configuration on one level, without the optimizer's defaults and what the head of the file repeats."""
     flat = {key: _plain(value) for key, value in flatten(run.config.get("config")).items()}
-    head = {key: _plain(value) for key, value in flatten({**run.config, "config": {}, "settings": {}}).items()}
-    head = {key: value for key, value in head.items() if key not in ("config", "settings")}
+    rest = {key: value for key, value in run.config.items() if key not in ("config", "settings")}
+    head = {key: _plain(value) for key, value in flatten(rest).items()}
     return {**{key: value for key, value in head.items() if flat.get(key) != value}, **flat}
 
 

@@ -28,7 +28,7 @@ from cosmos_optim.fused_thin import FusedThin, as_direction, fits, kernels_at
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, norms, norms_torch
-from cosmos_optim.kernels.health import RANK, ask, at_rank, at_width, sound
+from cosmos_optim.kernels.health import NARROW, ask, at_rank, at_width, sound
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual, Scaled
 from cosmos_optim.kernels.project import overlap, project
@@ -76,7 +76,7 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz, rows
 def _checked(t: Tensor, rank: int, rows: bool) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
     families = ["passes", at_width(min(t.shape)), at_rank("basis", rank), "eigen", "thin"]
-    if rank > RANK:
+    if rank > NARROW:
         families.append(at_rank("thin", rank))  # beside those for norms and single columns
     if max(t.stride()) * t.element_size() % 16:
         families.append("odd_rows")

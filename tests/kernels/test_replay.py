@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import Adam, Cosmos, Muon, MuonNorm
+from cosmos_optim import Adam, Cosmos, CosmosPaper, Muon, MuonNorm
 from cosmos_optim.optim.entries import Entry
 from cosmos_optim.optim.replay import PATIENCE, SETTLED, Replays, signature
 from tests.gpu import never_waiting
@@ -67,11 +67,14 @@ def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [Cosmos, Muon, MuonNorm])
-def test_replays_equal_steps(kind: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Cosmos, {}), (Cosmos, {"rank": 12}), (Cosmos, {"rank": 100}), (CosmosPaper, {}), (Muon, {}), (MuonNorm, {})],
+)
+def test_replays_equal_steps(kind: type[torch.optim.Optimizer], options: dict[str, object]) -> None:
     """With gradients that move, a rate and a decay that change at every step, and a gradient that is not finite."""
     a, b = twins()
-    one, two = build(kind, a, weight_decay=0.1), build(kind, b, weight_decay=0.1, cuda_graphs=False)
+    one, two = (build(kind, x, weight_decay=0.1, cuda_graphs=g, **options) for x, g in ((a, True), (b, False)))
 
     def change(step: int) -> None:
         if step == EAGER + 3:

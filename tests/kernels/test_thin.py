@@ -202,6 +202,21 @@ def test_overlap(wide: bool, device: torch.device) -> None:
     assert rel(added(left), expected) < HALF
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("r", [5, 16, 32, 64, 128])
+@pytest.mark.parametrize("wide", [False, True])
+def test_overlap_is_the_same_every_time(wide: bool, r: int) -> None:
+    """Of matrices with many tiles, some of which are on their way while others are multiplied."""
+    device = torch.device("cuda")
+    B = torch.randn(3, 1024, 512, device=device).half()
+    X = B.mT if wide else B
+    U = torch.linalg.qr(torch.randn(3, X.shape[2], r, device=device))[0].contiguous()
+    first = overlap(X, halves(U), r)
+    assert rel(first[0], X.double() @ U.double()) < HALF
+    for _ in range(30):
+        assert all(torch.equal(x, y) for x, y in zip(overlap(X, halves(U), r), first, strict=True))
+
+
 def test_lists_that_kernels_can_take(device: torch.device) -> None:
     """Equal shapes, dtypes and strides, one stride 1."""
     x = torch.randn(6, 8, device=device)

@@ -38,8 +38,10 @@ from cosmos_optim.kernels.update import update_
 
 # A wrong kernel is wrong by far more; the exact bounds are the tests' business.
 CLOSE = 1e-2
-# The common rank, and sizes that fill more than one block: the first step then finds these kernels compiled.
-RANK, SIZE = 64, 256
+# The usual rank, and sizes that fill more than one block: the first step then finds these kernels compiled.
+RANK, SIZE = 32, 256
+# Up to so many columns blocks are the same, beyond them larger ones.
+NARROW = 64
 
 
 def _far(*pairs: tuple[Tensor, Tensor]) -> float:
@@ -105,7 +107,7 @@ def odd_rows(device: torch.device) -> float:
 
 
 def basis(device: torch.device, more: int = 0) -> float:
-    """Orthonormal columns and thin Gram matrices, at the common rank or `more`."""
+    """Orthonormal columns and thin Gram matrices, at the usual rank or `more`."""
     r = RANK + more
     Y = _draw(2, 2 * SIZE + 128, r, device=device) * torch.logspace(0, -4, r, device=device)
     Q = orthonormal(Y, torch.zeros_like(Y))
@@ -166,7 +168,7 @@ def _moments(device: torch.device, r: int) -> float:
 
 
 def thin(device: torch.device, more: int = 0) -> float:
-    """The arithmetic on thin factors, at the common rank or `more`."""
+    """The arithmetic on thin factors, at the usual rank or `more`."""
     P, Y = _draw(2, 2, SIZE + 7, RANK, device=device)
     b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
     sums, rate = _energy(P).view(2, 1), torch.tensor(0.1, dtype=torch.float64, device=device)
@@ -194,9 +196,11 @@ def rows(device: torch.device) -> float:
     return _far((left, exact), (v, mean), (g, mean.rsqrt()), (energy.sum(1), (q / mean).sum((1, 2))))
 
 
+# Columns more that make a factor a wide one.
+WIDER = NARROW - RANK + 16
 FAMILIES: dict[str, Callable[[torch.device], float]] = {
     "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen, "thin": thin,
-    "rows": rows, "wide basis": partial(basis, more=16), "wide thin": partial(thin, more=16),
+    "rows": rows, "wide basis": partial(basis, more=WIDER), "wide thin": partial(thin, more=WIDER),
     "small products": partial(products, s=1024),
 }  # fmt: skip
 
@@ -211,8 +215,8 @@ def at_width(s: int) -> str:
 
 
 def at_rank(family: str, r: int) -> str:
-    """The family of "basis" or "thin" that stands for r columns: beyond the common rank blocks are larger."""
-    return family if r <= RANK else f"wide {family}"
+    """The family of "basis" or "thin" that stands for r columns."""
+    return family if r <= NARROW else f"wide {family}"
 
 
 def ask(device: torch.device, families: Sequence[str]) -> list[bool]:

@@ -103,8 +103,10 @@ def _overlap(  # type: ignore[no-untyped-def]
         a = tile(start, i, j, m, n, sm, sn)
         squares += a.to(tl.float32) * a.to(tl.float32)
         at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
-        acc = mac(a, tl.load(at + u_step, mask=held, other=0.0), acc, WIDE)
-        acc = mac(a, tl.load(at, mask=held, other=0.0), acc, WIDE)
+        product = mac(a, tl.load(at + u_step, mask=held, other=0.0), tl.zeros_like(acc), WIDE)
+        # Added outside the product, which is over then. Triton 3.6 looks at the other use of `a`, the squares, alone
+        # when it counts buffers: carried on in `acc`, the product would still read the one that is filled next.
+        acc = acc + mac(a, tl.load(at, mask=held, other=0.0), product, WIDE)
     # The sums first: after the product is stored they would take half as many registers again at R = 128.
     left = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
     tl.store(e + batch * tl.num_programs(0) + block, left)

@@ -81,7 +81,7 @@ def _row(
     known = [value for value in values if value is not None]
     whole = len(known) == len(values)
     extras = {name: list(v) if isinstance(v := first.get(name), tuple) else v for name in differing}
-    own = (f"{name} {value}" for name, value in extras.items() if name != "options")
+    own = (_named(name, value) for name, value in extras.items() if name != "options" and value is not None)
     options = first.optimizer.options if "options" in differing else ()
     label = " ".join([first.optimizer.optimizer, f"lr {first.optimizer.lr:g}", *own, *options])
     return {
@@ -107,6 +107,11 @@ def _row(
         "failures": [failures[run.run_name] for run in members if run.run_name in failures],
         "best": False,
     }
+
+
+def _named(name: str, value: Any) -> str:
+    """gamma 0.36, not 0.36000000000000004."""
+    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _curve(run: RunConfig) -> list[list[Any]]:

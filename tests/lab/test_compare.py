@@ -101,10 +101,10 @@ def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
 
 
 def test_variants_of_one_optimizer_are_told_apart(tiny_run: RunConfig) -> None:
-    runs = grid(tiny_run, {**COSMOS, "rank": 4}, {**COSMOS, "rank": 8}, {**ADAM})
+    runs = grid(tiny_run, {**COSMOS, "rank": 4}, {**COSMOS, "rank": 8, "gamma": 0.1 + 0.2}, {**ADAM, "rank": None})
     result = rank(runs, "final_val_loss")
     labels = [row["label"] for row in result["rows"]]
-    assert labels == ["cosmos lr 0.002 rank 4", "cosmos lr 0.002 rank 8", "adam lr 0.002 rank None"]
+    assert labels == ["cosmos lr 0.002 rank 4", "cosmos lr 0.002 rank 8 gamma 0.3", "adam lr 0.002"]
     assert all(row["mean"] is None for row in result["rows"]) and result["best"] == {}
 
 

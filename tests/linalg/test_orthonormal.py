@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cosmos_optim.linalg import orthonormal
-from cosmos_optim.linalg.orthonormal import by_cholesky
+from cosmos_optim.linalg.orthonormal import by_cholesky, inverse_factor
 
 N = 40
 
@@ -36,3 +36,42 @@ def test_what_cannot_be_factorized_keeps_its_basis() -> None:
     old = torch.eye(5).repeat(2, 1, 1)
     Y = torch.stack([torch.full((5, 5), math.nan), torch.diag(torch.arange(1.0, 6.0))])
     assert torch.equal(by_cholesky(Y, old), old)
+
+
+@pytest.mark.parametrize("n", [3, 8, 9, 16, 31, 40, 64])
+def test_factors_by_blocks_are_those_of_the_library(n: int) -> None:
+    """Of any size, a multiple of the blocks or not."""
+    torch.manual_seed(0)
+    X = torch.randn(3, 2 * n, n, dtype=torch.float64)
+    A = X.mT @ X / n
+    (W, ok), (whole, _) = inverse_factor(A, leaf=8), inverse_factor(A)
+    assert ok.all()
+    assert torch.equal(W, W.tril())
+    assert (W - whole).abs().max() < 1e-12
+    assert (W @ A @ W.mT - torch.eye(n, dtype=torch.float64)).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("where", [0, 9, 30])
+def test_a_matrix_that_is_not_positive_is_named(where: int) -> None:
+    """Whichever block finds it, and the others are factorized."""
+    A = torch.eye(31, dtype=torch.float64).repeat(3, 1, 1)
+    A[1, where, where] = -1.0
+    W, ok = inverse_factor(A, leaf=8)
+    assert ok.tolist() == [True, False, True]
+    assert W.isfinite().all()
+    assert torch.equal(W[0], A[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_input_without_gradient_keeps_its_direction(dtype: torch.dtype) -> None:
+    """And the others turn: a dead neuron must not freeze the basis of all."""
+    torch.manual_seed(0)
+    G = torch.randn(9, 6, dtype=dtype)
+    G[:, 3] = 0
+    old = torch.eye(6, dtype=dtype)[None]
+    Q = by_cholesky((G.mT @ G)[None], old)
+    assert (Q.mT @ Q - torch.eye(6, dtype=dtype)).abs().max() < 10 * torch.finfo(dtype).eps
+    assert torch.equal(Q[0, :, 3], old[0, :, 3])
+    rest = torch.tensor([0, 1, 2, 4, 5])
+    exact = by_cholesky((G.mT @ G)[None][:, rest][:, :, rest], old[:, rest][:, :, rest])
+    assert (Q[:, rest][:, :, rest] - exact).abs().max() < 100 * torch.finfo(dtype).eps

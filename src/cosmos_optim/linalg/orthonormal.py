@@ -13,6 +13,9 @@ from torch import Tensor
 Inner = Callable[[Tensor, Tensor], Tensor]
 # A factorization has half a dozen temporaries as large as what it factorizes.
 STACK_BYTES = 256 << 20
+# Columns that a GPU's library factorizes at a time.
+LEAF = 64
+STEEP = 1e-4
 
 
 def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
@@ -31,13 +34,32 @@ def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
     ok = torch.ones(Y.shape[:-2], dtype=torch.bool, device=Y.device)
     for shift in (10 * r * eps, 0.0, 0.0):
         gram = inner(Q, Q)
-        L, info = torch.linalg.cholesky_ex(gram + shift * eye)
-        ok = ok & (info == 0)
-        # A failed factor would spread inf through the solve; the identity keeps that matrix finite until it is dropped.
-        L = torch.where(ok[..., None, None], L, eye)
-        Q = Q @ torch.linalg.solve_triangular(L, eye, upper=False).mT
+        W, fine = inverse_factor(gram + shift * eye)
+        ok = ok & fine
+        Q = Q @ W.mT
     ok = ok & (gram - eye).abs().amax((-2, -1)).lt(0.5) & gram.isfinite().all(-1).all(-1)
     return torch.where(ok[..., None, None], Q, fallback)
+
+
+def inverse_factor(A: Tensor, leaf: int | None = None) -> tuple[Tensor, Tensor]:
+    """W = L^-1 where L L' = A, (..., n, n), and whether A is positive definite (...,); W is any, but finite, if not.
+
+    Blocks beyond `leaf` columns are eliminated by products. Libraries factorize a stack of large matrices on a GPU a
+    column at a time, at a few percent of the rate of its products.
+    """
+    n, leaf = A.shape[-1], leaf or (LEAF if A.is_cuda else A.shape[-1])
+    if n <= leaf:
+        L, info = torch.linalg.cholesky_ex(A)
+        ok, eye = info == 0, torch.eye(n, dtype=A.dtype, device=A.device)
+        # A failed factor would spread inf through the solve; the identity keeps that matrix finite until it is dropped.
+        return torch.linalg.solve_triangular(torch.where(ok[..., None, None], L, eye), eye, upper=False), ok
+    k = -(-n // (2 * leaf)) * leaf
+    W_a, ok_a = inverse_factor(A[..., :k, :k], leaf)
+    B = A[..., k:, :k] @ W_a.mT
+    W_c, ok_c = inverse_factor(A[..., k:, k:] - B @ B.mT, leaf)
+    W = A.new_zeros(A.shape)
+    W[..., :k, :k], W[..., k:, k:], W[..., k:, :k] = W_a, W_c, -(W_c @ B) @ W_a
+    return W, ok_a & ok_c
 
 
 def _unit_columns(Y: Tensor, inner: Inner) -> Tensor:
@@ -55,12 +77,33 @@ def qr(Y: Tensor, fallback: Tensor) -> Tensor:
 
 
 def by_cholesky(Y: Tensor, fallback: Tensor) -> Tensor:
-    """`orthonormalize` in double precision, so that the wide spectrum of a square matrix does not make it fail.
+    """The same as `orthonormalize` in double precision, which a square matrix with its wide spectrum needs.
 
-    As many matrices at a time as `STACK_BYTES` holds.
+    A zero column, of an input that never had a gradient, stands for that of `fallback`. As many matrices at a time as
+    `STACK_BYTES` holds.
     """
+    Y = torch.where((Y == 0).all(-2, keepdim=True), fallback, Y)
     n = Y.shape[-1]
     several = max(1, STACK_BYTES // (8 * n * n))
     parts = zip(*(x.reshape(-1, n, n).split(several) for x in (Y, fallback)), strict=True)
-    made = [orthonormalize(y.double(), lambda A, B: A.mT @ B, old.double()).to(Y.dtype) for y, old in parts]
-    return torch.cat(made).view_as(Y)
+    make = _whole if Y.dtype is torch.float64 else _rounded
+    return torch.cat([make(y.double(), old.double()).to(Y.dtype) for y, old in parts]).view_as(Y)
+
+
+def _whole(Y: Tensor, fallback: Tensor) -> Tensor:
+    return orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
+
+
+def _rounded(Y: Tensor, fallback: Tensor) -> Tensor:
+    """For a result that is rounded to half its digits: two passes do.
+
+    The second one begins with singular values of at least STEEP, unless the condition of Y with columns of norm 1 is
+    beyond some 1e9, and its error is a rounding times their inverse square.
+    """
+    n, eps = Y.shape[-1], torch.finfo(Y.dtype).eps
+    Q = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
+    first, fine = inverse_factor(Q.mT @ Q + 10 * n * eps * torch.eye(n, dtype=Y.dtype, device=Y.device))
+    Q = Q @ first.mT
+    second, ok = inverse_factor(Q.mT @ Q)
+    ok = ok & fine & (second.diagonal(dim1=-2, dim2=-1).amax(-1) < 1 / STEEP)
+    return torch.where(ok[..., None, None], Q @ second.mT, fallback)

@@ -67,7 +67,7 @@ class OptimizerOptions:
     rank: int | None = None
     """Subspace rank of COSMOS and GaLore (None: the optimizer's default)."""
     gamma: float | None = None
-    """Weight of COSMOS's MUON half (None: lr / adam_lr)."""
+    """Weight of COSMOS's MUON half (None: lr / adam_lr; with `cosmos` adam_lr counts as 2e-3 at most)."""
     embedding_lr: float | None = None
     """Own rate for the embedding."""
     head_lr: float | None = None

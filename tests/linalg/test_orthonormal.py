@@ -75,3 +75,16 @@ def test_an_input_without_gradient_keeps_its_direction(dtype: torch.dtype) -> No
     rest = torch.tensor([0, 1, 2, 4, 5])
     exact = by_cholesky((G.mT @ G)[None][:, rest][:, :, rest], old[:, rest][:, :, rest])
     assert (Q[:, rest][:, :, rest] - exact).abs().max() < 100 * torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [300, 1000])
+def test_a_gpu_factorizes_as_a_cpu_does(n: int) -> None:
+    """Matrices of several blocks."""
+    torch.manual_seed(0)
+    V = torch.linalg.qr(torch.randn(2, n, n, dtype=torch.float64))[0]
+    Y = (V * torch.logspace(0, -6, n, dtype=torch.float64)) @ V.mT @ (V + 1e-3 * torch.randn(2, n, n))
+    old = torch.eye(n).repeat(2, 1, 1)
+    found = by_cholesky(Y.float().cuda(), old.cuda()).cpu()
+    assert (found - by_cholesky(Y.float(), old)).abs().max() < 1e-5
+    assert (found.mT @ found - torch.eye(n)).abs().max() < 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper
 from cosmos_optim.rounding import stochastic_bfloat16
@@ -199,3 +200,17 @@ def test_the_defaults_of_the_classes_are_those_of_the_rule() -> None:
         key: value for key, value in RULES["cosmos"].hyper.items() if key != "gamma"
     }
     assert {key: value for key, value in paper.items() if key != "params" and ours[key] != value} == PAPER
+
+
+def test_a_fast_embedding_does_not_drag_the_soap_half_along() -> None:
+    """gamma = lr / adam_lr, but as if adam_lr were 2e-3 at most; the paper's rule and a gamma of one's own stay."""
+    model = nn.Linear(8, 8)
+
+    def gamma(kind: type[Cosmos], **rates: float) -> float:
+        value = kind(model, lr=1e-3, **rates).param_groups[0]["gamma"]
+        assert isinstance(value, float)
+        return value
+
+    assert [gamma(Cosmos, adam_lr=x) for x in (1e-3, 2e-3, 8e-3)] == [1.0, 0.5, 0.5]
+    assert [gamma(CosmosPaper, adam_lr=x) for x in (1e-3, 2e-3, 8e-3)] == [1.0, 0.5, 0.125]
+    assert gamma(Cosmos, adam_lr=8e-3, gamma=0.125) == 0.125

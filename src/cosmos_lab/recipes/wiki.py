@@ -16,7 +16,6 @@ from cosmos_lab.recipes.rows import Variant, variants
 ADAM_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
 GALORE_LRS = (2.5e-3, 5e-3, 1e-2, 2e-2)
 LRS = (2.5e-4, 5e-4, 1e-3, 2e-3)
-SOAP_RATE = 2e-3  # best for COSMOS's SOAP half, lr / gamma, whatever the rate of the embedding
 SOAP_LRS = (1e-3, 2e-3, 4e-3, 8e-3)
 ADDED = ("nesterov=True", "row_beta2=0.95")  # to the paper's COSMOS; NorMuon has both, and COSMOS by default
 SOAP = ("frequency=1",)  # steps between turns of the basis; the 10 of Vyas et al. 2024 are too many for so few steps
@@ -70,7 +69,7 @@ def wiki_130m() -> Recipe:
         *table((2e-3,), (1e-3,), (4e-3,), (1e-2,), (), rank=256),
         *(v for name in ("muon", "muon-norm", "normuon") for v in variants(name, (1e-3,), adam_lr=4e-3, rank=None)),
         *variants("cosmos-paper", (1e-3,), adam_lr=4e-3, gamma=0.5),
-        *variants("cosmos", (1e-3,), adam_lr=4e-3, gamma=0.5, rank=None),
+        *variants("cosmos", (1e-3,), adam_lr=4e-3, rank=None),
     )
     return Recipe("wiki-130m", "LLaMA-130M on 105M tokens of English Wikipedia, at 60M's best rates", "this project",
                   wiki("wiki-130m", "llama-130m", 1600), grid)  # fmt: skip
@@ -131,12 +130,12 @@ def wiki_60m_256() -> Recipe:
 
 
 def _gpt(name: str, model: str, adam_lr: float, lr: float, gamma: float | None = None, **fields: Any) -> Recipe:
-    """``gamma`` is the paper's; beside it COSMOS's defaults with a SOAP half that moves at 2e-3."""
+    """``gamma`` is the paper's; beside it COSMOS's defaults with a gamma of their own."""
     grid = (
         *variants("adam", (adam_lr / 2, adam_lr), adam_lr="lr", rank=None, gamma=None),
         *variants("muon", (lr, 2 * lr), rank=None, gamma=None),
         *variants("cosmos-paper", (lr, 2 * lr), gamma=gamma),
-        *({"optimizer": "cosmos", "lr": x, "gamma": x / SOAP_RATE, "rank": None} for x in (lr, 2 * lr)),
+        *variants("cosmos", (lr, 2 * lr), rank=None, gamma=None),
     )
     reduced = {"depth": 6, "width": 512, "mlp": 2048}
     config = wiki(name, model, 480, data="data/wiki_gpt2", lr=lr, adam_lr=adam_lr, gamma=gamma, **reduced, **fields)

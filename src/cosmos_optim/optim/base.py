@@ -22,6 +22,7 @@ from cosmos_optim.optim.entries import Entry
 from cosmos_optim.optim.replay import Replays
 from cosmos_optim.rules import RULES, Rule
 from cosmos_optim.rules.base import require
+from cosmos_optim.rules.cosmos import SOAP_LR
 from cosmos_optim.suggest import close_to
 
 # What every group has, whatever its rule.
@@ -47,6 +48,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """One rule for the hidden matrices, Adam for the rest.
 
     rule: of groups that name none; a class attribute, where the arguments do not choose another.
+    soap_lr: bounds the rate of the SOAP half where gamma is not given.
     params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
     lr, adam_lr: the rate of that rule's groups, and of Adam's; a group's own "lr" wins.
     hyper: hyper-parameters for every group whose rule has them, and cuda_graphs: whether steps on a GPU are recorded
@@ -54,6 +56,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[str]
+    soap_lr: ClassVar[float] = SOAP_LR
 
     def __init__(
         self,
@@ -128,10 +131,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         require(group["layout"] in LAYOUTS, "layout", group["layout"], f"one of {LAYOUTS}")
         rule.check(group)
         if "gamma" in rule.hyper and group["gamma"] is None:
-            means = "gamma=None means lr / adam_lr: give gamma, or"
+            means = "gamma=None takes it from lr and adam_lr: give gamma, or"
             require(float(adam_lr) > 0, "adam_lr", adam_lr, f"{means} a positive adam_lr")
             require(float(group["lr"]) > 0, "lr", group["lr"], f"{means} the peak lr")
-            group["gamma"] = float(group["lr"]) / float(adam_lr)
+            faster = float(adam_lr) > 1.0001 * self.soap_lr  # 2e-3 is more than 2e-3 in a float32 tensor
+            group["gamma"] = float(group["lr"]) / (self.soap_lr if faster else float(adam_lr))
 
     def _lay_out(self, index: int) -> None:
         """Layouts and state of the group's parameters that have none yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,7 +32,8 @@ class Cosmos(MatrixOptimizer):
         betas: decay of the momentum and of the second moments, for both rules.
         eps: added to the root of the second moment; 0 is legal.
         rank: dimension of the tracked subspace, at most n.
-        gamma: weight of the MUON half; None is the paper's lr / adam_lr, taken once when a group is added.
+        gamma: weight of the MUON half; None is lr / adam_lr, the paper's rule, with at most 2e-3 for adam_lr. It is
+            taken once, when a group is added.
         weight_decay: decoupled, times the group's own lr.
         nesterov: look-ahead momentum in both halves: one step (True, Nesterov), none (False), or a number of steps.
         row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves rows alone.
@@ -80,11 +82,13 @@ class Cosmos(MatrixOptimizer):
 
 
 class CosmosPaper(Cosmos):
-    """COSMOS with the paper's settings: rank 64, no look-ahead, rows left alone; all else is as in `Cosmos`.
+    """COSMOS with the paper's settings: rank 64, no look-ahead, rows left alone, gamma = lr / adam_lr at any rate.
 
     Two things differ from the printed algorithm: epsilon stands outside the root (`eps_placement="inside"` is the
-    paper's), and `residual_guard` is on (0 turns it off).
+    paper's), and `residual_guard` is on (0 turns it off). All else is as in `Cosmos`.
     """
+
+    soap_lr = math.inf
 
     def __init__(
         self,

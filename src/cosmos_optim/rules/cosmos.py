@@ -38,6 +38,7 @@ HYPER: dict[str, Any] = {
     "residual_guard": 1e-5,
     "row_beta2": 0.95,
 }
+SOAP_LR = 2e-3  # with gamma=None the SOAP half, which moves at about lr / gamma, is no faster, whatever `adam_lr` is
 ROW_FLOOR = 1e-4  # added to the root mean squares of D's rows, which are of order 1, where rows are divided by them
 # Where the paper has other values. The defaults are those that docs/results.md found best.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
@@ -163,7 +164,7 @@ def check(h: Hyper) -> None:
     check_betas(h)
     check_eps(h)
     require(isinstance(h["rank"], int) and h["rank"] >= 1, "rank", h["rank"], "it must be a positive integer")
-    require(h["gamma"] is None or h["gamma"] >= 0, "gamma", h["gamma"], "0 or positive, or None for lr / adam_lr")
+    require(h["gamma"] is None or h["gamma"] >= 0, "gamma", h["gamma"], "0 or positive, or None for the rule")
     require(h["eps_placement"] in ("outside", "inside"), "eps_placement", h["eps_placement"], "'outside' or 'inside'")
     require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
     beta = h["row_beta2"]

@@ -20,6 +20,7 @@ from cosmos_optim import Cosmos, CosmosPaper, Muon
 from cosmos_optim.fused import FusedAlgebra
 from cosmos_optim.kernels import ahead
 from cosmos_optim.kernels.backend import INTERPRET
+from cosmos_optim.linalg import subspace
 from cosmos_optim.optim import execute, rehearsal
 
 
@@ -90,6 +91,7 @@ def test_a_rehearsal_touches_nothing(
     """
     monkeypatch.setattr(execute, "local_algebra", lambda matrices: FusedAlgebra)
     monkeypatch.setattr(rehearsal.Rehearsal, "_known", set())
+    monkeypatch.setitem(subspace.START_STEPS, torch.float32, 2)  # the interpreter is slow, and any bases do
     rehearsed: list[int] = []
 
     def run(device: torch.device, works: Sequence[Callable[[], Any]]) -> None:

@@ -27,8 +27,9 @@ from cosmos_optim.algebra import sum_of_squares
 from cosmos_optim.fused_thin import FusedThin, as_direction, fits, kernels_at
 from cosmos_optim.kernels import available
 from cosmos_optim.kernels.correlate import correlate
+from cosmos_optim.kernels.eigen import supports as eigen_supports
 from cosmos_optim.kernels.gains import finish, finish_torch, muon_gain, norms, norms_torch
-from cosmos_optim.kernels.health import NARROW, ask, at_rank, at_width, sound
+from cosmos_optim.kernels.health import ask, at_rank, at_width, sound
 from cosmos_optim.kernels.momentum import momentum_
 from cosmos_optim.kernels.operands import Basis, Blend, Direction, Mean, Polar, Residual, Scaled
 from cosmos_optim.kernels.project import overlap, project
@@ -75,9 +76,10 @@ def fusable(lists: Sequence[Sequence[Tensor]], rank: int, ns: NewtonSchulz, rows
 
 def _checked(t: Tensor, rank: int, rows: bool) -> bool:
     """Ask here for all that such a matrix needs: later, in a lane or a capture, would be too late to compare."""
-    families = ["passes", at_width(min(t.shape)), at_rank("basis", rank), "eigen", "thin"]
-    if rank > NARROW:
-        families.append(at_rank("thin", rank))  # beside those for norms and single columns
+    families = [at_rank("passes", rank), at_width(min(t.shape)), at_rank("basis", rank), at_rank("thin", rank)]
+    families.append("thin")  # norms and single columns
+    if eigen_supports(rank):
+        families.append(at_rank("eigen", rank))
     if max(t.stride()) * t.element_size() % 16:
         families.append("odd_rows")
     if rows:

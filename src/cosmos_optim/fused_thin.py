@@ -99,7 +99,7 @@ class FusedThin(Algebra):
 
     def eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of a stack in one launch, and no word from the host."""
-        if eigen.supports(A.shape[-1]) and (not A.is_cuda or sound(A.device, "eigen")):
+        if eigen.supports(A.shape[-1]) and (not A.is_cuda or sound(A.device, at_rank("eigen", A.shape[-1]))):
             return eigen.eigh(A)
         return super().eigh(A)
 

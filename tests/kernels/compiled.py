@@ -53,11 +53,25 @@ def carried(x, u, y, n, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr):  #
     tl.store(y + i[:, None] * R + c[None, :], acc)
 
 
-def at_risk(ir: str) -> list[str]:
+@triton.jit
+def both_used(x, y, n, BM: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same where no other buffer shows how many there should be."""
+    i = tl.arange(0, BM)
+    acc = tl.zeros((BM, BM), dtype=tl.float32)
+    squares = tl.zeros((BM, BK), dtype=tl.float32)
+    for k in range(0, n, BK):
+        a = tl.load(x + i[:, None] * n + (k + tl.arange(0, BK))[None, :])
+        squares += a.to(tl.float32) * a.to(tl.float32)
+        acc = tl.dot(a, tl.trans(a), acc)
+    tl.store(y + i[:, None] * BM + i[None, :], acc + tl.sum(squares, axis=1)[:, None])
+
+
+def at_risk(ir: str, stages: int) -> list[str]:
     """Buffers that a loop fills while a product of the same round may read them, and that are all in use.
 
-    The loop's copies come last in a round. A product that nobody has waited for by then runs on into the next round;
-    its operands need one buffer more than the copies on their way, as the deepest of them have.
+    A loop of so many stages copies that many rounds less one ahead, at the end of a round. A product that nobody has
+    waited for by then runs on into the next round; its operands need one buffer more than there are copies on their
+    way, as many as there are stages.
     """
     alloc, base, waiting, risks = {}, {}, set(), []
     for line in ir.splitlines():
@@ -72,10 +86,9 @@ def at_risk(ir: str) -> list[str]:
         elif "warp_group_dot " in line and "isAsync = true" in line:
             operands = re.findall(r"%(\w+)", line.split("warp_group_dot ")[1])[:2]
             waiting |= {base.get(x, x) for x in operands}
-        elif "async_copy_global_to_local" in line:
-            target = base.get(re.findall(r"%(\w+)", line)[2], "")
-            if target in waiting and alloc[target] < max(alloc.values()):
-                risks.append(re.sub(r"_\d+$", "", target))
+        elif "async_copy_global_to_local" in line or "async_tma_copy_global_to_local" in line:
+            filled = {base.get(x, x) for x in re.findall(r"%(\w+)", line)[1:]}
+            risks += [re.sub(r"_\d+$", "", x) for x in sorted(filled & waiting) if alloc[x] < stages]
     return risks
 
 
@@ -89,19 +102,19 @@ def compiled(work: Callable[[], Any]) -> dict[str, list[str]]:
         plain = kernel.run
 
         def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            ir = plain(*args, grid=grid, warmup=True, **kwargs).asm["ttgir"]
-            found.setdefault(kernel.fn.__name__, []).extend(at_risk(ir))
+            made = plain(*args, grid=grid, warmup=True, **kwargs)
+            found.setdefault(kernel.fn.__name__, []).extend(at_risk(made.asm["ttgir"], made.metadata.num_stages))
 
         return run
 
-    for kernel in (*KERNELS, carried):
+    for kernel in (*KERNELS, carried, both_used):
         kernel.run = compile_only(kernel)
     work()
     return found
 
 
-def thin_kernels() -> None:
-    """All that multiply with tensor cores and read ahead, at the usual rank."""
+def products() -> None:
+    """All kernels that multiply with tensor cores and read ahead, at the usual rank."""
     from cosmos_optim.kernels import split as module
     from cosmos_optim.kernels.correlate import correlate
     from cosmos_optim.kernels.moment import second_moment
@@ -109,6 +122,7 @@ def thin_kernels() -> None:
     from cosmos_optim.kernels.orthonormal import orthonormal
     from cosmos_optim.kernels.project import overlap, project
     from cosmos_optim.kernels.residual import residual
+    from cosmos_optim.kernels.symmetric import squares_of, symmetric_product, tiling
     from cosmos_optim.kernels.table import Matrices
     from cosmos_optim.kernels.thin import power_sum
     from cosmos_optim.kernels.update import update_
@@ -128,10 +142,16 @@ def thin_kernels() -> None:
     power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)
     orthonormal(U, U)
     second_moment(S, U, U, Y, 0.9, 0.0)
+    for size in (2048, 1024):
+        tiles = tiling(size, size)
+        weight = torch.full((BATCH, 1, 1), 0.5)
+        R = symmetric_product(X, X, weight=weight, tiles=tiles, squares=squares_of(X, tiles))
+        symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0, tiles=tiles)
     carried[(1,)](X, half, U, COLS, BM=128, BK=64, R=RANK, num_warps=8, num_stages=4)
+    both_used[(1,)](X, U, COLS, BM=128, BK=64, num_warps=8, num_stages=4)
 
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") != "1"
     driver.set_active(H100())
-    print(json.dumps(compiled(thin_kernels)))
+    print(json.dumps(compiled(products)))

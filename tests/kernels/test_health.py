@@ -15,11 +15,11 @@ from cosmos_optim.kernels.backend import INTERPRET
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that the interpreter can stand."""
     if INTERPRET:
-        monkeypatch.setattr(health, "RANK", 4)
+        monkeypatch.setattr(health, "RANKS", {"": 4, "middle ": 6, "wide ": 20})
         monkeypatch.setattr(health, "SIZE", 24)
 
 
-@pytest.mark.parametrize("family", ["passes", "odd_rows", "eigen", "thin", "rows"])
+@pytest.mark.parametrize("family", ["passes", "odd_rows", "eigen", "thin", "rows", "wide passes", "middle eigen"])
 def test_good_kernels_pass(family: str, device: torch.device, small: None) -> None:
     """Far below the bound: the check is not what decides about precision."""
     assert health.FAMILIES[family](device) < health.CLOSE / 5

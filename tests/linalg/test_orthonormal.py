@@ -1,12 +1,15 @@
 """Orthonormal columns of square matrices, which SOAP's bases are."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from cosmos_optim.algebra import Algebra
 from cosmos_optim.linalg import orthonormal
-from cosmos_optim.linalg.orthonormal import by_cholesky, inverse_factor
+from cosmos_optim.linalg.orthonormal import by_cholesky, completed, inverse_factor
+from cosmos_optim.linalg.subspace import first_basis
 
 N = 40
 
@@ -62,19 +65,40 @@ def test_a_matrix_that_is_not_positive_is_named(where: int) -> None:
     assert torch.equal(W[0], A[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_input_without_gradient_keeps_its_direction(dtype: torch.dtype) -> None:
-    """And the others turn: a dead neuron must not freeze the basis of all."""
+@pytest.mark.parametrize("dead", [0, 1, 5])
+@pytest.mark.parametrize("rank", [3, N])
+def test_a_basis_turns_beside_dead_inputs(dead: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step, as by reflections: what lacks a gradient must not freeze the others' basis."""
+    monkeypatch.setattr(orthonormal, "inverse_factor", partial(inverse_factor, leaf=8))
     torch.manual_seed(0)
-    G = torch.randn(9, 6, dtype=dtype)
-    G[:, 3] = 0
-    old = torch.eye(6, dtype=dtype)[None]
-    Q = by_cholesky((G.mT @ G)[None], old)
-    assert (Q.mT @ Q - torch.eye(6, dtype=dtype)).abs().max() < 10 * torch.finfo(dtype).eps
-    assert torch.equal(Q[0, :, 3], old[0, :, 3])
-    rest = torch.tensor([0, 1, 2, 4, 5])
-    exact = by_cholesky((G.mT @ G)[None][:, rest][:, :, rest], old[:, rest][:, :, rest])
-    assert (Q[:, rest][:, :, rest] - exact).abs().max() < 100 * torch.finfo(dtype).eps
+    spectrum = torch.randn(N, N) * torch.logspace(0, -3, N)
+    live = torch.arange(N) >= dead
+
+    def gradient() -> torch.Tensor:
+        return torch.randn(2, 96, rank) @ spectrum[:rank] * live
+
+    G = gradient()
+    U = first_basis(G, N, Algebra(96, N), like=torch.empty(2, N, N))
+    L = G.mT @ G
+    for _ in range(10):
+        G = gradient()
+        L = 0.9 * L + 0.1 * G.mT @ G
+        Y = completed(L @ U, U)
+        old, U = U, by_cholesky(Y, U)
+        assert not (old == U).all(-1).all(-1).any()
+        assert (U.mT @ U - torch.eye(N)).abs().max() < N * torch.finfo(torch.float32).eps
+        exact = torch.linalg.qr(Y.double())[0]
+        assert ((U.double() * exact).sum(-2).abs() - 1).abs().max() < 1e-5
+
+
+def test_a_matrix_too_steep_for_two_passes_keeps_its_basis() -> None:
+    """Kahan's: small pivots do not show that its columns are nearly dependent."""
+    n, c = 40, math.cos(0.78)
+    Y = torch.eye(n) - c * torch.ones(n, n).triu(1)
+    Y = math.sin(0.78) ** torch.arange(n)[:, None] * Y
+    old = torch.eye(n)
+    Q = by_cholesky(Y[None], old[None])[0]
+    assert torch.equal(Q, old) or (Q.mT @ Q - old).abs().max() < 1e-5
 
 
 @pytest.mark.gpu

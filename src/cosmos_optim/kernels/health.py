@@ -38,10 +38,10 @@ from cosmos_optim.kernels.update import update_
 
 # A wrong kernel is wrong by far more; the exact bounds are the tests' business.
 CLOSE = 1e-2
-# The usual rank, and sizes that fill more than one block: the first step then finds these kernels compiled.
-RANK, SIZE = 32, 256
-# Up to so many columns blocks are the same, beyond them larger ones.
-NARROW = 64
+# Sizes that fill more than one block: the first step then finds these kernels compiled.
+SIZE = 256
+# Kernels are others for every power of two: the usual rank, the paper's, and more, where blocks are larger.
+RANKS = {"": 32, "middle ": 64, "wide ": 80}
 
 
 def _far(*pairs: tuple[Tensor, Tensor]) -> float:
@@ -60,36 +60,37 @@ def _copies(x: Tensor) -> list[Tensor]:
     return [matrix.clone() for matrix in x]
 
 
-def _columns(n: int, device: torch.device) -> Tensor:
+def _columns(n: int, r: int, device: torch.device) -> Tensor:
     """Two orthonormal bases."""
-    return torch.linalg.qr(_draw(2, n, RANK, device=device))[0].contiguous()
+    return torch.linalg.qr(_draw(2, n, r, device=device))[0].contiguous()
 
 
 def _energy(x: Tensor) -> Tensor:
     return x.double().square().sum((1, 2), keepdim=True)
 
 
-def _thin_products(device: torch.device, n: int) -> float:
+def _thin_products(device: torch.device, n: int, r: int) -> float:
     """G U, G'Y and the pass over the momentum."""
     g, m = _draw(2, 2, SIZE, n, device=device)
-    G, M, U, top = Matrices.of(_copies(g)), Matrices.of(_copies(m)), _columns(n, device), g.abs().amax((1, 2))
+    G, M, U, top = Matrices.of(_copies(g)), Matrices.of(_copies(m)), _columns(n, r, device), g.abs().amax((1, 2))
     halves = split(U, torch.float16, scale=BASIS_SCALE)
-    Y = project(G, halves, RANK, top)
+    Y = project(G, halves, r, top)
     peak = Y.abs().amax((1, 2))
-    C = correlate(G, split(Y, torch.float16, peak=peak), peak, RANK, top)
-    GU, MU, _ = momentum_(M, G, 0.1, (halves, split(U, torch.bfloat16)), RANK, None, top)
+    C = correlate(G, split(Y, torch.float16, peak=peak), peak, r, top)
+    GU, MU, _ = momentum_(M, G, 0.1, (halves, split(U, torch.bfloat16)), r, None, top)
     mean = torch.lerp(m, g, 0.1)
     return _far((Y, g @ U), (C, g.mT @ (g @ U)), (GU, g @ U), (MU, mean @ U), (M.stacked(), mean))
 
 
-def passes(device: torch.device) -> float:
+def passes(device: torch.device, size: str = "") -> float:
     """The thin products, the residual, B U and the update."""
+    r = RANKS[size]
     m, w = _draw(2, 2, SIZE, SIZE, device=device)
-    M, W, U = Matrices.of(_copies(m)), Matrices.of(_copies(w)), _columns(SIZE, device)
+    M, W, U = Matrices.of(_copies(m)), Matrices.of(_copies(w)), _columns(SIZE, r, device)
     minus, wide = split(m @ U, torch.bfloat16, scale=-1.0), split(U, torch.bfloat16)
     X, peak = m - (m @ U) @ U.mT, m.abs().amax((1, 2))[:, None].contiguous()
     buffer, square, factor = residual(M, M, 1.0, 0.0, minus, wide, peak, torch.float16)
-    BU, left = overlap((m / 16).half(), split(U, torch.float16, scale=BASIS_SCALE), RANK)
+    BU, left = overlap((m / 16).half(), split(U, torch.float16, scale=BASIS_SCALE), r)
     update_(W, buffer, minus, wide, torch.tensor([[0.9, 0.5]] * 2, device=device), None)
     found = _far(
         (buffer.float() / factor, X),
@@ -98,17 +99,17 @@ def passes(device: torch.device) -> float:
         (added(left), _energy(X / 16)),
         (W.stacked(), 0.9 * w - 0.5 * buffer.float() - (m @ U) @ U.mT),
     )
-    return max(found, _thin_products(device, SIZE))
+    return max(found, _thin_products(device, SIZE, r))
 
 
 def odd_rows(device: torch.device) -> float:
     """The thin products on rows that begin anywhere."""
-    return _thin_products(device, SIZE + 1)
+    return _thin_products(device, SIZE + 1, RANKS[""])
 
 
-def basis(device: torch.device, more: int = 0) -> float:
-    """Orthonormal columns and thin Gram matrices, at the usual rank or `more`."""
-    r = RANK + more
+def basis(device: torch.device, size: str = "") -> float:
+    """Orthonormal columns and thin Gram matrices."""
+    r = RANKS[size]
     Y = _draw(2, 2 * SIZE + 128, r, device=device) * torch.logspace(0, -4, r, device=device)
     Q = orthonormal(Y, torch.zeros_like(Y))
     exact, R = torch.linalg.qr(Y.double())
@@ -136,9 +137,9 @@ def products(device: torch.device, s: int = 2048) -> float:
     )  # fmt: skip
 
 
-def eigen(device: torch.device) -> float:
+def eigen(device: torch.device, size: str = "") -> float:
     """Eigenvalues against torch's, and eigenvectors by what they make of them."""
-    A = _draw(2, RANK, RANK, device=device)
+    A = _draw(2, RANKS[size], RANKS[size], device=device)
     A = A @ A.mT
     values, V = eigh(A)
     return _far((values, torch.linalg.eigvalsh(A)), (V * values.unsqueeze(1) @ V.mT, A), (V.mT @ V @ A, A))
@@ -167,9 +168,9 @@ def _moments(device: torch.device, r: int) -> float:
     )  # fmt: skip
 
 
-def thin(device: torch.device, more: int = 0) -> float:
-    """The arithmetic on thin factors, at the usual rank or `more`."""
-    P, Y = _draw(2, 2, SIZE + 7, RANK, device=device)
+def thin(device: torch.device, size: str = "") -> float:
+    """The arithmetic on thin factors."""
+    P, Y = _draw(2, 2, SIZE + 7, RANKS[size], device=device)
     b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
     sums, rate = _energy(P).view(2, 1), torch.tensor(0.1, dtype=torch.float64, device=device)
     given = {"P": P, "BU": Y, "left": sums, "squares": sums, "root": 40.0}
@@ -182,12 +183,12 @@ def thin(device: torch.device, more: int = 0) -> float:
         (k, k_exact), (parts.float().sum(0), exact.float().sum(0)), (muon_gain(*energies), muon_gain_torch(*energies)),
         (torch.stack(homes), P), *zip(norms(sums, 4.0, 1e-30), norms_torch(sums, 4.0, 1e-30), strict=True),
     )  # fmt: skip
-    return max(found, _moments(device, RANK + more))
+    return max(found, _moments(device, RANKS[size]))
 
 
 def rows(device: torch.device) -> float:
     """Sums of squares by row, and the second moment of rows with all that follows from it."""
-    X, P = (_draw(2, SIZE + 7, SIZE, device=device) / 16).half(), _draw(2, SIZE + 7, RANK, device=device)
+    X, P = (_draw(2, SIZE + 7, SIZE, device=device) / 16).half(), _draw(2, SIZE + 7, RANKS[""], device=device)
     b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
     left, exact = row_squares(X), X.float().square().sum(2)
     v, g, energy = even_rows(torch.ones_like(P[..., :1]), left, norm, SIZE, 0.5, 1e-8, b=b, P=P)
@@ -196,12 +197,10 @@ def rows(device: torch.device) -> float:
     return _far((left, exact), (v, mean), (g, mean.rsqrt()), (energy.sum(1), (q / mean).sum((1, 2))))
 
 
-# Columns more that make a factor a wide one.
-WIDER = NARROW - RANK + 16
 FAMILIES: dict[str, Callable[[torch.device], float]] = {
-    "passes": passes, "odd_rows": odd_rows, "basis": basis, "products": products, "eigen": eigen, "thin": thin,
-    "rows": rows, "wide basis": partial(basis, more=WIDER), "wide thin": partial(thin, more=WIDER),
-    "small products": partial(products, s=1024),
+    "odd_rows": odd_rows, "products": products, "small products": partial(products, s=1024), "rows": rows,
+    **{f"{size}{family.__name__}": partial(family, size=size) for size in RANKS for family in (passes, basis, thin)},
+    **{f"{size}eigen": partial(eigen, size=size) for size in ("", "middle ")},
 }  # fmt: skip
 
 
@@ -215,13 +214,13 @@ def at_width(s: int) -> str:
 
 
 def at_rank(family: str, r: int) -> str:
-    """The family of "basis" or "thin" that stands for r columns."""
-    return family if r <= NARROW else f"wide {family}"
+    """The family of "passes", "basis", "thin" or "eigen" that stands for r columns."""
+    return f"{'' if r <= 32 else 'middle ' if r <= 64 else 'wide '}{family}"
 
 
 def ask(device: torch.device, families: Sequence[str]) -> list[bool]:
     """Whether each family is sound; the kernels of all that were not asked for before are compiled side by side."""
-    new = [family for family in families if (device, family) not in _verdicts]
+    new = [family for family in dict.fromkeys(families) if (device, family) not in _verdicts]
     if new:
         compile_ahead(device, [partial(FAMILIES[family], device) for family in new])
     return [sound(device, family) for family in families]

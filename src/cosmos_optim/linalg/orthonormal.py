@@ -15,6 +15,7 @@ Inner = Callable[[Tensor, Tensor], Tensor]
 STACK_BYTES = 256 << 20
 # Columns that a GPU's library factorizes at a time.
 LEAF = 64
+# The smallest singular values that the last of two passes may begin with.
 STEEP = 1e-4
 
 
@@ -68,21 +69,29 @@ def _unit_columns(Y: Tensor, inner: Inner) -> Tensor:
     return torch.where(norm > 0, Y / norm, torch.zeros_like(Y))
 
 
-def qr(Y: Tensor, fallback: Tensor) -> Tensor:
-    """The Q of square matrices (..., n, n), up to the signs of its columns.
+def turned(Y: Tensor, U: Tensor) -> Tensor:
+    """The basis after U, (..., n, n): the Q of Y = L U, up to the signs of its columns.
 
     By reflections, which a GPU would work through one matrix after the other: there by Cholesky.
     """
-    return by_cholesky(Y, fallback) if Y.is_cuda else torch.linalg.qr(Y)[0]
+    Y = completed(Y, U)
+    return by_cholesky(Y, U) if Y.is_cuda else torch.linalg.qr(Y)[0]
+
+
+def completed(Y: Tensor, U: Tensor) -> Tensor:
+    """Y = L U and a rounding of U.
+
+    Y may lack directions that had no gradient yet (dead inputs), and holds nothing but rounding of those that had too
+    little: both stay as they are while the others turn.
+    """
+    return torch.addcmul(Y, U, torch.finfo(Y.dtype).eps * torch.linalg.matrix_norm(Y, keepdim=True))
 
 
 def by_cholesky(Y: Tensor, fallback: Tensor) -> Tensor:
     """The same as `orthonormalize` in double precision, which a square matrix with its wide spectrum needs.
 
-    A zero column, of an input that never had a gradient, stands for that of `fallback`. As many matrices at a time as
-    `STACK_BYTES` holds.
+    As many matrices at a time as `STACK_BYTES` holds.
     """
-    Y = torch.where((Y == 0).all(-2, keepdim=True), fallback, Y)
     n = Y.shape[-1]
     several = max(1, STACK_BYTES // (8 * n * n))
     parts = zip(*(x.reshape(-1, n, n).split(several) for x in (Y, fallback)), strict=True)
@@ -105,5 +114,5 @@ def _rounded(Y: Tensor, fallback: Tensor) -> Tensor:
     first, fine = inverse_factor(Q.mT @ Q + 10 * n * eps * torch.eye(n, dtype=Y.dtype, device=Y.device))
     Q = Q @ first.mT
     second, ok = inverse_factor(Q.mT @ Q)
-    ok = ok & fine & (second.diagonal(dim1=-2, dim2=-1).amax(-1) < 1 / STEEP)
+    ok = ok & fine & (second.abs().amax((-2, -1)) < 1 / STEEP)
     return torch.where(ok[..., None, None], Q @ second.mT, fallback)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.algebra import Algebra
-from cosmos_optim.linalg.orthonormal import qr
+from cosmos_optim.linalg.orthonormal import turned
 from cosmos_optim.linalg.subspace import first_basis
 from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
 from cosmos_optim.rules.common import correction, due, quotient
@@ -58,7 +58,7 @@ def turn(U: Tensor, L: Tensor, t: Tensor, frequency: int) -> Tensor:
     now = due(t, frequency) & (t > 1)
     if frequency > 1 and not bool(now.any()):
         return U
-    return torch.where(now, qr(L @ U, U), U)
+    return torch.where(now, turned(L @ U, U), U)
 
 
 def start(G: Tensor, state: State, *, h: Hyper, alg: Algebra) -> State:

@@ -1,7 +1,6 @@
 """Orthonormal columns of square matrices, which SOAP's bases are."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def test_a_matrix_that_is_not_positive_is_named(where: int) -> None:
 @pytest.mark.parametrize("rank", [3, N])
 def test_a_basis_turns_beside_dead_inputs(dead: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every step, as by reflections: what lacks a gradient must not freeze the others' basis."""
-    monkeypatch.setattr(orthonormal, "inverse_factor", partial(inverse_factor, leaf=8))
+    monkeypatch.setattr(orthonormal, "inverse_factor", lambda A, leaf=8: inverse_factor(A, leaf))
     torch.manual_seed(0)
     spectrum = torch.randn(N, N) * torch.logspace(0, -3, N)
     live = torch.arange(N) >= dead

@@ -84,7 +84,7 @@ def completed(Y: Tensor, U: Tensor) -> Tensor:
     Y may lack directions that had no gradient yet (dead inputs), and holds nothing but rounding of those that had too
     little: both stay as they are while the others turn.
     """
-    return torch.addcmul(Y, U, torch.finfo(Y.dtype).eps * torch.linalg.matrix_norm(Y, keepdim=True))
+    return torch.addcmul(Y, U, torch.finfo(Y.dtype).eps * Y.abs().amax((-2, -1), keepdim=True))
 
 
 def by_cholesky(Y: Tensor, fallback: Tensor) -> Tensor:

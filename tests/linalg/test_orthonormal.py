@@ -49,8 +49,9 @@ def test_factors_by_blocks_are_those_of_the_library(n: int) -> None:
     (W, ok), (whole, _) = inverse_factor(A, leaf=8), inverse_factor(A)
     assert ok.all()
     assert torch.equal(W, W.tril())
-    assert (W - whole).abs().max() < 1e-12
-    assert (W @ A @ W.mT - torch.eye(n, dtype=torch.float64)).abs().max() < 1e-11
+    rounding = torch.finfo(torch.float64).eps * torch.linalg.cond(A).max() * n  # as long as sums, as steep as A
+    assert (W - whole).abs().max() < rounding
+    assert (W @ A @ W.mT - torch.eye(n, dtype=torch.float64)).abs().max() < rounding
 
 
 @pytest.mark.parametrize("where", [0, 9, 30])
@@ -87,7 +88,7 @@ def test_a_basis_turns_beside_dead_inputs(dead: int, rank: int, monkeypatch: pyt
         assert not (old == U).all(-1).all(-1).any()
         assert (U.mT @ U - torch.eye(N)).abs().max() < N * torch.finfo(torch.float32).eps
         exact = torch.linalg.qr(Y.double())[0]
-        assert ((U.double() * exact).sum(-2).abs() - 1).abs().max() < 1e-5
+        assert ((U.double() * exact).sum(-2).abs() - 1).abs().max() < N * torch.finfo(torch.float32).eps
 
 
 def test_a_matrix_too_steep_for_two_passes_keeps_its_basis() -> None:
@@ -97,7 +98,7 @@ def test_a_matrix_too_steep_for_two_passes_keeps_its_basis() -> None:
     Y = math.sin(0.78) ** torch.arange(n)[:, None] * Y
     old = torch.eye(n)
     Q = by_cholesky(Y[None], old[None])[0]
-    assert torch.equal(Q, old) or (Q.mT @ Q - old).abs().max() < 1e-5
+    assert torch.equal(Q, old)
 
 
 @pytest.mark.gpu
@@ -109,5 +110,6 @@ def test_a_gpu_factorizes_as_a_cpu_does(n: int) -> None:
     Y = (V * torch.logspace(0, -6, n, dtype=torch.float64)) @ V.mT @ (V + 1e-3 * torch.randn(2, n, n))
     old = torch.eye(n).repeat(2, 1, 1)
     found = by_cholesky(Y.float().cuda(), old.cuda()).cpu()
-    assert (found - by_cholesky(Y.float(), old)).abs().max() < 1e-5
-    assert (found.mT @ found - torch.eye(n)).abs().max() < 1e-4
+    # A rounding of Y's largest entries in double precision counts 1e6 times in its smallest columns.
+    assert (found - by_cholesky(Y.float(), old)).abs().max() < n * torch.finfo(torch.float64).eps * 1e6 + 1e-7
+    assert (found.mT @ found - torch.eye(n)).abs().max() < n * torch.finfo(torch.float32).eps

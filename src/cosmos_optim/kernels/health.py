@@ -40,7 +40,7 @@ from cosmos_optim.kernels.update import update_
 CLOSE = 1e-2
 # Sizes that fill more than one block: the first step then finds these kernels compiled.
 SIZE = 256
-# Kernels are others for every power of two: the usual rank, the paper's, and more, where blocks are larger.
+# Kernels are others for every power of two: up to the usual rank, up to the paper's, and more, where blocks are larger.
 RANKS = {"": 32, "middle ": 64, "wide ": 80}
 
 
@@ -215,7 +215,7 @@ def at_width(s: int) -> str:
 
 def at_rank(family: str, r: int) -> str:
     """The family of "passes", "basis", "thin" or "eigen" that stands for r columns."""
-    return f"{'' if r <= 32 else 'middle ' if r <= 64 else 'wide '}{family}"
+    return next((size for size, most in RANKS.items() if r <= most), "wide ") + family
 
 
 def ask(device: torch.device, families: Sequence[str]) -> list[bool]:

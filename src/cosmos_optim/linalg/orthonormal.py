@@ -15,8 +15,6 @@ Inner = Callable[[Tensor, Tensor], Tensor]
 STACK_BYTES = 256 << 20
 # Columns that a GPU's library factorizes at a time.
 LEAF = 64
-# The smallest singular values that the last of two passes may begin with.
-STEEP = 1e-4
 
 
 def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
@@ -28,25 +26,30 @@ def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
     `inner(A, B)` is A'B summed over wherever the rows live. A matrix whose factorization fails all the same keeps
     `fallback`: no host synchronization, no exception.
     """
-    r = Y.shape[-1]
-    eps = torch.finfo(Y.dtype).eps
-    eye = torch.eye(r, dtype=Y.dtype, device=Y.device)
-    Q = _unit_columns(Y, inner)
-    ok = torch.ones(Y.shape[:-2], dtype=torch.bool, device=Y.device)
-    for shift in (10 * r * eps, 0.0, 0.0):
-        gram = inner(Q, Q)
-        W, fine = inverse_factor(gram + shift * eye)
+    return _by_passes(_unit_columns(Y, inner), inner, fallback, passes=3, steep=2.0)
+
+
+def _by_passes(Q: Tensor, inner: Inner, fallback: Tensor, passes: int, steep: float) -> Tensor:
+    """Q's columns, of norm 1, made orthonormal; `fallback` where the last factor has an entry beyond `steep`.
+
+    A pass leaves an error of a rounding times the square of its factor.
+    """
+    r = Q.shape[-1]
+    eye = torch.eye(r, dtype=Q.dtype, device=Q.device)
+    ok = torch.ones(Q.shape[:-2], dtype=torch.bool, device=Q.device)
+    shift = 10 * r * torch.finfo(Q.dtype).eps
+    for k in range(passes):
+        W, fine = inverse_factor(inner(Q, Q) + (shift if k == 0 else 0.0) * eye)
         ok = ok & fine
         Q = Q @ W.mT
-    ok = ok & (gram - eye).abs().amax((-2, -1)).lt(0.5) & gram.isfinite().all(-1).all(-1)
+    ok = ok & (W.abs().amax((-2, -1)) < steep)
     return torch.where(ok[..., None, None], Q, fallback)
 
 
 def inverse_factor(A: Tensor, leaf: int | None = None) -> tuple[Tensor, Tensor]:
     """W = L^-1 where L L' = A, (..., n, n), and whether A is positive definite (...,); W is any, but finite, if not.
 
-    Blocks beyond `leaf` columns are eliminated by products. Libraries factorize a stack of large matrices on a GPU a
-    column at a time, at a few percent of the rate of its products.
+    More than `leaf` columns are eliminated by blocks, so that most of the work is in products.
     """
     n, leaf = A.shape[-1], leaf or (LEAF if A.is_cuda else A.shape[-1])
     if n <= leaf:
@@ -90,29 +93,15 @@ def completed(Y: Tensor, U: Tensor) -> Tensor:
 def by_cholesky(Y: Tensor, fallback: Tensor) -> Tensor:
     """The same as `orthonormalize` in double precision, which a square matrix with its wide spectrum needs.
 
+    Of a result that is rounded to float32 the second pass may leave 1e8 roundings of double precision; it is the last.
     As many matrices at a time as `STACK_BYTES` holds.
     """
     n = Y.shape[-1]
     several = max(1, STACK_BYTES // (8 * n * n))
-    parts = zip(*(x.reshape(-1, n, n).split(several) for x in (Y, fallback)), strict=True)
-    make = _whole if Y.dtype is torch.float64 else _rounded
-    return torch.cat([make(y.double(), old.double()).to(Y.dtype) for y, old in parts]).view_as(Y)
-
-
-def _whole(Y: Tensor, fallback: Tensor) -> Tensor:
-    return orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
-
-
-def _rounded(Y: Tensor, fallback: Tensor) -> Tensor:
-    """For a result that is rounded to half its digits: two passes do.
-
-    The second one begins with singular values of at least STEEP, unless the condition of Y with columns of norm 1 is
-    beyond some 1e9, and its error is a rounding times their inverse square.
-    """
-    n, eps = Y.shape[-1], torch.finfo(Y.dtype).eps
-    Q = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
-    first, fine = inverse_factor(Q.mT @ Q + 10 * n * eps * torch.eye(n, dtype=Y.dtype, device=Y.device))
-    Q = Q @ first.mT
-    second, ok = inverse_factor(Q.mT @ Q)
-    ok = ok & fine & (second.abs().amax((-2, -1)) < 1 / STEEP)
-    return torch.where(ok[..., None, None], Q @ second.mT, fallback)
+    passes, steep = (3, 2.0) if Y.dtype is torch.float64 else (2, 1e4)
+    made = []
+    for y, old in zip(*(x.reshape(-1, n, n).split(several) for x in (Y, fallback)), strict=True):
+        wide = y.double()
+        unit = wide / torch.linalg.vector_norm(wide, dim=-2, keepdim=True)
+        made.append(_by_passes(unit, lambda A, B: A.mT @ B, old.double(), passes, steep).to(Y.dtype))
+    return torch.cat(made).view_as(Y)

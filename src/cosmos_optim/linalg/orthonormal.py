@@ -14,7 +14,7 @@ Inner = Callable[[Tensor, Tensor], Tensor]
 # A factorization has half a dozen temporaries as large as what it factorizes.
 STACK_BYTES = 256 << 20
 # Columns that a GPU's library factorizes at a time.
-LEAF = 64
+LEAF = 256
 
 
 def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:

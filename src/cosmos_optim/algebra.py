@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, newton_schulz
 from cosmos_optim.linalg.orthonormal import orthonormalize
@@ -73,6 +74,18 @@ class Algebra:
         """Eigenvalues in ascending order and eigenvectors of small symmetric matrices (..., k, k)."""
         values, vectors = torch.linalg.eigh(A)
         return values, vectors
+
+    def eigh_of_gram(self, P: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of P'P (..., k, k), P (..., m, k), by the smaller of P'P and PP'.
+
+        Where PP' is the smaller one P'P has at least k - m eigenvalues 0; what stands for their eigenvectors is 0.
+        """
+        m, k = P.shape[-2:]
+        if m >= k:
+            return self.eigh(self.tn(P, P))
+        values, left = self.eigh(P @ P.mT)
+        right = P.mT @ (left * values.clamp_min(torch.finfo(P.dtype).tiny).rsqrt().unsqueeze(-2))
+        return pad(values, (k - m, 0)), pad(right, (k - m, 0))
 
     def oversampling(self, r: int) -> int:
         """Columns beyond r in the first subspace iteration."""

@@ -50,6 +50,29 @@ def test_up_to_a_gap(m: int, n: int, r: int) -> None:
     check(basis_of(Algebra, G, r), G, r)
 
 
+@pytest.mark.parametrize("kind", [Algebra, pytest.param(FusedAlgebra, marks=KERNELS)])
+@pytest.mark.parametrize(("m", "n"), [(6, 14), (14, 6), (9, 9), (1, 5)])
+def test_eigenvectors_of_a_gram_matrix(kind: type[Algebra], m: int, n: int) -> None:
+    """By the smaller of P'P and PP': the same eigenvalues, the same vectors where those are not 0."""
+    P = torch.randn(3, m, n)
+    values, vectors = kind(m, n).eigh_of_gram(P)
+    exact, right = torch.linalg.eigh((P.mT @ P).double())
+    assert float((values - exact).abs().max()) < 1e-5 * float(exact.max())
+    k = min(m, n)
+    turns = (vectors.double()[..., -k:] * right[..., -k:]).sum(-2).abs()
+    assert float((turns - 1).abs().max()) < ANGLE
+    assert bool(vectors.isfinite().all())
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_the_whole_space(rows: int) -> None:
+    """SOAP's: the directions of the gradient first, then any that complete them."""
+    G = gradient(rows, 60, torch.linspace(2, 1, rows))
+    U = basis_of(Algebra, G, 60)
+    check(U, G, rows)
+    assert float(U[..., rows:].abs().max()) < 0.9  # a unit vector may lie in a dead input
+
+
 @pytest.mark.parametrize("power", [0.5, 1, 2, 4])
 def test_spectra_without_a_gap(power: float) -> None:
     """Where a few directions hold nearly everything, random columns are as good as dependent after one product."""

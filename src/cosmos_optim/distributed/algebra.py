@@ -93,6 +93,10 @@ class ShardedAlgebra(Algebra):
             return orthonormal(Y, fallback)
         return super().orthonormalize(Y, fallback)
 
+    def eigh_of_gram(self, P: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of P'P; of a sum over ranks where they divide the rows of P."""
+        return super().eigh_of_gram(P) if self.place.row_team is None else self.eigh(self.tn(P, P))
+
     # -- Newton-Schulz --------------------------------------------------------------------------------------------
 
     def polar(self, X: Any, ns: NewtonSchulz) -> Any:

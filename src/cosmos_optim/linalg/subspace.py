@@ -85,15 +85,22 @@ def _random_columns(n: int, k: int, like: Tensor) -> Tensor:
     Where the first gradient has fewer than r directions the other columns of the basis come from here. Unit vectors
     may lie in inputs that are dead, where no power step finds them again.
     """
-    make = _columns_on_host if k < n else _columns_on_host.__wrapped__  # a whole basis is too large to be kept
-    return make(n, k, like.dtype, like.is_cuda).to(like.device, non_blocking=True)
+    if k < n:
+        return _columns_on_host(n, k, like.dtype, like.is_cuda).to(like.device, non_blocking=True)
+    F = _normal(n, n)  # a whole basis is too large to be kept
+    if like.is_cuda:
+        F = F.pin_memory().to(like.device, non_blocking=True)
+    return torch.linalg.qr(F)[0].to(like)
 
 
 @lru_cache(maxsize=4)  # the stacks of a first step share them; each costs more than the rest of its stack
 def _columns_on_host(n: int, k: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    Q = torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64))[0].to(dtype)
+    Q = torch.linalg.qr(_normal(n, k))[0].to(dtype)
     return Q.pin_memory() if pinned else Q
+
+
+def _normal(n: int, k: int) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def _ritz(G: Any, Y: Tensor, F: Tensor, alg: Algebra) -> Tensor:
@@ -105,8 +112,8 @@ def _ritz(G: Any, Y: Tensor, F: Tensor, alg: Algebra) -> Tensor:
     GY = alg.mm(G, Y)
     c = alg.energy_m(GY).sqrt().to(Y.dtype)
     GY = GY / _or_one(c)
-    values, vectors = alg.eigh(alg.tn(GY, GY))
+    values, vectors = alg.eigh_of_gram(GY)
     Q, k = Y @ vectors.flip(-1), Y.shape[-1]
     real = (values > 10 * k * torch.finfo(Y.dtype).eps * values[..., -1:]).flip(-1).unsqueeze(-2)
     V, F = Q * real, F.expand_as(Q)
-    return alg.orthonormalize(torch.where(real, Q, F - V @ alg.un(V, F)), fallback=Q)
+    return alg.orthonormalize(torch.where(real, Q, F - V @ alg.un(V, F)), fallback=F)

@@ -47,10 +47,10 @@ def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | N
 
 
 def _made_with(runs: Sequence[RunConfig]) -> dict[str, Any]:
-    """Date, commit and versions as the run folders have them, which may be older than this call; lists if several."""
+    """Data, date, commit and versions as the run folders have them, maybe older than this call; lists if several."""
     made = [read_json(runlog.run_folder(run) / runlog.CONFIG) or {} for run in runs]
     found: dict[str, Any] = {}
-    for name in ("date", "commit", "versions"):
+    for name in ("data", "date", "commit", "versions"):
         values: list[Any] = []
         for about in made:
             if about.get(name) is not None and about[name] not in values:
@@ -149,7 +149,12 @@ def format_result(result: Mapping[str, Any]) -> str:
             )
         )
     head = ("run", "best", result["metric"], "val ppl", "step ms", "optimizer ms", "state MiB", "")
-    return format_table(head, lines, left=(0, 7))
+    table = format_table(head, lines, left=(0, 7))
+    texts = result.get("data")
+    if isinstance(texts, list):
+        sizes = " and ".join(f"{about['tokens']:,} tokens (hash {about['fingerprint']})" for about in texts)
+        table += f"\nThese runs do not compare: they were trained on different data, {sizes}"
+    return table
 
 
 def _average(values: Sequence[float | None]) -> str:

@@ -44,9 +44,8 @@ def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
     assert text[0].split()[:3] == ["run", "best", "final_val_loss"] and "*" in text[2] and "*" not in text[1]
 
 
-
 def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> None:
-    """Date, commit and versions are the run folders' own, not those of the call that compares them."""
+    """Data, date, commit and versions are the run folders' own, not those of the call that compares them."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
     now = compare(runs, show=False)
     assert now["date"] == datetime.date.today().isoformat() and "torch" in now["versions"]
@@ -55,6 +54,20 @@ def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> 
     mixed = compare(runs, show=False)
     assert mixed["commit"] == (["older", now["commit"]] if now["commit"] else "older")
     assert mixed["versions"] == now["versions"]
+    assert now["data"]["tokens"] > 0 and mixed["data"] == now["data"] and "do not compare" not in format_result(mixed)
+
+
+def test_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
+    """One was made before another shard was there, say: the table says so, with both."""
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
+    now = compare(runs, show=False)
+    about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
+    other = {**now["data"], "tokens": 1234, "fingerprint": "0123456789abcdef"}
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"data": other}))
+    mixed = compare(runs, show=False)
+    assert mixed["data"] == [other, now["data"]]
+    last = format_result(mixed).splitlines()[-1]
+    assert "do not compare" in last and "1,234" in last and now["data"]["fingerprint"] in last
 
 
 def test_finished_runs_are_skipped_and_half_finished_ones_resumed(

@@ -33,6 +33,8 @@ ORDER = (
 # The code that starts and joins processes; everything else gets the layout from the parameters.
 MAY_DISTRIBUTE = ("cosmos_optim.distributed", "cosmos_lab.launch")
 MAY_TRITON = ("cosmos_optim.kernels",)
+# Functions of torch that take the default device and dtype unless told otherwise.
+FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
 # What would make a model depend on how it is trained.
 NOT_IN_MODELS = ("cosmos_optim", "torch.optim", "cosmos_lab.optimizers", "cosmos_lab.train", "cosmos_lab.recipes")
 
@@ -131,6 +133,18 @@ def test_a_file_imports_only_what_stands_above_it(module: str) -> None:
     ours = {name for name in ours if FILES[name].read_text().strip()}
     wrong = sorted(name for name in ours if layer(name) > layer(module))
     assert not wrong, f"{module} imports {wrong}, which stand below it in {ORDER}"
+
+
+@pytest.mark.parametrize("module", modules("cosmos_optim"))
+def test_a_new_tensor_says_where_and_of_what(module: str) -> None:
+    """Whatever torch.set_default_device and torch.set_default_dtype say."""
+    factories = {f"torch.{name}" for name in FACTORIES}
+    calls = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)]
+    made = [call for call in calls if ast.unparse(call.func) in factories]
+    for call in made:
+        assert {"device", "dtype"} <= {key.arg for key in call.keywords}, f"{module}:{call.lineno} {ast.unparse(call)}"
+    for call in calls:
+        assert ast.unparse(call.func) != "torch.Generator" or call.args, f"{module}:{call.lineno} names no device"
 
 
 def test_no_cycles() -> None:

@@ -182,7 +182,7 @@ class ShardedLayout(Layout):
         return [self._part(cut)[1] for cut in cuts_of(slot.shape, self.mesh, self.placements_of(slot))]
 
     def _as_dtensor(self, local: Tensor, slot: Slot) -> DTensor:
-        stride = torch.empty(slot.shape, device="meta").stride()
+        stride = torch.empty(slot.shape, dtype=torch.float32, device="meta").stride()
         return DTensor.from_local(
             local, self.mesh, self.placements_of(slot), run_check=False, shape=torch.Size(slot.shape), stride=stride
         )

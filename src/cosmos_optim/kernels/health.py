@@ -52,7 +52,13 @@ def _far(*pairs: tuple[Tensor, Tensor]) -> float:
 
 def _draw(*shape: int, device: torch.device) -> Tensor:
     """The same random numbers every time, without touching the user's generator."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
+def _each(value: float, device: torch.device) -> Tensor:
+    """A number for each of two matrices."""
+    return torch.full((2, 1, 1), value, dtype=torch.float32, device=device)
 
 
 def _copies(x: Tensor) -> list[Tensor]:
@@ -91,7 +97,7 @@ def passes(device: torch.device, size: str = "") -> float:
     X, peak = m - (m @ U) @ U.mT, m.abs().amax((1, 2))[:, None].contiguous()
     buffer, square, factor = residual(M, M, 1.0, 0.0, minus, wide, peak, torch.float16)
     BU, left = overlap((m / 16).half(), split(U, torch.float16, scale=BASIS_SCALE), r)
-    update_(W, buffer, minus, wide, torch.tensor([[0.9, 0.5]] * 2, device=device), None)
+    update_(W, buffer, minus, wide, torch.tensor([[0.9, 0.5]] * 2, dtype=torch.float32, device=device), None)
     found = _far(
         (buffer.float() / factor, X),
         (added(square) / factor.double().square(), _energy(X)),
@@ -125,12 +131,13 @@ def products(device: torch.device, s: int = 2048) -> float:
         return math.inf
     tiles = tiling(s, s)
     squares = squares_of(X, tiles)
-    R = symmetric_product(X, X, weight=torch.full((2, 1, 1), 0.5, device=device), tiles=tiles, squares=squares)
+    R = symmetric_product(X, X, weight=_each(0.5, device), tiles=tiles, squares=squares)
     Z = symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0, tiles=tiles)
-    ZR, r, eye = symmetric_product(R, Z, tiles=tiles), R.float(), torch.eye(width, device=device)
+    ZR, r, eye = symmetric_product(R, Z, tiles=tiles), R.float(), torch.eye(width, dtype=torch.float32, device=device)
     exact = 0.5 * X.float().mT @ X.float()
     Y = symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, delta=0.5, E=ZR, gamma=3.0, tiles=tiles)
-    some = symmetric_product(Z, Z, tiles=tiles, out=ZR.clone(), only=(torch.tensor([True, False], device=device), True))
+    first = torch.tensor([True, False], dtype=torch.bool, device=device)
+    some = symmetric_product(Z, Z, tiles=tiles, out=ZR.clone(), only=(first, True))
     return _far(
         (R, exact), (Z, 0.5 * r @ r + 2 * r + 3 * eye), (ZR, r @ Z.float()), (squares.sum(1), _energy(exact).flatten()),
         (some, torch.stack([Z[0].float() @ Z[0].float(), ZR[1].float()])), (Y, Z.float() + 0.5 * ZR.float()),
@@ -155,7 +162,7 @@ def _moments(device: torch.device, r: int) -> float:
     scale = (_energy(Y) + S.diagonal(dim1=1, dim2=2).sum(1).view(-1, 1, 1)).sqrt().float()
     power, _ = power_sum(U, S, Y, c, 0.5)
     new, real = second_moment(S, U, old, Y, 0.5, 0.0)
-    t, ones = torch.full((2, 1, 1), 3.0, device=device), torch.ones(2, 1, r, device=device)
+    t, ones = _each(3.0, device), _each(1.0, device).expand(-1, -1, r).contiguous()
     W, P, minus, squares = adapt(V, Y, N, ones, t, betas=(0.9, 0.5), eps=1e-8, inside=False, ahead=0.0)
     C, mean = U.mT @ old, 0.5 * V + 0.5 * Y * Y
     half, wide = split_both(U)
@@ -171,7 +178,7 @@ def _moments(device: torch.device, r: int) -> float:
 def thin(device: torch.device, size: str = "") -> float:
     """The arithmetic on thin factors."""
     P, Y = _draw(2, 2, SIZE + 7, RANKS[size], device=device)
-    b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
+    b, norm = _each(0.3, device), _each(5.0, device).double()
     sums, rate = _energy(P).view(2, 1), torch.tensor(0.1, dtype=torch.float64, device=device)
     given = {"P": P, "BU": Y, "left": sums, "squares": sums, "root": 40.0}
     (k, parts), (k_exact, exact) = (make(b, norm, rate, 0.9, **given) for make in (finish, finish_torch))
@@ -189,7 +196,7 @@ def thin(device: torch.device, size: str = "") -> float:
 def rows(device: torch.device) -> float:
     """Sums of squares by row, and the second moment of rows with all that follows from it."""
     X, P = (_draw(2, SIZE + 7, SIZE, device=device) / 16).half(), _draw(2, SIZE + 7, RANKS[""], device=device)
-    b, norm = torch.full((2, 1, 1), 0.3, device=device), torch.full((2, 1, 1), 5.0, device=device).double()
+    b, norm = _each(0.3, device), _each(5.0, device).double()
     left, exact = row_squares(X), X.float().square().sum(2)
     v, g, energy = even_rows(torch.ones_like(P[..., :1]), left, norm, SIZE, 0.5, 1e-8, b=b, P=P)
     q = (0.09 / 5 * exact + P.square().sum(2))[..., None]

@@ -160,7 +160,7 @@ def _tiles(s: int, BM: int, BN: int, device: torch.device) -> tuple[Tensor, int]
     half = {(i, j) for i, j in pairs if BN == 2 * BM and i * BM >= j * BN + BN // 2}
     order = [pair for pair in pairs if pair not in half] + [pair for pair in pairs if pair in half]
     codes = [(i << 16) + (j << 1) + ((i, j) in half) for i, j in order]
-    return torch.tensor(codes, dtype=torch.int32).to(device), len(codes)
+    return torch.tensor(codes, dtype=torch.int32, device=device), len(codes)
 
 
 def supports(X: Tensor) -> bool:

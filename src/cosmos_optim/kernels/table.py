@@ -38,17 +38,18 @@ class _Arena:
     SIZE = 1 << 16
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.int64)
+        self.memory = torch.empty(0, dtype=torch.int64, device="cpu")
         self.used = 0
 
     def take(self, values: Sequence[int]) -> Tensor:
         """A pinned tensor with these values."""
         if self.used + len(values) > self.memory.numel():
-            self.memory = torch.empty(max(self.SIZE, len(values)), dtype=torch.int64, pin_memory=True)
+            size = max(self.SIZE, len(values))
+            self.memory = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
             self.used = 0
         piece = self.memory[self.used : self.used + len(values)]
         self.used += len(values)
-        return piece.copy_(torch.tensor(values, dtype=torch.int64))
+        return piece.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
 
 _arena = _Arena()
@@ -70,7 +71,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     where = tuple([t.data_ptr() for t in tensors])
     if device.type != "cuda":
-        return torch.tensor(where, dtype=torch.int64)
+        return torch.tensor(where, dtype=torch.int64, device=device)
     capturing = torch.cuda.is_current_stream_capturing()
     key = (device, where)
     table, host = _tables.get(key), None

@@ -100,7 +100,8 @@ def _columns_on_host(n: int, k: int, dtype: torch.dtype, pinned: bool) -> Tensor
 
 
 def _normal(n: int, k: int) -> Tensor:
-    return torch.randn(n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(n, k, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _ritz(G: Any, Y: Tensor, F: Tensor, alg: Algebra) -> Tensor:

@@ -134,7 +134,7 @@ def _place(optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: 
     placed = {}
     for name, shape in shapes.items():
         value = saved[name]
-        value = value if isinstance(value, Tensor) else torch.tensor(float(value))
+        value = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
                 f"parameter {layout.name!r}: state {name!r} has shape {tuple(value.shape)} in the checkpoint, "

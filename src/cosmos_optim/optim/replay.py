@@ -73,7 +73,7 @@ class Recording:
         there = {i: x for i, x in enumerate(values) if isinstance(x, Tensor) and x.is_cuda}
         known = [0.0 if i in there else float(x) for i, x in enumerate(values)]
         # A kernel that gets a number from the host gets it in float32: the same here, bit for bit.
-        rounded = torch.tensor(known, dtype=torch.float32).tolist()
+        rounded = torch.tensor(known, dtype=torch.float32, device="cpu").tolist()
         self.numbers.copy_(_pinned(rounded, torch.float64), non_blocking=True)
         for i, x in there.items():
             self.numbers[i].copy_(x)
@@ -86,7 +86,7 @@ class Recording:
 
 def _pinned(values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Host memory that a copy may read later: the allocator reuses it only after that."""
-    return torch.tensor(values, dtype=dtype).pin_memory()
+    return torch.tensor(values, dtype=dtype, device="cpu").pin_memory()
 
 
 class Replays:
@@ -192,7 +192,7 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     made = Recording(
         key, {e.p for e in inside}, torch.zeros(count, dtype=torch.int64, device=device),
         torch.zeros(2 * len(groups), dtype=torch.float64, device=device),
-        torch.zeros((), dtype=torch.bool, device=device), torch.zeros(len(entries), device=device),
+        torch.zeros((), dtype=torch.bool, device=device), torch.zeros(len(entries), dtype=torch.float32, device=device),
         torch.zeros(len(entries), dtype=torch.int64, device=device), groups, [],
     )  # fmt: skip
     tops = {e.p: made.tops[index[e.p]] for e in inside}

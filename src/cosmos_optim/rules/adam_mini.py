@@ -42,7 +42,7 @@ def blocks_of(m: int, h: Hyper) -> int:
 
 def membership(m: int, rows: int, like: Tensor) -> Tensor:
     """(m, m / rows): 1 where a row belongs to a block."""
-    block = torch.arange(m, device=like.device) // rows
+    block = torch.arange(m, dtype=torch.int64, device=like.device) // rows
     return torch.nn.functional.one_hot(block, m // rows).to(like.dtype)
 
 

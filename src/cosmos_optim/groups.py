@@ -236,6 +236,13 @@ def _convolution(place: Place, module: nn.modules.conv._ConvNd, rule: str) -> Ro
     return Route(rule, "grouped convolution", {"layout": "conv", "split_sizes": (rows // count,) * count})
 
 
+def _listed(items: Iterable[Any]) -> list[Any]:
+    """A list, but not of a set: state is saved by position."""
+    if isinstance(items, (set, frozenset)):
+        raise TypeError("a set has another order in every run, and state is saved by position: give a list instead")
+    return list(items)
+
+
 def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     """Whatever torch.optim takes, or a model, as a list of groups or parameters.
 
@@ -245,7 +252,7 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
         return param_groups(params, rule)
     if isinstance(params, Tensor):
         raise TypeError("params must be a model or an iterable of tensors or groups, not one tensor: put it in a list")
-    given = list(params)
+    given = _listed(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     listed = []
     for group in groups:
@@ -253,7 +260,7 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
         if "params" not in group:
             raise ValueError(f"a parameter group with {sorted(group)} lacks 'params': list its parameters there")
         held = group["params"]
-        group["params"] = [held] if isinstance(held, Tensor) else list(held)
+        group["params"] = [held] if isinstance(held, Tensor) else _listed(held)
         if group.get("rule", rule) != "adam":
             for i, item in enumerate(group["params"]):
                 name, p = item if isinstance(item, tuple) else (f"number {i}", item)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_optim import OPTIMIZERS, Cosmos, param_groups
+from cosmos_optim import OPTIMIZERS, SOAP, AdamMini, Cosmos, GaLore, Muon, param_groups
 from tests.optim.helpers import decoder, gradient, loss_of, matrix, same, small_rank, snapshot, train
 
 # One float32 rounding per step and element, a handful of steps.
@@ -388,3 +388,89 @@ def test_gradients_are_never_written() -> None:
         held = copy.deepcopy([p.grad for p in model.parameters()])
         opt.step()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_for_another_optimizer_are_refused(name: str) -> None:
+    """They would train with that one's rule, whatever the class is called."""
+    made, model = OPTIMIZERS[name], decoder()
+    if made.rule == "cosmos":
+        made(param_groups(model))
+        with pytest.raises(ValueError, match=r"groups of rule muon .* param_groups\(model, 'cosmos'\)"):
+            made(param_groups(model, "muon"))
+        return
+    with pytest.raises(ValueError, match="groups of rule cosmos") as error:
+        made(param_groups(model))
+    assert f"param_groups(model, {made.rule!r})" in str(error.value)
+    opt = made(param_groups(model, made.rule))
+    assert {group["rule"] for group in opt.param_groups} <= {made.rule, "adam"}
+
+
+def test_rules_may_be_mixed() -> None:
+    """As long as the optimizer's own is among them."""
+    opt = Cosmos(param_groups(decoder(), overrides={"up.weight": "muon"}))
+    assert {group["rule"] for group in opt.param_groups} == {"cosmos", "muon", "adam"}
+
+
+@pytest.mark.parametrize("given", ["model", "groups", "group"])
+@pytest.mark.parametrize(("make", "rule"), [(Cosmos, "cosmos"), (SOAP, "soap")])
+def test_two_sided_however_it_is_asked_for(make: Any, rule: str, given: str) -> None:
+    model = decoder()
+    if given == "group":
+        opt = make([{"params": [model.up.weight], "two_sided": True}])
+    else:
+        opt = make(model if given == "model" else param_groups(model, rule), two_sided=True)
+    assert {group["rule"] for group in opt.param_groups} - {"adam"} == {f"{rule}-two-sided"}
+
+
+def test_arguments_that_nothing_would_use_are_refused() -> None:
+    with pytest.raises(ValueError, match="Muon has no argument 'two_sided'"):
+        Muon(decoder(), two_sided=True)
+    with pytest.raises(ValueError, match="head_dim=32 needs the model"):
+        AdamMini(param_groups(decoder(), "adam-mini"), head_dim=32)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"lr": "5e-4"}, {"adam_lr": "2e-3"}, {"weight_decay": "0.1"}, {"gamma": "0.5"}, {"eps": "1e-8"}, {"lr": None},
+     {"residual_guard": "0"}, {"maximize": "no"}, {"betas": ("0.9", 0.98)}, {"row_beta2": "0.95"}],
+)  # fmt: skip
+def test_text_for_a_number_is_named(kwargs: dict[str, Any]) -> None:
+    """YAML reads 5e-4 as text."""
+    ((name, value),) = kwargs.items()
+    with pytest.raises(ValueError, match=name):
+        Cosmos(decoder(), **kwargs)
+    if isinstance(value, str) and name.endswith("lr"):
+        with pytest.raises(ValueError, match=r"5\.0e-4"):
+            Cosmos(decoder(), **kwargs)
+
+
+def test_a_refused_group_leaves_nothing_behind() -> None:
+    p, q = matrix((4, 4)), matrix((8, 4), 1)
+    opt = Cosmos([p], rank=2)
+    for wrong in ({"split_sizes": 5}, {"split_sizes": [5, 5]}, {"rank": "many"}):
+        with pytest.raises(ValueError):
+            opt.add_param_group({"params": [q], **wrong})
+        assert len(opt.param_groups) == 1 and set(opt.state) == {p}
+    p.grad = gradient((4, 4), 0)
+    opt.step()
+    opt.add_param_group({"params": [q]})
+
+
+def test_parameters_in_a_set_are_refused() -> None:
+    """Their order changes from run to run, and with it whose state is whose."""
+    held = {matrix((4, 4), seed) for seed in range(3)}
+    for given in (held, [{"params": held}]):
+        with pytest.raises(TypeError, match="list"):
+            Cosmos(given, rank=2)
+
+
+def test_galore_keeps_its_projector_where_the_gradient_is_zero_when_it_is_due() -> None:
+    """An expert without tokens at that step, say: a zero matrix has no leading directions."""
+    p = matrix((12, 8))
+    opt = GaLore([p], rank=3, update_gap=4)
+    for step in range(12):
+        before = opt.state[p]["Q"].clone()
+        p.grad = torch.zeros_like(p) if step == 4 else gradient((12, 8), step)
+        opt.step()
+        assert torch.equal(opt.state[p]["Q"], before) == (step not in (0, 8))

@@ -37,6 +37,31 @@ def test_round_trip_through_a_file_continues_bit_for_bit(name: str) -> None:
     assert same(snapshot(model, opt), snapshot(other, again))
 
 
+def linears(*names: str) -> torch.nn.Module:
+    """Square layers of the same shape, made in this order."""
+    model = torch.nn.Module()
+    for name in names:
+        model.add_module(name, torch.nn.Linear(8, 8, bias=False))
+    return model
+
+
+def test_state_follows_the_names_where_the_order_of_the_parameters_has_changed() -> None:
+    """Where both sides have the same names; a checkpoint with others is read by position, as torch reads it."""
+    a, b, c = linears("q", "k"), linears("k", "q"), linears("query", "key")
+    first = Cosmos(a, **SMALL_RANK)
+    for i, p in enumerate(a.parameters()):
+        p.grad = gradient((8, 8), i)
+    first.step()
+    moved, renamed = Cosmos(b, **SMALL_RANK), Cosmos(c, **SMALL_RANK)
+    moved.load_state_dict(first.state_dict())
+    renamed.load_state_dict(first.state_dict())
+    assert moved.param_groups[0]["param_names"] == ["k.weight", "q.weight"]
+    for name, new in (("q", "query"), ("k", "key")):
+        momentum = first.state[getattr(a, name).weight]["M"]
+        assert torch.equal(moved.state[getattr(b, name).weight]["M"], momentum)
+        assert torch.equal(renamed.state[getattr(c, new).weight]["M"], momentum)
+
+
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_deepcopy_and_pickle_continue_bit_for_bit(copier) -> None:
     model = decoder()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any, ClassVar, overload
 
 import torch
@@ -44,6 +45,17 @@ FOREIGN = (
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def two_sided(rule: str) -> str:
+    """The rule of that name with a basis on each side."""
+    return f"{rule}-two-sided"
+
+
+def require_number(name: str, value: object) -> None:
+    """Raise the ValueError for what should be a number, or yes or no, and is text or nothing."""
+    hint = " (YAML reads 5e-4 as text, and 5.0e-4 as a number)" if isinstance(value, str) else ""
+    require(isinstance(value, (Real, Tensor)), name, value, f"give a number, or True or False{hint}")
+
+
 class MatrixOptimizer(torch.optim.Optimizer):
     """One rule for the hidden matrices, Adam for the rest.
 
@@ -65,11 +77,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         lr: float | Tensor,
         adam_lr: float | Tensor,
         hyper: Mapping[str, Any],
-        rule: str | None = None,
     ) -> None:
-        rule, hyper = rule or self.rule, dict(hyper)
+        rule, hyper = self.rule, dict(hyper)
         self.replays = Replays(hyper.pop("cuda_graphs", True))
-        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "two_sided", "cuda_graphs"}
+        both = {"two_sided"} if two_sided(rule) in RULES else set()
+        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, *both, "cuda_graphs"}
         for key in hyper:
             if key not in known:
                 hint = f"{close_to(key, known)}; it has {sorted(known)}"
@@ -82,13 +94,34 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._recorder: dict[str, dict[str, float]] | None = None
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 where every group has it.
         cycled = {"betas": hyper["betas"]} if "betas" in RULES[rule].hyper and "betas" in hyper else {}
-        super().__init__(as_groups(params, rule), {"lr": lr, **cycled})
+        for name, rate in (("lr", lr), ("adam_lr", adam_lr)):
+            require_number(name, rate)
+        groups = as_groups(params, rule)
+        self._check_rules(groups)
+        super().__init__(groups, {"lr": lr, **cycled})
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
+    def _check_rules(self, groups: list[Any]) -> None:
+        """Groups that were made for another optimizer would train with that one's rule, and nothing would show it."""
+        own, name = self._setup["rule"], type(self).__name__
+        asked = {group.get("rule", own) if isinstance(group, dict) else own for group in groups}
+        others = asked - {"adam", own, two_sided(own)}
+        if others and others <= set(RULES) and not asked & ({own, two_sided(own)} - {"adam"}):
+            raise ValueError(
+                f"{name} was given groups of rule {' and '.join(sorted(others))} and no matrix for its own: make them "
+                f"with param_groups(model, {own!r}), or give {name} the model"
+            )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: fill in its rule's hyper-parameters, check them, and allocate the state."""
-        group = dict(param_group)
+        """Add a group: fill in its rule's hyper-parameters, check them, and allocate the state.
+
+        `two_sided` chooses between the two forms of the optimizer's own rule, where it has two.
+        """
+        group, own = dict(param_group), self._setup["rule"]
+        if two_sided(own) in RULES and group.get("rule", own) == own:
+            asked = group.pop("two_sided", self._setup["hyper"].get("two_sided", False))
+            group["rule"] = two_sided(own) if asked else own
         rule = self._rule_of(group)
         group["rule"] = rule.name
         self._fill(group, rule)
@@ -96,7 +129,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._lay_out(len(self.param_groups) - 1)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             for p in group["params"]:
                 self._layouts.pop(p, None)
@@ -119,8 +152,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         given = self._setup["hyper"]
         for key, default in known.items():
             group.setdefault(key, given.get(key, default))
+            optional = key in ("gamma", "row_beta2") and group[key] is None
+            if (isinstance(default, Real) or key == "gamma") and not optional:
+                require_number(key, group[key])
         adam_lr = self._setup["adam_lr"]
         group.setdefault("lr", adam_lr if rule.name == "adam" else self.defaults["lr"])
+        require_number("lr", group["lr"])
         if isinstance(group["lr"], Tensor) and group["lr"].dim() > 0:
             require(group["lr"].numel() == 1, "lr", group["lr"], "a tensor must have one element")
             group["lr"] = group["lr"].view(())  # the same memory, as a number
@@ -129,6 +166,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         require(group["nonfinite"] in NONFINITE, "nonfinite", group["nonfinite"], f"one of {NONFINITE}")
         require(group["side"] in ("input", "smaller"), "side", group["side"], "'input' or 'smaller'")
         require(group["layout"] in LAYOUTS, "layout", group["layout"], f"one of {LAYOUTS}")
+        sizes = group["split_sizes"]
+        listed = isinstance(sizes, (list, tuple)) and all(isinstance(size, int) for size in sizes)
+        require(sizes is None or listed, "split_sizes", sizes, "a list of the rows of each block")
         rule.check(group)
         if "gamma" in rule.hyper and group["gamma"] is None:
             means = "gamma=None takes it from lr and adam_lr: give gamma, or"

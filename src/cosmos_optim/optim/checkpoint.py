@@ -58,6 +58,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     saved = with_dtypes(copy.deepcopy(state_dict["param_groups"]))
     optimizer._meet()
     _check_groups(optimizer, saved)
+    saved = [_in_order(new, group) for group, new in zip(optimizer.param_groups, saved, strict=True)]
     ids = chain.from_iterable(group["params"] for group in saved)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     hyper = {p: {**a, **b} for a, b in zip(optimizer.param_groups, saved, strict=True) for p in a["params"]}
@@ -80,6 +81,15 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._started = started(optimizer)
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
         post(optimizer)
+
+
+def _in_order(saved: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """A saved group with its parameters in our order, where both have the same names; others are told by position."""
+    names, theirs = ours.get("param_names"), saved.get("param_names")
+    if not names or not theirs or len(set(names)) < len(names) or set(names) != set(theirs):
+        return saved
+    ids = dict(zip(theirs, saved["params"], strict=True))
+    return saved | {"params": [ids[name] for name in names], "param_names": list(names)}
 
 
 def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> None:

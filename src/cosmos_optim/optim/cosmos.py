@@ -72,14 +72,6 @@ class Cosmos(MatrixOptimizer):
                  "nesterov": nesterov, "row_beta2": row_beta2, "two_sided": two_sided, **options}  # fmt: skip
         super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; `two_sided` chooses between the paper's two algorithms."""
-        group = dict(param_group)
-        two_sided = group.pop("two_sided", self._setup["hyper"].get("two_sided", False))
-        if two_sided and group.get("rule", "cosmos") == "cosmos":
-            group["rule"] = "cosmos-two-sided"
-        super().add_param_group(group)
-
 
 class CosmosPaper(Cosmos):
     """COSMOS with the paper's settings: rank 64, no look-ahead, rows left alone, gamma = lr / adam_lr at any rate.

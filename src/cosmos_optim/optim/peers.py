@@ -68,7 +68,8 @@ class SOAP(MatrixOptimizer):
     """SOAP: Adam in the eigenbasis of the averaged G'G (the paper's Algorithm 2), or of both sides.
 
     Args:
-        frequency: steps between two turns of the basis.
+        frequency: steps between two turns of the basis. Turned often it needs a warm-up: as long as few gradients were
+            seen, a turn brings momentum to directions whose second moment is still near 0 (docs/algorithm.md).
         two_sided: a basis on each side, as published SOAP has.
         squares: "gradient" (published) or "momentum" (the paper's box) is what the second moment averages.
     """
@@ -80,9 +81,11 @@ class SOAP(MatrixOptimizer):
         two_sided: bool = False, squares: str = "gradient", betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
-        rule = "soap-two-sided" if two_sided else None
-        hyper = dict(frequency=frequency, squares=squares, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper, rule=rule)
+        hyper = dict(
+            frequency=frequency, two_sided=two_sided, squares=squares, betas=betas, eps=eps, weight_decay=weight_decay,
+            **options,
+        )  # fmt: skip
+        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
 
 
 class GaLore(MatrixOptimizer):
@@ -111,19 +114,21 @@ class AdamMini(MatrixOptimizer):
     Vectors go to Adam: biases as in the authors' package, which has one second moment for the whole of a norm.
 
     Args:
-        head_dim: rows of a head. Which parameters are queries and keys is told by name; other naming needs groups with
-            rule="adam-mini" and block_rows.
+        head_dim: rows of a head (None: 64). Which parameters are queries and keys is told by name; other naming
+            needs groups with rule="adam-mini" and block_rows, and no head_dim.
     """
 
     rule = "adam-mini"
 
     def __init__(
-        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, head_dim: int = 64,
+        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, head_dim: int | None = None,
         betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
-        if isinstance(params, nn.Module):
-            groups = param_groups(params, "adam-mini")
-            params = [group | ({"block_rows": head_dim} if "block_rows" in group else {}) for group in groups]
+        if head_dim is not None:
+            if not isinstance(params, nn.Module):
+                raise ValueError(f"head_dim={head_dim} needs the model: give that, or groups with their own block_rows")
+            rows = {"block_rows": head_dim}
+            params = [g | (rows if "block_rows" in g else {}) for g in param_groups(params, "adam-mini")]
         hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
         super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
 

@@ -93,7 +93,7 @@ def check_betas(h: Hyper) -> None:
     betas = h["betas"]
     require(isinstance(betas, (tuple, list)) and len(betas) == 2, "betas", betas, "give two numbers (beta1, beta2)")
     for i, beta in enumerate(betas):
-        require(0.0 <= beta < 1.0, f"betas[{i}]", beta, "it must lie in [0, 1)")
+        require(not isinstance(beta, str) and 0.0 <= beta < 1.0, f"betas[{i}]", beta, "a number in [0, 1)")
 
 
 def check_eps(h: Hyper) -> None:

@@ -37,13 +37,13 @@ def direction(
 
 
 def renew(G: Tensor, Q: Tensor, t: Tensor, gap: int, alg: Algebra) -> Tensor:
-    """The leading right singular vectors of this gradient, every `gap` steps after the first."""
+    """The leading right singular vectors of this gradient, every `gap` steps after the first; a zero one has none."""
     now = due(t, gap) & (t > 1)
     if not bool(now.any()):
         return Q
     new = first_basis(G, Q.shape[-1], alg, like=Q)
     sign = alg.un(new, Q).diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-    return torch.where(now, torch.where(sign < 0, -new, new), Q)
+    return torch.where(now & (alg.energy(G) > 0), torch.where(sign < 0, -new, new), Q)
 
 
 def start(G: Tensor, state: State, *, h: Hyper, alg: Algebra) -> State:

@@ -60,7 +60,7 @@ def param_groups(
 
     Args:
         model: any module. Frozen parameters are left out.
-        rule: the rule of the hidden matrices.
+        rule: the rule of the hidden matrices, which is that of the optimizer the groups are for ("muon" for `Muon`).
         overrides: pattern -> rule name, or a mapping of "rule" and hyper-parameters; patterns are shell-style and
             matched against parameter names, in order, before everything else.
         head: the output head, as a module or its name, where its name does not tell.

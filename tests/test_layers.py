@@ -34,7 +34,10 @@ ORDER = (
 MAY_DISTRIBUTE = ("cosmos_optim.distributed", "cosmos_lab.launch")
 MAY_TRITON = ("cosmos_optim.kernels",)
 # Functions of torch that take the default device and dtype unless told otherwise.
-FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
+FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+)  # fmt: skip
 # What would make a model depend on how it is trained.
 NOT_IN_MODELS = ("cosmos_optim", "torch.optim", "cosmos_lab.optimizers", "cosmos_lab.train", "cosmos_lab.recipes")
 

@@ -48,10 +48,6 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     if overrides:
         rule = cosmos_optim.OPTIMIZERS[options.optimizer].rule
         params = cosmos_optim.param_groups(model, rule=rule, overrides=overrides)
-        rows = hyper.pop("head_dim", None)  # told of groups, the optimizer cannot tell their heads
-        for group in params:
-            if "block_rows" in group and rows is not None:
-                group["block_rows"] = rows
     return build(
         params,
         lr=options.lr,

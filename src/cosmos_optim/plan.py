@@ -14,6 +14,7 @@ from cosmos_optim import distributed
 from cosmos_optim.groups import routes
 from cosmos_optim.optim.base import COMMON, MatrixOptimizer
 from cosmos_optim.rules import RULES
+from cosmos_optim.rules.base import two_sided
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.suggest import close_to
 
@@ -102,7 +103,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         rule, hyper = "cosmos", {**PAPER, **hyper}
     routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
     if hyper.pop("two_sided", False):
-        rule = f"{rule}-two-sided"
+        rule = two_sided(rule)
     if rule not in RULES:
         raise ValueError(f"there is no rule {rule!r}{close_to(rule, RULES)}; the rules are {sorted(RULES)}")
     known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "lr", "adam_lr"}

@@ -42,6 +42,12 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     return nn.functional.cross_entropy(model(x).float().flatten(0, 1), ((3 * x + 1) % 32).flatten())
 
 
+def backward(model: nn.Module, step: int) -> None:
+    """The gradients of one batch."""
+    model.zero_grad()
+    loss_of(model, step).backward()
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     """Steps numbered by their batch, so that a run can be cut and continued."""
     losses = []

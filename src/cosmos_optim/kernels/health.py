@@ -116,7 +116,7 @@ def odd_rows(device: torch.device) -> float:
 def basis(device: torch.device, size: str = "") -> float:
     """Orthonormal columns and thin Gram matrices."""
     r = RANKS[size]
-    Y = _draw(2, 2 * SIZE + 128, r, device=device) * torch.logspace(0, -4, r, device=device)
+    Y = _draw(2, 2 * SIZE + 128, r, device=device) * torch.logspace(0, -4, r, dtype=torch.float32, device=device)
     Q = orthonormal(Y, torch.zeros_like(Y))
     exact, R = torch.linalg.qr(Y.double())
     exact = exact * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)

@@ -20,9 +20,10 @@ from cosmos_optim.groups import as_groups
 from cosmos_optim.layout import LAYOUTS, Layout
 from cosmos_optim.optim import checkpoint, execute, gradients
 from cosmos_optim.optim.entries import Entry
+from cosmos_optim.optim.precision import exact_products
 from cosmos_optim.optim.replay import Replays
 from cosmos_optim.rules import RULES, Rule
-from cosmos_optim.rules.base import require
+from cosmos_optim.rules.base import require, require_number, two_sided
 from cosmos_optim.rules.cosmos import SOAP_LR
 from cosmos_optim.suggest import close_to
 
@@ -43,17 +44,6 @@ FOREIGN = (
     "name", "lr_scale",
 )  # fmt: skip
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def two_sided(rule: str) -> str:
-    """The rule of that name with a basis on each side."""
-    return f"{rule}-two-sided"
-
-
-def require_number(name: str, value: object) -> None:
-    """Raise the ValueError for what should be a number, or yes or no, and is text or nothing."""
-    hint = " (YAML reads 5e-4 as text, and 5.0e-4 as a number)" if isinstance(value, str) else ""
-    require(isinstance(value, (Real, Tensor)), name, value, f"give a number, or True or False{hint}")
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -152,8 +142,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         given = self._setup["hyper"]
         for key, default in known.items():
             group.setdefault(key, given.get(key, default))
-            optional = key in ("gamma", "row_beta2") and group[key] is None
-            if (isinstance(default, Real) or key == "gamma") and not optional:
+            if isinstance(default, Real) and key != "row_beta2":  # which may be None
                 require_number(key, group[key])
         adam_lr = self._setup["adam_lr"]
         group.setdefault("lr", adam_lr if rule.name == "adam" else self.defaults["lr"])
@@ -327,32 +316,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.replays = Replays(self._setup.get("cuda_graphs", True))
         self._meet()
         self._started = checkpoint.started(self)
-
-
-@contextlib.contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Full float32 products inside, whatever the caller allows: TF32 or autocast would lose the small eigenvalues.
-
-    Torch has a switch for all products and one for each backend, and the first may not even be read where the second
-    ones were set. Both are afterwards as before; "none" makes a backend follow the switch above it.
-    """
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        precision = None
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-    else:
-        torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        if precision is not None:
-            torch.set_float32_matmul_precision(precision)
-        for backend, own in zip(backends, before, strict=True):
-            backend.fp32_precision = "none"
-            if backend.fp32_precision != own:
-                backend.fp32_precision = own

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cosmos_optim.groups import param_groups
+from cosmos_optim.groups import as_groups
 from cosmos_optim.optim.base import MatrixOptimizer
 
 Params = nn.Module | Iterable[Any]
@@ -114,8 +114,8 @@ class AdamMini(MatrixOptimizer):
     Vectors go to Adam: biases as in the authors' package, which has one second moment for the whole of a norm.
 
     Args:
-        head_dim: rows of a head (None: 64). Which parameters are queries and keys is told by name; other naming
-            needs groups with rule="adam-mini" and block_rows, and no head_dim.
+        head_dim: rows of a head, 64 unless given: the block_rows of all groups that have some. Which parameters are
+            queries and keys is told by name; other naming needs groups with rule="adam-mini" and block_rows.
     """
 
     rule = "adam-mini"
@@ -125,10 +125,7 @@ class AdamMini(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         if head_dim is not None:
-            if not isinstance(params, nn.Module):
-                raise ValueError(f"head_dim={head_dim} needs the model: give that, or groups with their own block_rows")
-            rows = {"block_rows": head_dim}
-            params = [g | (rows if "block_rows" in g else {}) for g in param_groups(params, "adam-mini")]
+            params = [g | {"block_rows": head_dim} if "block_rows" in g else g for g in as_groups(params, self.rule)]
         hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
         super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -82,10 +83,21 @@ class Rule:
     shardable: str = "both"
 
 
+def two_sided(rule: str) -> str:
+    """The rule of that name with a basis on each side."""
+    return f"{rule}-two-sided"
+
+
 def require(condition: bool, name: str, value: object, wanted: str) -> None:
     """Raise the ValueError for a hyper-parameter out of its range."""
     if not condition:
         raise ValueError(f"{name}={value!r} is not valid: {wanted}")
+
+
+def require_number(name: str, value: object) -> None:
+    """Raise the ValueError for what should be a number, or yes or no, and is text or nothing."""
+    hint = " (YAML reads 5e-4 as text, and 5.0e-4 as a number)" if isinstance(value, str) else ""
+    require(isinstance(value, (Real, Tensor)), name, value, f"give a number, or True or False{hint}")
 
 
 def check_betas(h: Hyper) -> None:
@@ -93,7 +105,8 @@ def check_betas(h: Hyper) -> None:
     betas = h["betas"]
     require(isinstance(betas, (tuple, list)) and len(betas) == 2, "betas", betas, "give two numbers (beta1, beta2)")
     for i, beta in enumerate(betas):
-        require(not isinstance(beta, str) and 0.0 <= beta < 1.0, f"betas[{i}]", beta, "a number in [0, 1)")
+        require_number(f"betas[{i}]", beta)
+        require(0.0 <= beta < 1.0, f"betas[{i}]", beta, "it must lie in [0, 1)")
 
 
 def check_eps(h: Hyper) -> None:

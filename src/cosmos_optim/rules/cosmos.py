@@ -21,7 +21,7 @@ from torch import Tensor
 from cosmos_optim.algebra import Algebra, sum_of_squares
 from cosmos_optim.linalg.subspace import first_basis, power_step
 from cosmos_optim.linalg.thin import Adam
-from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
+from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require, require_number
 from cosmos_optim.rules.common import check_momentum, check_newton_schulz, look_ahead, newton_schulz_of
 
 HYPER: dict[str, Any] = {
@@ -164,7 +164,9 @@ def check(h: Hyper) -> None:
     check_betas(h)
     check_eps(h)
     require(isinstance(h["rank"], int) and h["rank"] >= 1, "rank", h["rank"], "it must be a positive integer")
-    require(h["gamma"] is None or h["gamma"] >= 0, "gamma", h["gamma"], "0 or positive, or None for the rule")
+    if h["gamma"] is not None:
+        require_number("gamma", h["gamma"])
+        require(h["gamma"] >= 0, "gamma", h["gamma"], "0 or positive, or None for the rule")
     require(h["eps_placement"] in ("outside", "inside"), "eps_placement", h["eps_placement"], "'outside' or 'inside'")
     require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
     beta = h["row_beta2"]

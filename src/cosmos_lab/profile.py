@@ -58,7 +58,9 @@ class ProfileConfig:
     micro_batches: tuple[int, ...] = (8, 16, 32, 64)
     """Micro-batches tried for the mfu table, up to the first that does not fit."""
     iterations: int = 3
-    """Timed iterations: the median of the passes counts, and the optimizer's mean, whose work may come in turns."""
+    """Timed iterations, of whose passes the median counts."""
+    updates: int = 10
+    """Timed steps of the optimizer, whose work may come in turns: the mean counts."""
     rank: int | None = None
     """Rank of COSMOS and GaLore (None: the optimizer's default)."""
     options: tuple[str, ...] = ()
@@ -79,7 +81,7 @@ class ProfileConfig:
         resolve(self.model)
         for name in self.optimizers:
             optimizer_class(name)
-        for name in ("batch", "accumulation", "seq_len", "memory_cap_gb", "tokens_per_step", "iterations"):
+        for name in ("batch", "accumulation", "seq_len", "memory_cap_gb", "tokens_per_step", "iterations", "updates"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(self, name)}")
         for table in self.tables:
@@ -140,7 +142,7 @@ def _timed(rig: Rig, config: ProfileConfig, size: int, accumulation: int) -> Row
         rig.iterate(size, min(2, accumulation))
     rig.sync()
     rig.reset_peak()
-    passes, update = rig.time(size, accumulation, config.iterations)
+    passes, update = rig.time(size, accumulation, config.iterations, config.updates)
     held, taken = rig.peak_gb(size)
     speed = size * accumulation * config.seq_len / (passes + update)
     return {
@@ -168,20 +170,27 @@ def throughput_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
     The search runs on one graph for all batch sizes, since each would take a minute to compile; the timing does not.
     `--compile blocks` makes that seconds.
     """
-    largest: dict[str, int] = {}
-    rig.recompile(dynamic=True)
     for name in config.optimizers:
         say(f"  {name}")
+        rig.recompile(dynamic=True)
         _mount(rig, config, name)
-        largest[name] = largest_batch(rig, config, say)
-    rig.recompile(dynamic=False)
-    for name, size in largest.items():
-        row: Row = {"optimizer": name, "largest_batch": size, "samples_per_s": None}
-        if size:
-            _mount(rig, config, name)
-            row |= _timed(rig, config, size, config.accumulation)
-            row["samples_per_s"] = row["tokens_per_s"] / config.seq_len
-        yield row
+        size = largest_batch(rig, config, say)
+        rig.recompile(dynamic=False)
+        size, found = _timed_under_the_cap(rig, config, size, say)
+        speed = found["tokens_per_s"] / config.seq_len if found else None
+        yield {"optimizer": name, "largest_batch": size, "samples_per_s": speed, **found}
+
+
+def _timed_under_the_cap(rig: Rig, config: ProfileConfig, size: int, say: Say) -> tuple[int, Row]:
+    """The first batch from ``size`` down whose whole iterations fit, and its row; 0 and no row if none does."""
+    while size:
+        try:
+            with rig.capped(config.memory_cap_gb):
+                return size, _timed(rig, config, size, config.accumulation)
+        except torch.cuda.OutOfMemoryError:
+            say(f"  batch {size}: too large for whole iterations")
+            size -= 1
+    return 0, {}
 
 
 def largest_batch(rig: Rig, config: ProfileConfig, say: Say) -> int:

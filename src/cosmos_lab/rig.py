@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -106,14 +107,22 @@ class Rig:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def time(self, size: int, accumulation: int, iterations: int) -> tuple[float, float]:
-        """Seconds in one iteration: the median of forward and backward, the mean of the optimizer's."""
+    def time(self, size: int, accumulation: int, iterations: int, updates: int) -> tuple[float, float]:
+        """Seconds in one iteration: the median of forward and backward, the mean of the optimizer's.
+
+        Of the ``updates`` that count those beyond ``iterations`` follow a single pass.
+        """
         self.sync()
         self.forward_backward.take(), self.update.take()
         for _ in range(iterations):
             self.iterate(size, accumulation)
         self.sync()
-        return statistics.median(self.forward_backward.take()) / 1e3, statistics.mean(self.update.take()) / 1e3
+        passes = self.forward_backward.take()
+        for _ in range(updates - iterations):
+            self.iterate(size, 1)
+        self.sync()
+        self.forward_backward.take()
+        return statistics.median(passes) / 1e3, statistics.mean(self.update.take()) / 1e3
 
     def sync(self) -> None:
         """Wait for the device."""
@@ -162,15 +171,25 @@ class Rig:
         """Whether an iteration of ``size`` sequences stays under the cap; its second pass holds gradients too."""
         if self.device.type != "cuda":
             return self.peak_gb(size)[0] <= cap_gb
+        try:
+            with self.capped(cap_gb):
+                self.iterate(size, 2)
+                self.sync()
+            return True
+        except torch.cuda.OutOfMemoryError:
+            return False
+
+    @contextmanager
+    def capped(self, cap_gb: float) -> Iterator[None]:
+        """More memory than the cap is an out-of-memory error in here, on a GPU; nothing is left of a failed pass."""
+        if self.device.type != "cuda":
+            yield
+            return
         self.free()
         fraction = min(1.0, cap_gb * GB / torch.cuda.get_device_properties(self.device).total_memory)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
         try:
-            self.iterate(size, 2)
-            self.sync()
-            return True
-        except torch.cuda.OutOfMemoryError:
-            return False
+            yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
             with suppress(AttributeError):

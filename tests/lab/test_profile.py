@@ -14,7 +14,8 @@ from cosmos_lab.recipes import PROFILES
 from cosmos_lab.rig import Rig
 
 SMALL: dict[str, Any] = {
-    "model": "tiny", "vocab_size": 64, "batch": 2, "accumulation": 2, "seq_len": 16, "iterations": 1, "device": "cpu",
+    "model": "tiny", "vocab_size": 64, "batch": 2, "accumulation": 2, "seq_len": 16, "iterations": 1, "updates": 2,
+    "device": "cpu",
 }  # fmt: skip
 
 
@@ -90,6 +91,37 @@ def test_nothing_fits() -> None:
     assert largest_batch(rig, ProfileConfig(), quiet) == 0
 
 
+def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(rig: Rig, config: ProfileConfig, size: int, accumulation: int) -> dict[str, Any]:
+        if size > fitting:
+            raise torch.cuda.OutOfMemoryError("too much")
+        return {"tokens_per_s": 16.0 * size}
+
+    monkeypatch.setattr("cosmos_lab.profile._timed", timed)
+    monkeypatch.setattr("cosmos_lab.profile.largest_batch", lambda *_: 14)
+    lines: list[str] = []
+    config = ProfileConfig(**SMALL, optimizers=("adam",), tables=("throughput",))
+    fitting = 12
+    assert profile(config, lines.append)["throughput"] == [
+        {"optimizer": "adam", "largest_batch": 12, "samples_per_s": 12.0, "tokens_per_s": 192.0}
+    ]
+    assert [line for line in lines if "whole" in line] == [
+        f"  batch {size}: too large for whole iterations" for size in (14, 13)
+    ]
+    fitting = 0
+    assert profile(config, quiet)["throughput"] == [{"optimizer": "adam", "largest_batch": 0, "samples_per_s": None}]
+
+
+def test_updates_beyond_the_iterations_follow_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
+    rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
+    passes: list[int] = []
+    once = rig.passes
+    monkeypatch.setattr(rig, "passes", lambda size, count: (passes.append(count), once(size, count)))
+    assert all(seconds > 0 for seconds in rig.time(1, 3, iterations=2, updates=5))
+    assert passes == [3, 3, 1, 1, 1]
+
+
 def test_activations_are_counted_by_the_batch() -> None:
     rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
     rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
@@ -119,6 +151,7 @@ def test_a_stopped_clock_stands_still() -> None:
         ({"model": "llama-2b"}, "no preset 'llama-2b'"),
         ({"optimizers": ("adam", "sgd")}, "unknown optimizer 'sgd'"),
         ({"batch": 0}, "--batch must be positive; got 0"),
+        ({"updates": 0}, "--updates must be positive; got 0"),
         ({"tables": ("speed",)}, "--tables takes memory, throughput, mfu; got 'speed'"),
     ],
 )

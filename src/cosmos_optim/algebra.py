@@ -206,9 +206,13 @@ class Algebra:
         decay: float | Tensor,
         *,
         noise: Sequence[Tensor] | None = None,
+        top: Tensor | None = None,
     ) -> None:
-        """W <- decay W - lr D for each parameter; `noise` (step counts) asks for stochastic rounding."""
-        D = D * lr
+        """W <- decay W - lr D for each parameter; `noise` (step counts) asks for stochastic rounding.
+
+        top: the largest |entry| of each gradient (B,); given, a matrix with none is only decayed.
+        """
+        D = D * (lr if top is None else (top > 0).to(D.dtype).view(-1, 1, 1) * lr)
         exact = all(p.dtype == D.dtype for p in params)
         if exact and self.skip is None and noise is None:
             if isinstance(decay, Tensor) or decay != 1.0:

@@ -291,14 +291,14 @@ class FusedAlgebra(FusedThin):
 
     def apply_(
         self, params: Sequence[Tensor], D: Any, lr: float | Tensor, decay: float | Tensor, *,
-        noise: Sequence[Tensor] | None = None,
+        noise: Sequence[Tensor] | None = None, top: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """W <- decay W - lr D in one pass."""
+        """W <- decay W - lr D in one pass; where `top` is 0, decay W."""
         D = as_direction(D)
         B, W, rows = D.B, Matrices.of(params), None if D.rows is None else D.rows.gain
         sums = self._sums(D) if D.unit else {}
         make = finish if kernels_at(B.buffer, "thin") else finish_torch
-        coefficients, parts = make(D.b, B.square, lr, decay, P=D.P, BU=B.BU, s=D.s, rows=rows, **sums)
+        coefficients, parts = make(D.b, B.square, lr, decay, P=D.P, BU=B.BU, s=D.s, rows=rows, top=top, **sums)
         seeds = None if noise is None or W.dtype is not torch.bfloat16 else torch.stack(list(noise)).int().view(-1)
         basis = D.basis or B.basis
         update_(W, B.buffer, parts, None if basis is None else basis.wide, coefficients, self.skip, seeds, rows)

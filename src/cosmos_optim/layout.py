@@ -8,7 +8,7 @@ allocates and cuts the state that a rule's slots ask for. This class is the whol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class Layout:
     (out, in * kernel)), "in_out" (the stored matrix is the transpose). side: "input", or "smaller" to put the basis on
     the shorter side. split_sizes: rows of each block of a fused weight.
     """
+
+    divided: Set[str] = frozenset()  # of "m" and "n", what is cut over processes
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
@@ -135,6 +137,21 @@ class Layout:
         """Row blocks of a fused weight, as far as they are stored here."""
         assert self.splits is not None
         return list(x.split(self.splits, dim=0))
+
+    # -- numbers of the blocks ----------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Blocks that are stored here, in whole or in part; 1 for a rule that knows none."""
+        return 1 if self.rule.elementwise else len(self.blocks_mn)
+
+    def to_all(self, values: Tensor) -> Tensor:
+        """A number for each block here as a number for each block of the parameter, 0 for those of other processes."""
+        return values
+
+    def from_all(self, values: Tensor) -> Tensor:
+        """Of a number for each block of the parameter those of the blocks here."""
+        return values
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def test_messages_of_a_step(name: str) -> None:
             expected = formula(name, count, rank)
             assert sent["sum"] == pytest.approx(expected.sums)
             assert sent["exchange"] == expected.exchange
-            assert sent["max"] == pytest.approx(2 * (world - 1) / world * 8)
+            assert sent["max"] == pytest.approx(2 * (world - 1) / world * 8 * (1 + count))
             assert iterated <= -(-count // team)
 
 

@@ -36,17 +36,19 @@ def rel(x: list[Tensor], y: list[Tensor]) -> float:
 
 def one_step(
     kind: type[Algebra], rule: str, h: dict[str, object], params: list[Tensor], grads: list[Tensor], state: Lists,
-    t: int, skip: Tensor | None = None,
+    t: int, skip: Tensor | None = None, top: Tensor | None = None,
 ) -> None:  # fmt: skip
     """What the engine does with one chunk."""
     alg = kind(*params[0].shape, skip=skip)
+    if isinstance(alg, FusedAlgebra):
+        alg.top = top
     dtype = params[0].dtype
     G = alg.load(grads, dtype)
     loaded = alg.load_state(state, dtype)
     count = torch.full((len(params), 1, 1), float(t), dtype=dtype, device=params[0].device)
     D, new = RULES[rule].direction(G, loaded, count, h=h, alg=alg)
     alg.store_state_(state, new)
-    alg.apply_(params, D, 0.01, 0.99)
+    alg.apply_(params, D, 0.01, 0.99, top=top)
 
 
 def problem(m: int, n: int, r: int, device: torch.device, condition: float | None = None) -> tuple[list[Tensor], Lists]:
@@ -171,6 +173,25 @@ def test_a_zero_gradient_and_momentum() -> None:
     torch.testing.assert_close(state["U"][0], U, rtol=0, atol=1e-5)
 
 
+@pytest.mark.skipif(not INTERPRET, reason="one place is enough")
+@pytest.mark.parametrize("rule", ["cosmos", "muon", "muon-norm", "normuon"])
+def test_one_without_a_gradient(rule: str) -> None:
+    """It is only decayed, and its momentum dies away; its neighbour moves as ever."""
+    h = {**RULES[rule].hyper, "rank": 4, "gamma": 0.25}
+    G = [torch.randn(24, 18), torch.zeros(24, 18)]
+    shapes = {"M": (24, 18), "U": (18, 4), "S": (4, 4), "V": (24, 4), "v": (24, 1)}
+    state = {name: [torch.rand(shapes[name]) for _ in G] for name in RULES[rule].slots(24, 18, h)}
+    if "U" in state:
+        state |= {"U": [torch.linalg.qr(x)[0] for x in state["U"]], "S": [torch.eye(4) for _ in G]}
+    moments = [x.clone() for x in state["M"]]
+    W = [torch.randn(24, 18) for _ in G]
+    before = [x.clone() for x in W]
+    one_step(FusedAlgebra, rule, h, W, G, state, 5, top=torch.tensor([float(G[0].abs().max()), 0.0]))
+    assert torch.equal(W[1], 0.99 * before[1])
+    assert (W[0] - 0.99 * before[0]).square().mean().sqrt() > 1e-3
+    assert float((state["M"][1] / moments[1]).std()) < 1e-6 and state["M"][1].norm() < moments[1].norm()
+
+
 def test_what_is_fused() -> None:
     """Only on a GPU, for matrices with more than r rows and columns, in half precision."""
     x, ns = [torch.randn(32, 24)], NewtonSchulz()
@@ -190,6 +211,30 @@ def test_chunks_are_bounded() -> None:
 
 CUDA = torch.device("cuda")
 GPU_SHAPES = [(512, 512), (1376, 512), (512, 1376), (517, 261), (260, 517)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_experts_of_any_size_move_as_they_would_alone(graphs: bool) -> None:
+    """A stack whose gradients differ by 1e-7 in size, and one that has none from the second step on."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([1.0, 1e-7, 1e-3, 1.0], device=CUDA).view(4, 1, 1)
+    start = torch.randn(4, 256, 192, device=CUDA)
+    stack, alone = start.clone().requires_grad_(), [x.clone().requires_grad_() for x in start]
+    one, other = (Cosmos(x, lr=0.01, gamma=0.25, cuda_graphs=graphs) for x in ([stack], alone))
+    for step in range(8):
+        G = torch.randn_like(start) * sizes
+        G[3] *= step == 0
+        before = stack.detach().clone()
+        stack.grad = G
+        for p, g in zip(alone, G, strict=True):
+            p.grad = g.clone()
+        one.step()
+        other.step()
+        moved = [a.detach() - b for a, b in zip((stack[0], stack[1], stack[2]), before, strict=False)]
+        expected = [a.detach() - b for a, b in zip(alone, before, strict=False)][:3]
+        assert rel(moved, expected) < BASIS, step
+        assert torch.equal(stack[3], before[3]) == (step > 0)
 
 
 @pytest.mark.gpu

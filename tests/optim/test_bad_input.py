@@ -34,16 +34,17 @@ def test_a_zero_gradient_step_before_training_changes_nothing(name: str) -> None
     assert same(snapshot(model, a), snapshot(other, b))
 
 
-def test_zero_gradients_later_decay_the_momentum_and_stay_finite() -> None:
+def test_zero_gradients_later_decay_the_momentum_and_move_nothing() -> None:
     p = matrix((12, 8))
     opt = Cosmos([p], rank=3)
     p.grad = gradient((12, 8), 0)
     opt.step()
     before = opt.state[p]["M"].clone()
     p.grad = torch.zeros_like(p)
+    held = p.detach().clone()
     for _ in range(50):
         opt.step()
-    assert torch.isfinite(p).all()
+    assert torch.equal(p, held)
     torch.testing.assert_close(opt.state[p]["M"], before * 0.9**50, rtol=1e-4, atol=0)
     basis = opt.state[p]["U"]
     torch.testing.assert_close(basis.mT @ basis, torch.eye(3), atol=FLOAT32, rtol=0)

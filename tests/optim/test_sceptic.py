@@ -202,7 +202,7 @@ def test_degenerate_gradients_for_long(of: Callable[[int], Tensor], rank: int, t
         p.grad = of(step)
         opt.step()
         rms = float((p.detach() - before).square().mean().sqrt())
-        assert rms == pytest.approx(1e-3, rel=1e-3), step
+        assert rms == pytest.approx(1e-3 if p.grad.any() else 0.0, rel=1e-3), step
     U, S = opt.state[p]["U"], opt.state[p]["S"]
     torch.testing.assert_close(U.mT @ U, torch.eye(rank), rtol=0, atol=1e-5)
     assert torch.linalg.eigvalsh(S.double()).min() >= -1e-6 * S.trace()

@@ -160,9 +160,9 @@ class ShardedAlgebra(Algebra):
         """Write a stack back to where `load` took it from."""
         self.local.store_(tensors, value)
 
-    def apply_(self, params: Any, D: Any, lr: Any, decay: Any, *, noise: Any = None) -> None:
+    def apply_(self, params: Any, D: Any, lr: Any, decay: Any, *, noise: Any = None, top: Any = None) -> None:
         """W <- decay W - lr D for each part."""
-        self.local.apply_(params, D, lr, decay, noise=noise)
+        self.local.apply_(params, D, lr, decay, noise=noise, top=top)
 
 
 class _SummedProducts(TorchProducts):

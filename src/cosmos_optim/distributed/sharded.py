@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -78,10 +79,8 @@ class ShardedLayout(Layout):
         self.by_role = {role: self.cuts[dim] for dim, role in enumerate(roles) if role != "b"}
         if self.kind == "conv":
             self.by_role["n" if not self.flipped else "m"] = whole(self._matrix_shape()[1])
-        batch = 1
-        for dim, role in enumerate(roles):
-            batch *= self._part(self.cuts[dim])[1] if role == "b" else 1
-        self.blocks_mn = self.sizes_mn * batch
+        self.stack = [cut for cut, role in zip(self.cuts, roles, strict=True) if role == "b"]
+        self.blocks_mn = self.sizes_mn * math.prod(self._part(cut)[1] for cut in self.stack)
         self.divided = {role for role in "mn" if self.by_role[role].over}
         self.owned = not self.divided <= set(SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
@@ -133,6 +132,28 @@ class ShardedLayout(Layout):
     def split_rows(self, x: Tensor) -> list[Tensor]:
         """Row blocks of a fused weight, as far as they are stored here."""
         return list(x.split([self._part(self._rows(i))[1] for i in range(len(self.sizes_mn))], dim=0))
+
+    # -- numbers of the blocks ----------------------------------------------------------------------------------------
+
+    def to_all(self, values: Tensor) -> Tensor:
+        """A number for each block here as a number for each block of the parameter, 0 for those of other processes."""
+        if not any(cut.over for cut in self.stack):
+            return values
+        everywhere = values.new_zeros([cut.size for cut in self.stack])
+        here = self._here(everywhere)
+        here.copy_(values.view(here.shape))
+        return everywhere.flatten()
+
+    def from_all(self, values: Tensor) -> Tensor:
+        """Of a number for each block of the parameter those of the blocks here."""
+        if not any(cut.over for cut in self.stack):
+            return values
+        return self._here(values.view([cut.size for cut in self.stack])).flatten()
+
+    def _here(self, everywhere: Tensor) -> Tensor:
+        for dim, cut in enumerate(self.stack):
+            everywhere = everywhere.narrow(dim, *self._part(cut))
+        return everywhere
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
     |X|^2, and the weight 1 / |X|^2 of the first product of Newton-Schulz            (norms)
     b = gamma sqrt(m n) / |B|, or 0 where the residual is rounding noise             (muon_gain)
     W <- decay W - lr s (b B + P U'), s = sqrt(m n) / |b B + P U'|                   (finish: all but the pass over W)
-                                                        with `rows`, row i of b B + P U' times g_i
+                                                        with `rows`, row i of b B + P U' times g_i; with `top`, s = 0
+                                                        where that is 0
 
 B = (buffer - (buffer U) U') / norm (`operands.Polar`): its first part is the update's, the second joins P.
 """
@@ -101,10 +102,10 @@ def _number(here, value, there):  # type: ignore[no-untyped-def]
 
 @jit(anywhere=("lr", "decay"))
 def _finish(  # type: ignore[no-untyped-def]
-    p, bu, b, s, rows, squares, left, norm, lr, decay, parts, coefficients, k, r, step, b_step, s_step, square_count,
-    left_count, root, lr_value, lr_there, decay_value, decay_there,
+    p, bu, b, s, rows, top, squares, left, norm, lr, decay, parts, coefficients, k, r, step, b_step, s_step,
+    square_count, left_count, root, lr_value, lr_there, decay_value, decay_there,
     BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, P: tl.constexpr, BU: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, SQUARES: tl.constexpr, LEFT: tl.constexpr,
+    ROWS: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, SQUARES: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     size, keep = _number(lr, lr_value, lr_there), _number(decay, decay_value, decay_there)
@@ -113,6 +114,8 @@ def _finish(  # type: ignore[no-untyped-def]
         gain = tl.load(b + batch * b_step).to(tl.float64)
     if SCALED:
         size = size * tl.load(s + batch * s_step).to(tl.float64)
+    if TOP:
+        size = tl.where(tl.load(top + batch) > 0, size, 0.0)
     if UNIT:
         energy = tl.full((), 0.0, dtype=tl.float64)
         if LEFT > 0:
@@ -143,7 +146,8 @@ def _finish(  # type: ignore[no-untyped-def]
 def finish(
     b: Tensor | None, norm: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    rows: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
+    rows: Tensor | None = None, top: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None,
+    root: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(decay, lr s b / norm) by matrix (B, 2), and g (-lr s P + (lr s b / norm) BU) in bfloat16 parts (2, B, m, R).
 
@@ -152,6 +156,7 @@ def finish(
         norm: its square (B, 1, 1) in float64.
         P, BU: (B, m, r) or None.
         rows: g (B, m, 1), None for 1.
+        top: (B,) float32; given, lr counts as 0 where this is 0.
         root: if not 0, s is besides root / sqrt(b^2 left / norm^2 + squares).
         left, squares: sums by parts, None for 0.
     """
@@ -166,11 +171,11 @@ def finish(
     sizes = [0 if x is None else power_of_two(count) for x, count in zip((squares, left), counts, strict=True)]
     (rate, *rate_value), (keep, *keep_value) = _known(lr, norm), _known(decay, norm)
     _finish[(1 if thin is None else -(-k // block), len(norm))](
-        _or(P, norm), _or(BU, norm), _or(b, norm), _or(s, norm), _or(rows, norm), sums[0], sums[1], norm, rate, keep,
-        _or(parts, norm), coefficients, k, r, 0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0],
-        counts[1], root, *rate_value, *keep_value, BLOCK=block, R=R, B=b is not None, P=P is not None,
-        BU=BU is not None, SCALED=s is not None, ROWS=rows is not None, UNIT=root != 0.0, SQUARES=sizes[0],
-        LEFT=sizes[1], num_warps=4,
+        _or(P, norm), _or(BU, norm), _or(b, norm), _or(s, norm), _or(rows, norm), _or(top, norm), sums[0], sums[1],
+        norm, rate, keep, _or(parts, norm), coefficients, k, r, 0 if parts is None else parts.stride(0), _step(b),
+        _step(s), counts[0], counts[1], root, *rate_value, *keep_value, BLOCK=block, R=R, B=b is not None,
+        P=P is not None, BU=BU is not None, SCALED=s is not None, ROWS=rows is not None, TOP=top is not None,
+        UNIT=root != 0.0, SQUARES=sizes[0], LEFT=sizes[1], num_warps=4,
     )  # fmt: skip
     return coefficients, parts
 
@@ -178,11 +183,13 @@ def finish(
 def finish_torch(
     b: Tensor | None, norm: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    rows: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
+    rows: Tensor | None = None, top: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None,
+    root: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same in plain torch."""
     one = torch.ones_like(norm)
     b, size = one if b is None else b.double(), one * lr if s is None else lr * s.double()
+    size = size if top is None else size * (top > 0).view(-1, 1, 1)
     if root:
         energy = 0 * one if left is None else b.square() * added(left) / norm
         energy = energy if squares is None else energy + added(squares)

@@ -180,7 +180,8 @@ def thin(device: torch.device, size: str = "") -> float:
     P, Y = _draw(2, 2, SIZE + 7, RANKS[size], device=device)
     b, norm = _each(0.3, device), _each(5.0, device).double()
     sums, rate = _energy(P).view(2, 1), torch.tensor(0.1, dtype=torch.float64, device=device)
-    given = {"P": P, "BU": Y, "left": sums, "squares": sums, "root": 40.0}
+    top = torch.tensor([2.0, 0.0], dtype=torch.float32, device=device)
+    given = {"P": P, "BU": Y, "top": top, "left": sums, "squares": sums, "root": 40.0}
     (k, parts), (k_exact, exact) = (make(b, norm, rate, 0.9, **given) for make in (finish, finish_torch))
     assert parts is not None and exact is not None
     energies = (sums, b, sums, sums, norm, 3.0, 1e-5)

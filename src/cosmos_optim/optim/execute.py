@@ -19,6 +19,7 @@ from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.optim.elementwise import run_elementwise
 from cosmos_optim.optim.entries import Entry, by_group, decay_of, settings
 from cosmos_optim.optim.matrices import (
+    Tops,
     buckets,
     chunks,
     local_algebra,
@@ -26,6 +27,7 @@ from cosmos_optim.optim.matrices import (
     run_chunk,
     start_chunk,
     starting_chunks,
+    tops_of,
 )
 from cosmos_optim.optim.rehearsal import Rehearsal
 
@@ -68,7 +70,7 @@ def run(
             with Lanes.of(device).lane(0):
                 replay()
         left = [e for e in live if not e.rule.elementwise and e.p not in apart]
-        tops = dict(zip([e.p for e in entries], found.peaks.unbind(), strict=True)) if left else {}
+        tops = tops_of(entries, found.peaks) if left else {}
         starts, jobs, rooms = chunk_jobs(left, fresh, found.skip, tops, record, copies)
         for where, start in starts:  # before the lanes fork, so that every chunk waits for them
             with current(where):
@@ -90,7 +92,7 @@ def chunk_jobs(
     entries: Sequence[Entry],
     fresh: set[Tensor],
     skip: Tensor | None,
-    tops: dict[Tensor, Tensor],
+    tops: Tops,
     record: dict[str, dict[str, float]] | None,
     copies: list[tuple[Tensor, Tensor]],
 ) -> tuple[list[tuple[torch.device, Callable[[], None]]], list[Job], dict[torch.device, int]]:

@@ -21,7 +21,7 @@ from cosmos_optim.optim.entries import Entry, by_group
 class Found:
     """skip_all: nothing may change. skip: the same as a boolean scalar on the device, unless known on the host.
     started: for each entry, whether it has had a non-zero gradient by now. fresh: whether this one is the first.
-    peaks: the largest |g| of each entry as held here, on the device."""
+    peaks: the largest |g| of each block of each entry, on the device: as held here where all of the block is."""
 
     skip_all: bool
     skip: Tensor | None
@@ -33,8 +33,8 @@ class Found:
 def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | None) -> Found:
     """Magnitudes of all gradients, and what follows from them."""
     old = [e.p in started for e in entries]
-    peaks = here = magnitudes(entries)
-    device = peaks.device
+    here = magnitudes(entries)
+    device = here.device
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
     # A flag on one device cannot steer the others.
     several = any(e.p.device != device for e in entries)
@@ -45,7 +45,7 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
     # While parameters are still waiting for their first gradient the ranks must agree on each one, later on the worst.
-    peaks = distributed.agree(peaks if not all(old) or raising else peaks.amax().view(1), [e.layout for e in entries])
+    peaks, here = _agreed(entries, here, each=not all(old) or raising)
     bad = peaks > largest(entries)
     if found_inf is not None:
         bad = bad | (found_inf.to(device) != 0)
@@ -72,23 +72,68 @@ def largest(entries: Sequence[Entry]) -> float:
     return math.sqrt(top / most) if most else top
 
 
+def _agreed(entries: Sequence[Entry], here: Tensor, each: bool) -> tuple[Tensor, Tensor]:
+    """By one message: the largest |g| of each entry or of all of them, and of every block that processes share."""
+    layouts = [e.layout for e in entries]
+    counts = [x.count for x in layouts]
+    shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.divided]
+    parts = list(here.split(counts)) if shared or (each and len(here) != len(counts)) else []
+    if not each:
+        peaks = here.amax().view(1) if len(here) else here.new_zeros(1)
+    elif parts:
+        peaks = torch.stack([part.amax() if len(part) else here.new_zeros(()) for part in parts])
+    else:
+        peaks = here
+    if not shared:
+        return distributed.agree(peaks, layouts), here
+    blocks = [layouts[i].to_all(parts[i]) for i in shared]
+    agreed = distributed.agree(torch.cat([peaks, *blocks]), layouts)
+    peaks, *blocks = agreed.split([len(peaks), *map(len, blocks)])
+    for i, block in zip(shared, blocks, strict=True):
+        parts[i] = layouts[i].from_all(block)
+    return peaks, torch.cat(parts)
+
+
 def magnitudes(entries: Sequence[Entry]) -> Tensor:
-    """max |g| of each gradient as one vector, float32 or wider; inf where it is not finite (NaN included)."""
+    """max |g| of each block of each gradient as one vector, float32 or wider; inf where it is not finite (or NaN)."""
     device = entries[0].p.device
-    grads = [e.layout.local(e.grad) for e in entries]
+    grads: list[Tensor] = []
+    stacks: list[tuple[int, Tensor]] = []  # with the number of single blocks before them
+    for e in entries:
+        g = e.layout.local(e.grad)
+        if e.layout.count == 1:
+            grads.append(g)
+        elif e.layout.splits:
+            grads += e.layout.blocks(g)
+        elif e.layout.count:
+            stacks.append((len(grads), g.flatten(0, -3)))
     held = [g for g in grads if g.numel()]
     if device.type == "cpu":  # ten times as fast there as the foreach norm
         norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, held)]
     else:
         norms = list(torch._foreach_norm(held, float("inf"))) if held else []
     # By the gradients, not by what is held of them: ranks without a part must send what the others send.
-    wide = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
+    wide = torch.float64 if any(e.grad.dtype is torch.float64 for e in entries) else torch.float32
     norms = [x if x.dtype is wide and x.device == device else x.to(device, wide) for x in norms]
     if len(held) < len(grads):
         rest, zero = iter(norms), torch.zeros((), device=device, dtype=wide)
         norms = [next(rest) if g.numel() else zero for g in grads]
-    peaks = torch.stack(norms)
+    peaks = torch.stack(norms) if norms else torch.zeros(0, device=device, dtype=wide)
+    if stacks:
+        first, *others = peaks.tensor_split([before for before, _ in stacks])
+        found = [_of_each(stack).to(device, wide) for _, stack in stacks]
+        peaks = torch.cat([first, *(x for pair in zip(found, others, strict=True) for x in pair)])
     return torch.nan_to_num(peaks, nan=float("inf"), posinf=float("inf"))
+
+
+def _of_each(stack: Tensor) -> Tensor:
+    """max |x| of each matrix of a stack; 0 for those of which nothing is held."""
+    if not stack.numel():
+        return stack.new_zeros(len(stack))
+    if stack.device.type == "cpu":
+        return torch.maximum(-stack.amin((1, 2)), stack.amax((1, 2)))
+    peaks: Tensor = torch.linalg.vector_norm(stack, float("inf"), dim=(1, 2))
+    return peaks
 
 
 def _raise_if_asked(entries: Sequence[Entry], flags: Sequence[bool]) -> None:

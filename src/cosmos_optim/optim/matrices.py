@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Bytes of work buffers that the kernels may have in flight.
 FUSED_BYTES = 1000 << 20
 
+Tops = dict[Tensor, Sequence[Tensor]]  # of each parameter the largest |g| of its blocks
+
 
 @dataclass(frozen=True, eq=False)
 class Moving:
@@ -38,6 +41,7 @@ class Matrix:
     """One block of an entry: 2-D views of parameter, gradient and state."""
 
     name: str
+    index: int
     entry: Entry
     p: Tensor
     grad: Tensor
@@ -67,7 +71,7 @@ def buckets(
             name = f"{e.layout.name}[{i}]" if several else e.layout.name
             place = e.layout.place(i)
             key = (mn, p.shape, p.dtype, g.dtype, p.device, place, e.p in fresh)
-            found[key].append(Matrix(name, e, p, g, state, place, e.p in fresh))
+            found[key].append(Matrix(name, i, e, p, g, state, place, e.p in fresh))
     for key, matrices in found.items():
         yield key[0], matrices
 
@@ -123,14 +127,14 @@ def run_chunk(
     skip: Tensor | None,
     record: dict[str, dict[str, float]] | None,
     local: type[Algebra],
-    tops: dict[Tensor, Tensor],
+    tops: Tops,
     moving: Moving | None = None,
 ) -> None:
     """The rule on one stack: load, start if new, direction, store, apply."""
     first, entry = chunk[0], chunk[0].entry
     rule, group = entry.rule, entry.group
-    alg, lists = place.algebra(m, n, skip=skip, local=local), _lists(chunk)
-    G, state, dtype = _loaded(chunk, alg, lists, tops, moving)
+    alg, lists, top = place.algebra(m, n, skip=skip, local=local), _lists(chunk), _top(chunk, tops)
+    G, state, dtype = _loaded(chunk, alg, lists, top, moving)
     lr, decay = (signed_lr(group), decay_of(group)) if moving is None else (moving.lr, moving.decay)
     steps = [x.entry.state["step"] for x in chunk]
     t = torch.stack(steps).to(dtype).view(-1, 1, 1)
@@ -141,18 +145,20 @@ def run_chunk(
         probe = None if record is None else Probe(record, [x.name for x in chunk[mine]])
         D, new = rule.direction(G, state, t, h=group, alg=alg, probe=probe)
         if probe is not None:
-            probe.update(alg.energy(D) / (m * n))
+            moves = (top[mine] > 0).view(-1, 1, 1) if rule.constant_size else 1.0
+            probe.update(alg.energy(D) / (m * n) * moves)
         return D, new
 
     D, new = place.run(step, alg, G, state, t)
     alg.store_state_(lists, new)
-    alg.apply_([x.p for x in chunk], D, lr, decay, noise=steps if group["stochastic_rounding"] else None)
+    noise = steps if group["stochastic_rounding"] else None
+    alg.apply_([x.p for x in chunk], D, lr, decay, noise=noise, top=top if rule.constant_size else None)
 
 
-def start_chunk(chunk: list[Matrix], m: int, n: int, skip: Tensor | None, tops: dict[Tensor, Tensor]) -> None:
+def start_chunk(chunk: list[Matrix], m: int, n: int, skip: Tensor | None, tops: Tops) -> None:
     """The first bases of a stack, by kernels, to their homes."""
     entry, alg, lists = chunk[0].entry, FusedAlgebra(m, n, skip=skip), _lists(chunk)
-    G, state, _ = _loaded(chunk, alg, lists, tops, None)
+    G, state, _ = _loaded(chunk, alg, lists, _top(chunk, tops), None)
     assert entry.rule.start is not None
     new = entry.rule.start(G, state, h=entry.group, alg=alg)
     alg.store_state_({name: lists[name] for name in new}, new)
@@ -163,14 +169,27 @@ def _lists(chunk: list[Matrix]) -> dict[str, list[Tensor]]:
     return {name: [x.state[name] for x in chunk] for name in chunk[0].state}
 
 
+def tops_of(entries: Sequence[Entry], peaks: Tensor) -> Tops:
+    """`peaks` has a number for each block of each entry."""
+    rest = iter(peaks.unbind())
+    return {e.p: list(islice(rest, e.layout.count)) for e in entries}
+
+
+def _top(chunk: list[Matrix], tops: Tops) -> Tensor:
+    """The largest |g| of each matrix, (B,)."""
+    device = chunk[0].p.device
+    top = torch.stack([tops[x.entry.p][x.index] for x in chunk])
+    return top.to(device, torch.float32) if device.type == "cuda" else top.to(device)
+
+
 def _loaded(
-    chunk: list[Matrix], alg: Algebra, lists: dict[str, list[Tensor]], tops: dict[Tensor, Tensor], moving: Moving | None
+    chunk: list[Matrix], alg: Algebra, lists: dict[str, list[Tensor]], top: Tensor, moving: Moving | None
 ) -> tuple[Any, State, torch.dtype]:
     """Gradients and state as the algebra wants them, and the dtype of the arithmetic."""
     p, grads = chunk[0].p, [x.grad for x in chunk]
     dtype = torch.promote_types(p.dtype, torch.float32)
     if isinstance(alg, FusedAlgebra):
-        alg.top = torch.stack([tops[x.entry.p] for x in chunk]).to(p.device, torch.float32)
+        alg.top = top.float()
     if moving is None:
         G = alg.load(grads, dtype)
     else:

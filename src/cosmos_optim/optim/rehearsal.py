@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cosmos_optim.fused import FusedAlgebra
 from cosmos_optim.kernels.ahead import compile_ahead
-from cosmos_optim.optim.matrices import Matrix, Moving, run_chunk, start_chunk
+from cosmos_optim.optim.matrices import Matrix, Moving, Tops, run_chunk, start_chunk
 
 
 class Rehearsal:
@@ -23,7 +23,7 @@ class Rehearsal:
 
     _known: set[Hashable] = set()
 
-    def __init__(self, skip: Tensor | None, tops: dict[Tensor, Tensor]) -> None:
+    def __init__(self, skip: Tensor | None, tops: Tops) -> None:
         self.skip, self.tops = skip, tops
         self.new: dict[torch.device, list[Callable[[], None]]] = defaultdict(list)
 

@@ -25,7 +25,7 @@ from cosmos_optim.kernels import table
 from cosmos_optim.kernels.streams import Lanes
 from cosmos_optim.layout import HERE, Layout
 from cosmos_optim.optim.entries import Entry, by_group, decay_of, settings, signed_lr
-from cosmos_optim.optim.matrices import Moving, buckets, chunks, local_algebra, room_for, run_chunk
+from cosmos_optim.optim.matrices import Moving, buckets, chunks, local_algebra, room_for, run_chunk, tops_of
 
 # Steps with the same key before it is recorded: kernels are compiled by then, and gradients lie where they will.
 SETTLED = 2
@@ -43,7 +43,7 @@ class Recording:
     addresses: Tensor  # of the gradients, in the order of the chunks
     numbers: Tensor  # signed rate and decay of each group
     skip: Tensor
-    tops: Tensor  # the largest |g| of each entry
+    tops: Tensor  # the largest |g| of each block of each entry
     index: Tensor  # where those stand among all of the step's
     groups: list[dict[str, Any]]
     offsets: list[tuple[int, int]]  # for each matrix, which entry it is of and where in its gradient it begins
@@ -110,8 +110,14 @@ class Replays:
         """The parameters whose step is a replay, and the replay."""
         if not self.on or skip is None or torch.cuda.is_current_stream_capturing():
             return set(), None
-        order = [i for i, e in enumerate(entries) if e.rule.lazy and type(e.layout) is Layout]
-        matrices = [entries[i] for i in order]
+        matrices: list[Entry] = []
+        order: list[int] = []
+        end = 0
+        for e in entries:
+            begin, end = end, end + e.layout.count
+            if e.rule.lazy and type(e.layout) is Layout:
+                matrices.append(e)
+                order += range(begin, end)
         if not matrices:
             return set(), None
         key = signature(matrices)
@@ -188,14 +194,14 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     device = entries[0].p.device
     index = {e.p: i for i, e in enumerate(entries)}
     groups = [held[0].group for held in by_group(inside)]
-    count = sum(len(e.layout.blocks_mn) for e in inside)
+    count, blocks = sum(e.layout.count for e in inside), sum(e.layout.count for e in entries)
     made = Recording(
         key, {e.p for e in inside}, torch.zeros(count, dtype=torch.int64, device=device),
         torch.zeros(2 * len(groups), dtype=torch.float64, device=device),
-        torch.zeros((), dtype=torch.bool, device=device), torch.zeros(len(entries), dtype=torch.float32, device=device),
-        torch.zeros(len(entries), dtype=torch.int64, device=device), groups, [],
+        torch.zeros((), dtype=torch.bool, device=device), torch.zeros(blocks, dtype=torch.float32, device=device),
+        torch.zeros(blocks, dtype=torch.int64, device=device), groups, [],
     )  # fmt: skip
-    tops = {e.p: made.tops[index[e.p]] for e in inside}
+    tops = tops_of(entries, made.tops)
     jobs: list[tuple[int, Callable[[], None]]] = []
     room = 0
     for i, held in enumerate(by_group(inside)):

@@ -66,6 +66,8 @@ class Rule:
     laws: names of the laws in tests/test_laws.py which the rule obeys.
     lazy: touches m x n operands only through the Algebra, so that fused kernels may stand in for plain tensors.
     elementwise: takes parameters of any shape and no Algebra.
+    constant_size: the update is as large as ever while the momentum dies away, so that a matrix whose gradient is zero
+        must be left where it is (but for weight decay).
     shardable: which sides of a matrix may be cut over processes: "both", "rows" (columns whole) or "none".
     fused: an in-place kernel over lists of whole tensors that does the same as `direction` and the step.
     """
@@ -79,6 +81,7 @@ class Rule:
     laws: frozenset[str] = field(default_factory=frozenset)
     lazy: bool = False
     elementwise: bool = False
+    constant_size: bool = False
     fused: Callable[..., None] | None = None
     shardable: str = "both"
 

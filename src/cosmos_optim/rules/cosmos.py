@@ -190,7 +190,7 @@ LAWS = frozenset(
         "odd",
     }
 )
-RULE = Rule("cosmos", HYPER, slots, direction, start, check, LAWS, lazy=True)
+RULE = Rule("cosmos", HYPER, slots, direction, start, check, LAWS, lazy=True, constant_size=True)
 TWO_SIDED = Rule(
     "cosmos-two-sided",
     HYPER,
@@ -199,4 +199,5 @@ TWO_SIDED = Rule(
     start_two_sided,
     check,
     LAWS - {"residual_orthogonal"},
+    constant_size=True,
 )

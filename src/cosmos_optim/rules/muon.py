@@ -98,8 +98,9 @@ def check_normuon(h: Hyper) -> None:
 
 LAWS = frozenset({"row_permutation", "scale_invariance", "batched_equals_single", "deterministic", "grad_untouched",
                   "odd"})  # fmt: skip
-MUON = Rule("muon", HYPER, slots, direction, check=check, laws=LAWS, lazy=True)
-MUON_NORM = Rule("muon-norm", HYPER_NORM, slots, direction_norm, check=check, laws=LAWS | {"unit_rms"}, lazy=True)
+_HOW: dict[str, Any] = {"lazy": True, "constant_size": True}
+MUON = Rule("muon", HYPER, slots, direction, check=check, laws=LAWS, **_HOW)
+MUON_NORM = Rule("muon-norm", HYPER_NORM, slots, direction_norm, check=check, laws=LAWS | {"unit_rms"}, **_HOW)
 NORMUON = Rule(
-    "normuon", HYPER_NORMUON, slots_normuon, direction_normuon, check=check_normuon, laws=LAWS | {"unit_rms"}, lazy=True
+    "normuon", HYPER_NORMUON, slots_normuon, direction_normuon, check=check_normuon, laws=LAWS | {"unit_rms"}, **_HOW
 )

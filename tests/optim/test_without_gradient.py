@@ -1,0 +1,127 @@
+"""A matrix whose gradient is zero in a step: an expert that got no tokens, alone or in a stack."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cosmos_optim import OPTIMIZERS, Cosmos
+from tests.optim.helpers import small_rank
+
+CONSTANT = ["cosmos", "cosmos-paper", "muon", "muon-norm", "normuon"]  # updates of one size, whatever the momentum's
+SHAPE = (3, 14, 10)
+FED = [0, 1, 2, 9]  # steps in which expert 1 has tokens; the others always have
+
+
+def gradients(step: int) -> Tensor:
+    G = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step))
+    if step not in FED:
+        G[1] = 0
+    return G
+
+
+def start() -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(99))
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.5}])
+def test_an_expert_without_tokens_is_only_decayed(name: str, options: dict[str, float]) -> None:
+    p = nn.Parameter(start())
+    opt = OPTIMIZERS[name]([p], lr=0.01, **small_rank(name), **options)
+    decay = 1 - 0.01 * options.get("weight_decay", 0.0)
+    for step in range(12):
+        before = p.detach().clone()
+        p.grad = gradients(step)
+        opt.step()
+        moved = (p.detach() - decay * before).square().mean((1, 2)).sqrt()
+        assert (moved[[0, 2]] > 5e-3).all()
+        if step in FED:
+            assert moved[1] > 5e-3
+        else:
+            assert torch.equal(p[1], decay * before[1])
+
+
+@pytest.mark.parametrize("name", [*CONSTANT, "soap", "galore"])
+def test_a_stack_moves_as_its_matrices_would_alone(name: str) -> None:
+    stack, alone = nn.Parameter(start()), [nn.Parameter(x.clone()) for x in start()]
+    one, other = (OPTIMIZERS[name](x, lr=0.01, **small_rank(name)) for x in ([stack], alone))
+    for step in range(12):
+        stack.grad = gradients(step)
+        for p, g in zip(alone, gradients(step), strict=True):
+            p.grad = g
+        one.step()
+        other.step()
+        torch.testing.assert_close(stack.detach(), torch.stack([x.detach() for x in alone]), rtol=1e-5, atol=1e-6)
+
+
+def test_two_sided() -> None:
+    p = nn.Parameter(start())
+    opt = Cosmos([p], lr=0.01, rank=4, two_sided=True)
+    for step in range(6):
+        before = p.detach().clone()
+        p.grad = gradients(step)
+        opt.step()
+        assert torch.equal(p[1], before[1]) == (step not in FED)
+        assert not torch.equal(p[0], before[0])
+
+
+@pytest.mark.parametrize("name", ["soap", "galore", "adam"])
+def test_updates_that_follow_the_momentum_go_on(name: str) -> None:
+    """As torch's AdamW: they die away by themselves."""
+    p = nn.Parameter(start()[0])
+    opt = OPTIMIZERS[name]([p], lr=0.01, **small_rank(name))
+    p.grad = gradients(0)[0]
+    opt.step()
+    before = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    opt.step()
+    assert not torch.equal(p, before)
+
+
+def test_a_block_of_a_fused_weight() -> None:
+    p = nn.Parameter(start().flatten(0, 1))
+    opt = Cosmos([{"params": [p], "split_sizes": (14, 14, 14)}], lr=0.01, rank=4)
+    for step in range(5):
+        before = p.detach().clone()
+        p.grad = gradients(step).flatten(0, 1)
+        opt.step()
+        moved = (p.detach() - before).view(SHAPE).square().mean((1, 2)).sqrt()
+        torch.testing.assert_close(moved, torch.tensor([0.01, 0.01 * (step in FED), 0.01]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """Also gradients that would be zero in float32, and stochastic rounding of what does not move."""
+    p = nn.Parameter(start().to(dtype))
+    opt = Cosmos([p], lr=0.05, rank=4, stochastic_rounding=dtype is torch.bfloat16)
+    for step in range(5):
+        before = p.detach().clone()
+        p.grad = gradients(step).to(dtype)
+        if dtype is torch.float64:
+            p.grad *= 1e-60
+        opt.step()
+        assert torch.equal(p[1], before[1]) == (step not in FED)
+        assert not torch.equal(p[0], before[0]) and not torch.equal(p[2], before[2])
+
+
+def test_diagnostics_say_that_nothing_moves() -> None:
+    p = nn.Parameter(start())
+    opt = Cosmos([("experts", p)], lr=0.01, rank=4)
+    for step in range(4):
+        p.grad = gradients(step)
+        with opt.diagnostics() as seen:
+            opt.step()
+    assert [seen[f"experts[{i}]"]["update_rms"] for i in range(3)] == pytest.approx([1.0, 0.0, 1.0], rel=1e-4)
+
+
+def test_a_layer_that_was_frozen_with_its_gradient_set_to_zero_stays() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    opt = Cosmos(list(model.parameters()), lr=0.01, rank=2)
+    for step in range(6):
+        if step == 3:
+            model[0].requires_grad_(False)
+            held = model[0].weight.detach().clone()
+        opt.zero_grad(set_to_none=False)
+        model(torch.randn(4, 8)).square().sum().backward()
+        opt.step()
+    assert torch.equal(model[0].weight, held)

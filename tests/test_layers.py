@@ -24,6 +24,7 @@ ORDER = (
     "linalg.subspace",
     "rules",
     "layout",
+    "heads",
     "groups",
     "distributed",
     "optim",

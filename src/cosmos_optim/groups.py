@@ -9,31 +9,42 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-HEAD_NAMES = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "unembedding"})
-EMBEDDING_NAMES = ("embed", "wte", "wpe", "position", "pos_emb", "cls_token", "mask_token")
+from cosmos_optim.heads import heads_of
+
+EMBEDDING_NAME = re.compile(r"(^|[._])(embed|wte|wpe|position|pos_emb)|(^|[._])\w*tokens?$")
+# A 3-D parameter is a stack of matrices where its name or its module's says so.
+STACK = re.compile(r"expert|moe(?![a-z])|mixture|grouped|stack", re.IGNORECASE)
+# transformers' experts say `is_transposed` where they are stored (in, out), but for these.
+TRANSPOSED = ("Llama4TextExperts",)
 # Modules that hold a plain matrix without being nn.Linear: a mixture's router, under its usual names.
 LINEAR_KINDS = ("linear", "router", "gate")
 # Queries and keys, as the common decoders name them, and rows of one of their heads: Adam-mini's blocks.
 QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
 HEAD_ROWS = 64
 # Row blocks of the fused weights of torch's own modules: one gate or projection each.
-RECURRENT_BLOCKS = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3, "RNN": 1, "RNNCell": 1}
+RECURRENT_BLOCKS: dict[type[nn.Module], int] = {
+    nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3, nn.RNN: 1, nn.RNNCell: 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter and the module that owns it. Under another name too (`aliases`) where it is tied."""
+    """A parameter and the module that owns it. Under another name too (`aliases`) where it is tied.
+
+    tensor: the module's tensor that it makes up, which is not `attribute` where that is parametrized.
+    """
 
     name: str
     p: Tensor
     module: nn.Module
     attribute: str
+    tensor: str
     path: str
     aliases: tuple[str, ...] = ()
 
@@ -61,9 +72,10 @@ def param_groups(
     Args:
         model: any module. Frozen parameters are left out.
         rule: the rule of the hidden matrices, which is that of the optimizer the groups are for ("muon" for `Muon`).
-        overrides: pattern -> rule name, or a mapping of "rule" and hyper-parameters; patterns are shell-style and
-            matched against parameter names, in order, before everything else.
-        head: the output head, as a module or its name, where its name does not tell.
+        overrides: pattern -> rule name, or a mapping of hyper-parameters and "rule"; patterns are shell-style and
+            matched against parameter names, in order, before everything else. What an override does not name stays:
+            the rule, and how a convolution or a fused weight is seen as matrices.
+        head: the output head, as a module or its name, where nothing tells which it is.
 
     >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32), nn.Linear(32, 16))
     >>> for group in param_groups(model, overrides={"0.weight": {"rule": "adam", "lr": 0.3}}):
@@ -88,11 +100,12 @@ def routes(
     head: nn.Module | str | None = None,
 ) -> list[tuple[Place, Route]]:
     """Every trainable parameter with its route."""
-    asked = {pattern: _as_settings(pattern, value, rule) for pattern, value in (overrides or {}).items()}
+    asked = {pattern: _as_settings(pattern, value) for pattern, value in (overrides or {}).items()}
     used: set[str] = set()
-    heads = _heads(model, head)
+    heads = heads_of(model, head)
     tied = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    found = []
+    found: list[tuple[Place, Route]] = []
+    unclaimed: list[Place] = []
     for place in _places(model):
         _refuse_flat(place)
         names = (place.name, *place.aliases)
@@ -100,12 +113,16 @@ def routes(
         used.update(matches)
         if not place.p.requires_grad:
             continue
+        route = _route(place, rule, id(place.p) in tied, place.path in heads)
+        if rule == "adam-mini" and route is not None:
+            route = _by_rows(place, route)
         if matches:
-            settings = dict(asked[matches[0]])
-            found.append((place, Route(settings.pop("rule"), f"override {matches[0]!r}", settings)))
+            route = _overridden(place, route, matches[0], asked[matches[0]])
+        if route is None:
+            unclaimed.append(place)
         else:
-            route = _route(place, rule, id(place.p) in tied, place.path in heads)
-            found.append((place, _by_rows(place, route) if rule == "adam-mini" else route))
+            found.append((place, route))
+    _refuse_unclaimed(unclaimed, rule)
     unused = [pattern for pattern in asked if pattern not in used]
     if unused:
         known = [place.name for place in _places(model)][:3]
@@ -113,12 +130,37 @@ def routes(
     return found
 
 
-def _as_settings(pattern: str, value: str | Mapping[str, Any], rule: str) -> dict[str, Any]:
+def _as_settings(pattern: str, value: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(value, str):
         return {"rule": value}
     if not isinstance(value, Mapping):
         raise ValueError(f"override {pattern!r}: {value!r} is neither a rule's name nor a mapping of hyper-parameters")
-    return {"rule": rule, **value}
+    return value
+
+
+def _overridden(place: Place, route: Route | None, pattern: str, asked: Mapping[str, Any]) -> Route | None:
+    """The route with what an override says: one that names no rule needs a route to keep."""
+    if "rule" not in asked and route is None:
+        return None
+    rule = asked.get("rule", route.rule if route else None)
+    kept = dict(route.settings) if route is not None and route.rule == rule else {}
+    if rule != "adam" and not kept:
+        kept = _view(place)[1]
+    return Route(rule, f"override {pattern!r}", {**kept, **{k: v for k, v in asked.items() if k != "rule"}})
+
+
+def _refuse_unclaimed(places: Sequence[Place], rule: str) -> None:
+    """One error for all of them, by patterns: the same parameter of many layers is one line."""
+    if not places:
+        return
+    first = places[0]
+    patterns = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", place.name) for place in places))
+    more = f" and {len(patterns) - 8} more" if len(patterns) > 8 else ""
+    others = f"; so are all of {patterns[:8]}{more}" if len(places) > 1 else ""
+    raise ValueError(
+        f"parameter {first.name!r} of shape {tuple(first.p.shape)} in {type(first.module).__name__} is claimed by no "
+        f"route{others}: say what it is with param_groups(model, overrides={{{patterns[0]!r}: {rule!r}}}), or 'adam'"
+    )
 
 
 def _places(model: nn.Module) -> list[Place]:
@@ -131,30 +173,11 @@ def _places(model: nn.Module) -> list[Place]:
             owner = modules[path.rpartition(".")[0].rpartition(".")[0]]
         for attribute, p in module.named_parameters(recurse=False):
             name = f"{path}.{attribute}" if path else attribute
-            place = found.setdefault(id(p), Place(name, p, owner, attribute, path))
+            tensor = attribute if owner is module else path.rpartition(".")[2]
+            place = found.setdefault(id(p), Place(name, p, owner, attribute, tensor, path))
             if place.name != name:
                 found[id(p)] = replace(place, aliases=(*place.aliases, name))
     return list(found.values())
-
-
-def _heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
-    """Paths of modules that produce the output."""
-    modules = dict(model.named_modules())
-    if head is None:
-        return {path for path in modules if _is_head_name(path)}
-    named = {path for path, module in modules.items() if module is head or path == head}
-    named |= {path for path in modules for top in named if path.startswith(f"{top}.")}
-    if not named:
-        raise ValueError(
-            f"head={head!r} is no module of this model: give one of its modules, or a name such as 'lm_head'"
-        )
-    return named
-
-
-def _is_head_name(path: str) -> bool:
-    """A head is named as one and does not sit inside a repeated block."""
-    parts = path.split(".")
-    return parts[-1] in HEAD_NAMES and not any(part.isdigit() for part in parts)
 
 
 def _refuse_flat(place: Place) -> None:
@@ -172,7 +195,8 @@ def _refuse_flat(place: Place) -> None:
         )
 
 
-def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
+def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route | None:
+    """The route of a parameter; None where nothing tells what it is."""
     p, module, kind = place.p, place.module, type(place.module).__name__.removeprefix("FSDP")
     if is_embedding or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Route("adam", "embedding")
@@ -184,32 +208,42 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route:
         return Route("adam", "biases")
     if p.numel() == max(p.shape) and place.attribute != "weight":  # the magnitudes of weight_norm, say
         return Route("adam", "vector in effect")
-    if "norm" in kind.lower():
+    if "norm" in kind.lower() and not isinstance(module, nn.Linear):
         return Route("adam", "norm")
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return _convolution(place, module, rule)
-    if kind == "Conv1D" and hasattr(module, "nf"):
-        return Route(rule, "Conv1D, stored (in, out)", {"layout": "in_out"})
-    if isinstance(module, nn.MultiheadAttention) and place.attribute == "in_proj_weight":
-        return Route(rule, "fused query, key, value", {"split_sizes": (p.shape[0] // 3,) * 3})
-    if kind in RECURRENT_BLOCKS and place.attribute.startswith("weight"):
-        count = 1 if place.attribute.startswith("weight_hr") else RECURRENT_BLOCKS[kind]
-        return Route(rule, "recurrent", {"split_sizes": (p.shape[0] // count,) * count} if count > 1 else {})
+    why, view = _view(place)
+    if why == "depthwise convolution":
+        return Route("adam", why)
+    if why:
+        return Route(rule, why, view)
     known = isinstance(module, nn.Linear) or hasattr(module, "out_features")
     if p.dim() == 2 and (known or any(word in kind.lower() for word in LINEAR_KINDS)):
         return Route(rule, "linear")
-    if any(word in place.name.lower() for word in EMBEDDING_NAMES) or 1 in p.shape[-2:]:
-        return Route("adam", "embedding" if 1 not in p.shape[-2:] else "vector in effect")
-    if p.dim() == 3:
-        # transformers' experts say so where they are stored (in, out).
-        stored = {"layout": "in_out"} if getattr(module, "is_transposed", False) else {}
-        return Route(rule, f"{p.shape[0]} stacked matrices", stored)
+    if 1 in p.shape[-2:]:
+        return Route("adam", "vector in effect")
+    if EMBEDDING_NAME.search(f"{place.path.rpartition('.')[2]}.{place.tensor}".lower()):
+        return Route("adam", "embedding")
     if isinstance(module, nn.MultiheadAttention):
         return Route(rule, "projection")
-    raise ValueError(
-        f"parameter {place.name!r} of shape {tuple(p.shape)} in {kind} is claimed by no route: say what it is with "
-        f"param_groups(model, overrides={{{place.name!r}: {rule!r}}}), or 'adam'"
-    )
+    return None
+
+
+def _view(place: Place) -> tuple[str, dict[str, Any]]:
+    """What a parameter is that is not one plain matrix, and its settings; "" and none for all others."""
+    p, module, kind = place.p, place.module, type(place.module).__name__.removeprefix("FSDP")
+    if isinstance(module, nn.modules.conv._ConvNd) and p.dim() > 2:
+        return _convolution(place, module)
+    if kind == "Conv1D" and hasattr(module, "nf"):
+        return "Conv1D, stored (in, out)", {"layout": "in_out"}
+    if isinstance(module, nn.MultiheadAttention) and place.tensor == "in_proj_weight":
+        return "fused query, key, value", {"split_sizes": (p.shape[0] // 3,) * 3}
+    recurrent = next((count for own, count in RECURRENT_BLOCKS.items() if isinstance(module, own)), 0)
+    if recurrent and p.dim() == 2 and place.tensor.startswith("weight"):
+        count = 1 if place.tensor.startswith("weight_hr") else recurrent
+        return "recurrent", {"split_sizes": (p.shape[0] // count,) * count} if count > 1 else {}
+    if p.dim() == 3 and 1 not in p.shape and (STACK.search(f"{kind} {place.name}") or hasattr(module, "is_transposed")):
+        stored = getattr(module, "is_transposed", kind in TRANSPOSED)
+        return f"{p.shape[0]} stacked matrices", {"layout": "in_out"} if stored else {}
+    return "", {}
 
 
 def _by_rows(place: Place, route: Route) -> Route:
@@ -226,14 +260,14 @@ def _by_rows(place: Place, route: Route) -> Route:
     return Route("adam-mini", f"rows: {route.why}", settings)
 
 
-def _convolution(place: Place, module: nn.modules.conv._ConvNd, rule: str) -> Route:
+def _convolution(place: Place, module: nn.modules.conv._ConvNd) -> tuple[str, dict[str, Any]]:
     """Flattened to (out, in * kernel), a block for each of its groups; a depthwise kernel is no matrix."""
     rows, count = place.p.shape[0], module.groups
     if count == 1:
-        return Route(rule, "convolution", {"layout": "conv"})
+        return "convolution", {"layout": "conv"}
     if place.p.shape[1] == 1 or rows == count:
-        return Route("adam", "depthwise convolution")
-    return Route(rule, "grouped convolution", {"layout": "conv", "split_sizes": (rows // count,) * count})
+        return "depthwise convolution", {"layout": "conv"}
+    return "grouped convolution", {"layout": "conv", "split_sizes": (rows // count,) * count}
 
 
 def _listed(items: Iterable[Any]) -> list[Any]:

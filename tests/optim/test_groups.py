@@ -50,15 +50,95 @@ def test_tied_head_is_claimed_once_as_an_embedding() -> None:
     Cosmos(model, rank=4)
 
 
-def test_a_head_by_argument_and_a_block_that_is_only_called_output() -> None:
-    layers = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(4, 4)})])
-    model = nn.ModuleDict({"classify": nn.Linear(4, 3), "layers": layers})
-    assert rules(model)["classify.weight"] == "cosmos"
-    assert rules(model)["layers.0.output.weight"] == "cosmos"
-    assert rules(model, head="classify")["classify.weight"] == "adam"
-    assert rules(model, head=model["classify"])["classify.weight"] == "adam"
-    with pytest.raises(ValueError, match="is no module of this model"):
-        rules(model, head="clasify")
+def test_an_override_changes_what_it_names_and_nothing_else() -> None:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(50, 16),
+            "conv": nn.Conv2d(4, 6, 3),
+            "attention": nn.MultiheadAttention(16, 2),
+            "lstm": nn.LSTM(4, 5),
+            "gpt": Conv1D(10, 6),
+            "lm_head": nn.Linear(16, 50),
+        }
+    )
+    usual = {place.name: route for place, route in routes(model)}
+    for name, route in usual.items():
+        (found,) = (r for place, r in routes(model, overrides={name: {"weight_decay": 0.1}}) if place.name == name)
+        assert (found.rule, found.settings) == (route.rule, {**route.settings, "weight_decay": 0.1})
+    for name in ("conv.weight", "attention.in_proj_weight", "lstm.weight_hh_l0", "gpt.weight"):
+        (found,) = (r for place, r in routes(model, overrides={name: "muon"}) if place.name == name)
+        assert (found.rule, found.settings) == ("muon", usual[name].settings)
+        (found,) = (r for place, r in routes(model, overrides={name: "adam"}) if place.name == name)
+        assert (found.rule, found.settings) == ("adam", {})
+    whole = {"attention.in_proj_weight": {"split_sizes": None}}
+    (found,) = (r for place, r in routes(model, overrides=whole) if place.name in whole)
+    assert found.settings == {"split_sizes": None}
+    opt = Cosmos(param_groups(model, overrides={"*bias": {"weight_decay": 0.0}}), rank=3, weight_decay=0.1)
+    decays = {(g["rule"], g["weight_decay"]) for g in opt.param_groups}
+    assert decays == {("cosmos", 0.1), ("adam", 0.1), ("adam", 0.0)}
+
+
+def test_an_override_without_a_rule_needs_a_route() -> None:
+    model = decoder()
+    model.mixing = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="'mixing'.*claimed by no route"):
+        param_groups(model, overrides={"mixing": {"weight_decay": 0.1}})
+    assert rules(model, overrides={"mixing": {"rule": "cosmos", "rank": 2}})["mixing"] == "cosmos"
+
+
+class Experts(nn.Module):
+    def __init__(self, **sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(size)))
+
+
+class Llama4TextExperts(Experts):
+    """Stored (experts, in, out), and nothing says so."""
+
+
+class Attention(Experts):
+    """Heads in a dimension of their own."""
+
+
+def test_three_dimensions_are_a_stack_only_where_a_name_says_so() -> None:
+    found = {place.name: route for place, route in routes(nn.ModuleDict({"embedder": Experts(w1=(4, 8, 6))}))}
+    assert found["embedder.w1"].rule == "cosmos"
+    found = {place.name: route for place, route in routes(Llama4TextExperts(gate_up_proj=(4, 6, 16)))}
+    assert found["gate_up_proj"].settings == {"layout": "in_out"}
+    tokens = nn.ModuleDict({"a": Attention(query_tokens=(1, 32, 16), register_token=(1, 4, 16))})
+    assert set(rules(tokens).values()) == {"adam"}
+    model = nn.ModuleDict({"layers": nn.ModuleList(Attention(q=(64, 4, 16), k=(64, 4, 16)) for _ in range(3))})
+    with pytest.raises(ValueError, match=r"'layers.0.q'.*so are all of \['layers\.\*\.q', 'layers\.\*\.k'\]"):
+        param_groups(model)
+    assert set(rules(model, overrides={"layers.*.[qk]": "adam"}).values()) == {"adam"}
+    assert set(rules(nn.ModuleDict({"decomposition": Experts(w=(3, 8, 6))})).values()) == {"cosmos"}
+
+
+def test_subclasses_and_parametrized_tensors_are_what_they_are() -> None:
+    class MyLSTM(nn.LSTM):
+        pass
+
+    class NormedLinear(nn.Linear):
+        pass
+
+    attention = nn.MultiheadAttention(8, 2)
+    nn.utils.parametrize.register_parametrization(attention, "in_proj_weight", nn.Identity())
+    model = nn.ModuleDict({"lstm": MyLSTM(4, 5), "linear": NormedLinear(4, 5), "attention": attention})
+    found = {place.name: (route.rule, dict(route.settings)) for place, route in routes(model)}
+    assert found["lstm.weight_ih_l0"] == ("cosmos", {"split_sizes": (5, 5, 5, 5)})
+    assert found["linear.weight"] == ("cosmos", {})
+    assert found["attention.parametrizations.in_proj_weight.original"] == ("cosmos", {"split_sizes": (8, 8, 8)})
+
+
+def test_a_bare_kernel_is_not_taken_for_a_stack_of_matrices() -> None:
+    kernel, stacks = nn.Conv2d(8, 6, 3).weight, nn.Parameter(torch.randn(2, 3, 8, 6))
+    for give in ([kernel], [("kernel", kernel)], [{"params": kernel}]):
+        with pytest.raises(ValueError, match="a convolution's kernel or a stack of matrices.*layout='conv'"):
+            Cosmos(give, rank=4)
+    opt = Cosmos([{"params": [kernel], "layout": "conv"}, {"params": [stacks], "layout": "matrix"}], rank=4)
+    assert opt.state[kernel]["U"].shape == (72, 4)
+    assert opt.state[stacks]["U"].shape == (2, 3, 6, 4)
 
 
 def test_convolutions_recurrent_and_attention_modules() -> None:

@@ -114,6 +114,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             group["rule"] = two_sided(own) if asked else own
         rule = self._rule_of(group)
         group["rule"] = rule.name
+        if not rule.elementwise and "layout" not in group:
+            _refuse_deep(group["params"], rule)
         self._fill(group, rule)
         super().add_param_group(group)
         group = self.param_groups[-1]
@@ -316,3 +318,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.replays = Replays(self._setup.get("cuda_graphs", True))
         self._meet()
         self._started = checkpoint.started(self)
+
+
+def _refuse_deep(params: Any, rule: Rule) -> None:
+    """Four dimensions are a convolution's kernel far more often than a stack of stacks of matrices."""
+    for item in [params] if isinstance(params, Tensor) else params:
+        p = item[1] if isinstance(item, tuple) else item
+        if isinstance(p, Tensor) and p.dim() > 3:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so rule "
+                f"{rule.name!r} does not know how to cut it: use param_groups(model), or give its group layout='conv', "
+                "or layout='matrix' for matrices in its last two dimensions"
+            )

@@ -53,6 +53,7 @@ def with_dtypes(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     """What torch's load_state_dict does, but state has its slot's dtype: torch would cast it to the parameter's."""
+    state_dict = state_dict.copy()  # hooks may change it, and it is the caller's
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     saved = with_dtypes(copy.deepcopy(state_dict["param_groups"]))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from cosmos_optim.heads import heads_of
 
-EMBEDDING_NAME = re.compile(r"(^|[._])(embed|wte|wpe|position|pos_emb)|(^|[._])\w*tokens?$")
+EMBEDDING_NAME = re.compile(r"(^|[._])(embed|wte|wpe|position|pos_emb|rel_pos)|(^|[._])\w*tokens?$")
+BIAS_NAME = re.compile(r"bias(es|_\w)?$")
 # A 3-D parameter is a stack of matrices where its name or its module's says so.
 STACK = re.compile(r"expert|moe(?![a-z])|mixture|grouped|stack", re.IGNORECASE)
 # transformers' experts say `is_transposed` where they are stored (in, out), but for these.
@@ -204,7 +205,7 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route 
         return Route("adam", "vector" if p.dim() else "scalar")
     if is_head:
         return Route("adam", "output head")
-    if place.attribute.endswith("bias"):  # of experts: one row each
+    if BIAS_NAME.search(place.attribute):  # of experts: one row each; of attention: one a head or position
         return Route("adam", "biases")
     if p.numel() == max(p.shape) and place.attribute != "weight":  # the magnitudes of weight_norm, say
         return Route("adam", "vector in effect")
@@ -220,7 +221,8 @@ def _route(place: Place, rule: str, is_embedding: bool, is_head: bool) -> Route 
         return Route(rule, "linear")
     if 1 in p.shape[-2:]:
         return Route("adam", "vector in effect")
-    if EMBEDDING_NAME.search(f"{place.path.rpartition('.')[2]}.{place.tensor}".lower()):
+    near = 2 if isinstance(module, (nn.ParameterList, nn.ParameterDict)) else 1
+    if EMBEDDING_NAME.search(".".join([*place.path.split(".")[-near:], place.tensor]).lower()):
         return Route("adam", "embedding")
     if isinstance(module, nn.MultiheadAttention):
         return Route(rule, "projection")

@@ -273,6 +273,12 @@ def test_layernorm_over_two_dimensions_and_position_tables() -> None:
     assert set(rules(model).values()) == {"adam"}
 
 
+def test_biases_and_tables_by_their_names() -> None:
+    model = Attention(bias_u=(4, 16), attention_biases=(4, 49), rel_pos_h=(27, 16))
+    model.position_embeddings = nn.ParameterList([torch.randn(1, 64, 16), torch.randn(64, 1, 16)])
+    assert set(rules(nn.ModuleDict({"a": model})).values()) == {"adam"}
+
+
 def test_the_plan_names_every_parameter_and_adds_up() -> None:
     model = Decoder()
     text = str(plan(model, rank=4))

@@ -17,7 +17,6 @@ from torch import nn
 from cosmos_lab import checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data
-from cosmos_lab.data.files import read_json
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
 
 _AFTER_GRADIENT = "_post_accumulate_grad_hooks"
@@ -175,7 +174,7 @@ def micro_batch(config: RunConfig, processes: int) -> int:
 
 
 def identity(
-    config: RunConfig, model: Decoder, source: TokenSource, settings: Mapping[str, Any]
+    config: RunConfig, model: Decoder, source: TokenSource, val_source: TokenSource, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued; settings: the optimizer's, of which rates may change."""
     return {
@@ -183,6 +182,7 @@ def identity(
         "optimizer": config.optimizer.optimizer,
         "rank": config.optimizer.rank,
         "data": source.fingerprint,
+        "validation data": val_source.fingerprint,
         "seq_len": config.data.seq_len,
         "batch": config.training.batch,
         "seed": config.training.seed,
@@ -195,9 +195,11 @@ def header(
     model: Decoder,
     optimizer: torch.optim.Optimizer,
     source: TokenSource,
+    val_source: TokenSource,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """config.json of the run folder; settings: the optimizer's, defaults included."""
+    text = {"tokens": len(source), "fingerprint": source.fingerprint, "val_fingerprint": val_source.fingerprint}
     return {
         "name": config.run_name,
         "recipe": config.logging.recipe,
@@ -206,7 +208,7 @@ def header(
         "lr": config.optimizer.lr,
         "adam_lr": config.optimizer.adam_lr,
         "seed": config.training.seed,
-        "data": {"tokens": len(source), "fingerprint": source.fingerprint, "vocab_size": source.vocab_size},
+        "data": {**text, "vocab_size": source.vocab_size},
         "date": datetime.date.today().isoformat(),
         "commit": runlog.commit(),
         "versions": runlog.versions(),
@@ -229,10 +231,10 @@ def load_trained(run: Path) -> Decoder:
     newest = checkpoint.latest(run / "checkpoints")
     if newest is None:
         raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")
-    meta = read_json(newest / "meta.json")
+    meta = checkpoint.read_meta(newest)
     if meta["sharded"]:
         raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
     fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
     model = build(ModelConfig(**fields))
-    model.load_state_dict(torch.load(newest / "state.pt", map_location="cpu", weights_only=True)["model"])
+    model.load_state_dict(checkpoint.read_tensors(newest / "state.pt", torch.device("cpu"))["model"])
     return model

@@ -12,6 +12,7 @@ moment, or a full disk, leaves the previous one as it was. Layout of ``checkpoin
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import shutil
@@ -119,9 +120,7 @@ def save(
 
 def load(path: Path, training: Training, identity: Mapping[str, Any], world: launch.World) -> None:
     """Fill ``training`` from a checkpoint; one of another model, optimizer or data is a ValueError that names both."""
-    meta = read_json(path / "meta.json")
-    if meta is None:
-        raise ValueError(f"{path}/meta.json is no JSON; remove that folder to resume from an older checkpoint")
+    meta = read_meta(path)
     check_identity(path, {**identity, **meta["identity"]}, identity)  # older checkpoints say less
     if meta["sharded"] != (world.sharding == "fsdp"):
         how = "with" if meta["sharded"] else "without"
@@ -129,15 +128,37 @@ def load(path: Path, training: Training, identity: Mapping[str, Any], world: lau
     if meta["sharded"]:
         launch.load_sharded(training.model, training.optimizer, path / "shards")
     else:
-        state = torch.load(path / "state.pt", map_location=world.device, weights_only=True)
+        state = read_tensors(path / "state.pt", world.device)
         training.model.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
     process = world.rank if world.rank < meta["processes"] else 0  # the data position is the same on every process
-    own = torch.load(path / f"process_{process}.pt", map_location="cpu", weights_only=True)
+    own = read_tensors(path / f"process_{process}.pt", torch.device("cpu"))
     for name in _COUNTS:
         setattr(training, name, meta.get(name, 0))  # older ones have no bad_losses
     training.position, training.loss_sum = own["position"], own.get("loss_sum", training.loss_sum)
     set_random_state(own["random"], world)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of a checkpoint."""
+    meta: dict[str, Any] | None = read_json(path / "meta.json")
+    if meta is None:
+        raise ValueError(f"{path}/meta.json is no JSON; remove that folder to go on from an older checkpoint")
+    return meta
+
+
+def read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
+    """One of a checkpoint's files."""
+    try:
+        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path} cannot be read ({reason}); remove its folder to go on from an older checkpoint"
+        ) from error
+    return found
 
 
 def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -9,7 +9,8 @@ import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO, cast
 
 USAGE = """usage: cosmos-lab COMMAND ...
 
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = given[0], given[1:]
     if command not in COMMANDS:
         return _fail(f"there is no command {command!r}{_close(command, COMMANDS)}\n\n{USAGE}")
+    before = sys.stdout
+    if command in ("train", "compare", "demo"):
+        sys.stdout = cast(TextIO, Lasting(sys.stdout))
     try:
         COMMANDS[command](rest)
     except BrokenPipeError:  # the reader of our output has seen enough
@@ -53,7 +57,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{stop}; the same command continues{flag}", stop.code)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
+    finally:
+        sys.stdout = before
     return 0
+
+
+class Lasting:
+    """A stream that falls silent when its reader goes away: a run of days must not end with its `tee`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or throw away."""
+        with suppress(BrokenPipeError):
+            return self._stream.write(text)
+        return self._silence(len(text))
+
+    def flush(self) -> None:
+        """Flush, or throw away."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._silence(0)
+
+    def _silence(self, written: int) -> int:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _fail(message: str, code: int = 2) -> int:

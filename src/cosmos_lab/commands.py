@@ -176,6 +176,8 @@ def compare_command(arguments: list[str]) -> None:
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
         if asked.run.get(one) != recipe.config.get(one):
             raise ValueError(f"a comparison takes --{many}, not --{one}")
+    if asked.run.logging.name != recipe.config.logging.name:
+        raise ValueError("a comparison names its runs itself: choose their folder with --out instead of --name")
     options = asked.compare
     runs = recipe.runs(
         asked.run,
@@ -185,9 +187,12 @@ def compare_command(arguments: list[str]) -> None:
         only=options.only.split(",") if options.only else None,
         extra=flags.parse_extra(options.extra),
     )
-    compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
+    result = compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
     if recipe.published and scale == 1:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
+    failed = sum(len(row["failures"]) for row in result["rows"])
+    if failed:
+        raise ValueError(f"{failed} of {len(runs)} runs failed, as the table says; the same command tries them again")
 
 
 _LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
@@ -287,6 +292,8 @@ def export_command(arguments: list[str]) -> None:
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
     about = "A checkpoint for transformers."
     asked = flags.parse(ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
+    if len(runs) > 1:
+        raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with an -o of its own")
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
 
 
@@ -318,6 +325,8 @@ def recipes_command(arguments: list[str]) -> None:
     from cosmos_lab.display import format_table
     from cosmos_lab.recipes import PROFILES, RECIPES
 
+    if words := [word for word in arguments if word not in HELP]:
+        raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")
     made = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
     rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in made]
     rows += [(name, "", "profile", (make.__doc__ or "").splitlines()[0]) for name, make in PROFILES.items()]

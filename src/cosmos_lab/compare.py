@@ -29,7 +29,7 @@ from cosmos_lab.display import TableDisplay
 from cosmos_lab.optimizers import settings
 from cosmos_lab.ranking import NOT_STARTED, UNFINISHED, format_result, rank
 from cosmos_lab.stopping import SIGNALS, Request, Stopped, watch
-from cosmos_lab.train import finished, train
+from cosmos_lab.train import check_unfinished, finished, train
 
 RESULT = "compare.json"
 _POLL_S = 0.5
@@ -157,6 +157,8 @@ def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
         try:
             settings(run.check().optimizer, run.model.model)  # a wrong option is noticed before anything is trained
             summary = finished(run)
+            if summary is None:
+                check_unfinished(run)
         except ValueError as conflict:
             conflicts.append(f"{run.run_name}: {conflict}")
             continue
@@ -184,7 +186,7 @@ def _one_by_one(
         display.update(row, "running")
         try:
             summary = train(run, progress=lambda record, row=row: display.update(row, "running", record))  # type: ignore[misc]
-        except RuntimeError as error:  # out of memory, say: the other runs may still fit
+        except (RuntimeError, ValueError, OSError) as error:  # out of memory, say: the other runs may still fit
             failures[run.run_name] = str(error).splitlines()[0]
             display.update(row, "failed")
             continue

@@ -96,19 +96,27 @@ def _lines(summaries: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
         (
             NAMES[name],
             f"{RATES[name]:g}",
-            f"{s['final_val_loss']:.4f}",
-            f"{s['final_val_ppl']:.2f}",
-            f"{s['step_ms']:.1f}",
-            f"{s['optimizer_ms']:.1f}",
+            _number(s["final_val_loss"], ".4f"),
+            _number(s["final_val_ppl"], ".2f"),
+            _number(s["step_ms"], ".1f"),
+            _number(s["optimizer_ms"], ".1f"),
             f"{s['state_bytes'] / 2**20:.1f}",
         )
         for name, s in summaries.items()
     ]
 
 
+def _number(value: float | None, form: str) -> str:
+    """A dash for what was not measured: the first step warms up and is not timed, a diverged run has no loss."""
+    return "-" if value is None else format(value, form)
+
+
 def sentence(summaries: dict[str, dict[str, Any]]) -> str:
     """What was seen, whatever it is."""
-    order = sorted(summaries, key=lambda name: summaries[name]["final_val_loss"])
+    ended = [name for name, summary in summaries.items() if summary["final_val_ppl"] is not None]
+    if not ended:
+        return "No run ended with a finite validation loss."
+    order = sorted(ended, key=lambda name: summaries[name]["final_val_loss"])
     first, last = order[0], order[-1]
     gap = summaries[first]["final_val_ppl"] / summaries[last]["final_val_ppl"] - 1
     tokens = summaries[first]["tokens"]

@@ -42,11 +42,17 @@ def evaluate(
 
     Returns {"run", "step", "tokens", "val_loss", "positions": [{"first", "last", "loss"}, ...]}, positions from 1 on.
     """
+    for name, value in (("tokens", tokens), ("seq-len", seq_len)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be positive; got {value}; leave it out for the run's own")
     folder = Path(run)
     model = assemble.load_trained(folder)
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest is not None  # it was loaded just now
-    config = RunConfig.from_flat((read_json(folder / runlog.CONFIG) or {})["config"])
+    about = read_json(folder / runlog.CONFIG)
+    if not isinstance(about, dict) or "config" not in about:
+        raise ValueError(f"{folder} has no readable {runlog.CONFIG}, which names its data; copy it from where it trained")
+    config = RunConfig.from_flat(about["config"])
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
     where = pick_device(device)
     bf16 = pick_bf16(config.training.precision, where)

@@ -30,6 +30,12 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     return known[name]
 
 
+# What --options cannot give, because it has flags of its own.
+_FLAGS = {
+    "params": "--model", "lr": "--lr", "betas": "--beta1 and --beta2", "eps": "--eps", "weight_decay": "--weight-decay",
+}  # fmt: skip
+
+
 def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
     """The optimizer the options describe, over all parameters of ``model``."""
     build = optimizer_class(options.optimizer)
@@ -42,7 +48,10 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
         hyper["momentum"] = options.beta1
     if "head_dim" in takes and isinstance(model, Decoder):  # Adam-mini's blocks of queries and keys
         hyper["head_dim"] = model.config.head_dim
-    hyper |= parse_options(options.options)
+    more = parse_options(options.options)
+    for name in more.keys() & _FLAGS.keys():
+        raise ValueError(f"--options {name}={more[name]}: give {_FLAGS[name]} instead")
+    hyper |= more
     overrides = _overrides(model, options)
     params: nn.Module | list[dict[str, Any]] = model
     if overrides:

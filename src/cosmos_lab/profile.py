@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,8 +83,12 @@ class ProfileConfig:
         for name in self.optimizers:
             optimizer_class(name)
         for name in ("batch", "accumulation", "seq_len", "memory_cap_gb", "tokens_per_step", "iterations", "updates"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                must = "be positive and finite" if value > 0 else "be positive"
+                raise ValueError(f"--{name.replace('_', '-')} must {must}; got {value}")
+        if min(self.micro_batches, default=1) < 1:
+            raise ValueError(f"--micro-batches must be positive; got {min(self.micro_batches)}")
         for table in self.tables:
             if table not in _TABLES:
                 raise ValueError(f"--tables takes {', '.join(_TABLES)}; got {table!r}")
@@ -143,12 +148,9 @@ def _timed(rig: Rig, config: ProfileConfig, size: int, accumulation: int) -> Row
     rig.sync()
     rig.reset_peak()
     passes, update = rig.time(size, accumulation, config.iterations, config.updates)
-    held, taken = rig.peak_gb(size)
     speed = size * accumulation * config.seq_len / (passes + update)
     return {
-        "peak_gb": held,
-        "reserved_gb": taken,
-        "state_gb": rig.state_bytes() / GB,
+        **_weighed(rig, size),
         "seconds": passes + update,
         "forward_backward_s": passes,
         "optimizer_s": update,
@@ -157,11 +159,24 @@ def _timed(rig: Rig, config: ProfileConfig, size: int, accumulation: int) -> Row
     }
 
 
+def _weighed(rig: Rig, size: int) -> Row:
+    held, taken = rig.peak_gb(size)
+    return {"peak_gb": held, "reserved_gb": taken, "state_gb": rig.state_bytes() / GB}
+
+
+def _timed_if_room(rig: Rig, config: ProfileConfig, size: int, accumulation: int, say: Say) -> Row:
+    """A timed row; on a CPU without the memory for it one of counts alone."""
+    if why := rig.lack(size):
+        say(f"  batch {size} is not timed: {why}; try a smaller model, --seq-len, --batch or --memory-cap-gb")
+        return _weighed(rig, size)
+    return _timed(rig, config, size, accumulation)
+
+
 def memory_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
     """Peak memory and time of one iteration at a fixed batch."""
     for name in config.optimizers:
         _mount(rig, config, name)
-        yield {"optimizer": name, **_timed(rig, config, config.batch, config.accumulation)}
+        yield {"optimizer": name, **_timed_if_room(rig, config, config.batch, config.accumulation, say)}
 
 
 def throughput_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
@@ -177,7 +192,7 @@ def throughput_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
         size = largest_batch(rig, config, say)
         rig.recompile(dynamic=False)
         size, found = _timed_under_the_cap(rig, config, size, say)
-        speed = found["tokens_per_s"] / config.seq_len if found else None
+        speed = found["tokens_per_s"] / config.seq_len if "tokens_per_s" in found else None
         yield {"optimizer": name, "largest_batch": size, "samples_per_s": speed, **found}
 
 
@@ -186,7 +201,7 @@ def _timed_under_the_cap(rig: Rig, config: ProfileConfig, size: int, say: Say) -
     while size:
         try:
             with rig.capped(config.memory_cap_gb):
-                return size, _timed(rig, config, size, config.accumulation)
+                return size, _timed_if_room(rig, config, size, config.accumulation, say)
         except torch.cuda.OutOfMemoryError:
             say(f"  batch {size}: too large for whole iterations")
             size -= 1
@@ -252,7 +267,7 @@ def mfu_rows(rig: Rig, config: ProfileConfig, say: Say) -> Iterator[Row]:
     accumulation = -(-sequences // best)
     for name in config.optimizers:
         _mount(rig, config, name)
-        found = _timed(rig, config, best, accumulation)
+        found = _timed_if_room(rig, config, best, accumulation, say)
         yield {"optimizer": name, "micro_batch": best, "accumulation": accumulation, **found}
 
 

@@ -49,6 +49,10 @@ def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | N
 def _made_with(runs: Sequence[RunConfig]) -> dict[str, Any]:
     """Data, date, commit and versions as the run folders have them, maybe older than this call; lists if several."""
     made = [read_json(runlog.run_folder(run) / runlog.CONFIG) or {} for run in runs]
+    texts = [about["data"] for about in made if isinstance(about.get("data"), dict)]
+    if not all("val_fingerprint" in text for text in texts):  # older runs do not say
+        for text in texts:
+            text.pop("val_fingerprint", None)
     found: dict[str, Any] = {}
     for name in ("data", "date", "commit", "versions"):
         values: list[Any] = []
@@ -134,7 +138,7 @@ def format_result(result: Mapping[str, Any]) -> str:
     for row in result["rows"]:
         mean = "-" if row["mean"] is None else f"{row['mean']:.4f}"
         mean += "" if row["spread"] is None else f" ± {row['spread']:.4f}"
-        ppl = [value for value in row["final_val_ppl"] if value is not None]
+        ppl = [value for value in row["final_val_ppl"] if value is not None and row["mean"] is not None]
         state = [value for value in row["state_bytes"] if value]
         lines.append(
             (
@@ -152,9 +156,15 @@ def format_result(result: Mapping[str, Any]) -> str:
     table = format_table(head, lines, left=(0, 7))
     texts = result.get("data")
     if isinstance(texts, list):
-        sizes = " and ".join(f"{about['tokens']:,} tokens (hash {about['fingerprint']})" for about in texts)
+        sizes = " and ".join(_text(about) for about in texts)
         table += f"\nThese runs do not compare: they were trained on different data, {sizes}"
     return table
+
+
+def _text(about: Mapping[str, Any]) -> str:
+    """A text by its size and hash, and that of what it was validated on."""
+    val = f", validated on {about['val_fingerprint']}" if "val_fingerprint" in about else ""
+    return f"{about['tokens']:,} tokens (hash {about['fingerprint']}{val})"
 
 
 def _average(values: Sequence[float | None]) -> str:

@@ -6,9 +6,12 @@ The model stays while optimizers and batch sizes change, so that each shape is c
 from __future__ import annotations
 
 import gc
+import math
+import re
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,9 +21,11 @@ from cosmos_lab import assemble
 from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.meters import GB, Stopwatch
 from cosmos_lab.models import build
+from cosmos_lab.models.loss import CHUNK_ELEMENTS
 from cosmos_lab.optimizers import build_optimizer
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
+_LOGITS_AT_ONCE = 7  # chunks of logits in fp32 that the loss holds for a moment on a CPU: 4 to 7 by the process's peak
 
 
 class Rig:
@@ -38,6 +43,7 @@ class Rig:
         self.compiled = compiled
         self.recompile(dynamic=False)
         self.optimizer: torch.optim.Optimizer | None = None
+        self._saved: tuple[int, int] | None = None  # by a pass over one sequence and over two
         self.forward_backward, self.update = Stopwatch(device), Stopwatch(device)
 
     def recompile(self, dynamic: bool) -> None:
@@ -85,6 +91,8 @@ class Rig:
 
     def pass_speed(self, size: int, count: int) -> float | None:
         """Tokens per second of forward and backward passes without an optimizer; None if they do not fit."""
+        if self.lack(size):
+            return None
         try:
             self.passes(size, 1)
             self.sync()
@@ -143,15 +151,36 @@ class Rig:
             recorded = getattr(self.optimizer, "replays", None)
             held = torch.cuda.max_memory_allocated(self.device) + (recorded.bytes if recorded is not None else 0)
             return held / GB, torch.cuda.max_memory_reserved(self.device) / GB
-        weights = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
-        total = (weights + self.state_bytes() + self._activation_bytes(size)) / GB
+        total = (2 * self._weight_bytes() + self.state_bytes() + self._activation_bytes(size)) / GB
         return total, total
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state."""
         return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
 
+    def lack(self, size: int) -> str:
+        """Why an iteration of ``size`` sequences must not be tried on this CPU, which would not raise but swap or kill.
+
+        Empty if it may, and on a GPU, whose allocator refuses by itself.
+        """
+        if self.device.type == "cuda":
+            return ""
+        logits = min(CHUNK_ELEMENTS, size * self.seq_len * self.model.config.vocab_size)
+        needed = self._weight_bytes() + self._activation_bytes(size) + _LOGITS_AT_ONCE * 4 * logits
+        free = free_memory()
+        return "" if needed <= free else f"it needs about {needed / GB:,.3g} GiB more and {free / GB:,.3g} GiB are free"
+
+    def _weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
     def _activation_bytes(self, size: int) -> int:
+        """What a forward pass saves, on the line through one sequence and two: no large pass is run to count it."""
+        if self._saved is None:
+            self._saved = self._saved_bytes(1), self._saved_bytes(2)
+        one, two = self._saved
+        return one + (size - 1) * (two - one)
+
+    def _saved_bytes(self, size: int) -> int:
         storages: dict[int, int] = {}
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
 
@@ -195,3 +224,22 @@ class Rig:
             with suppress(AttributeError):
                 self.model.zero_grad(set_to_none=True)
             self.free()
+
+
+def free_memory() -> float:
+    """Bytes of main memory that can be had now, within the container's limit; infinity where the system says nothing.
+
+    Not sysconf's SC_AVPHYS_PAGES, which leaves out what the caches of files would give back.
+    """
+    machine = 1024 * _kernel_number("/proc/meminfo", r"^MemAvailable: *(\d+)")
+    group = _kernel_number("/sys/fs/cgroup/memory.max", r"^(\d+)")
+    group -= _kernel_number("/sys/fs/cgroup/memory.stat", r"^anon (\d+)")
+    return min(machine, group) if math.isfinite(group) else machine
+
+
+def _kernel_number(path: str, pattern: str) -> float:
+    try:
+        found = re.search(pattern, Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return math.inf
+    return float(found[1]) if found else math.inf

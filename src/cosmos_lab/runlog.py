@@ -8,13 +8,14 @@ import math
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data.files import atomic_write, disk_error, read_json, write_json
+from cosmos_lab.data.files import NO_SPACE, atomic_write, disk_error, read_json, write_json
 
 try:
     import fcntl
@@ -84,9 +85,12 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _hold(path: Path) -> TextIO:
-    """Hold a lock for as long as the file is open; a killed process lets go of it."""
-    handle = path.open("w")
+def hold(folder: Path) -> TextIO:
+    """Hold a run folder's lock for as long as the file is open; a killed process lets go of it."""
+    path = folder / ".lock"
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = path.open("w")
     if fcntl is not None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,17 +103,37 @@ def _hold(path: Path) -> TextIO:
     return handle
 
 
+def let_go(folder: Path, lock: TextIO) -> None:
+    """Give up the lock; a folder with nothing else in it goes, too: nothing came of the run."""
+    if [path.name for path in folder.iterdir()] == [".lock"]:
+        (folder / ".lock").unlink()
+        with suppress(OSError):  # the folder of all runs, where this is the first
+            folder.rmdir()
+            folder.parent.rmdir()
+    lock.close()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """An error of the disk in here names the file and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = "free some space and start the same command again to continue"
+        raise disk_error(error, path, advice if error.errno in NO_SPACE else "choose another --out") from error
+
+
 class RunLog:
     """Appends records to a run folder, and to TensorBoard and W&B where asked."""
 
     def __init__(self, config: RunConfig, header: Mapping[str, Any], *, resumed_at: int = 0) -> None:
         self.folder = run_folder(config)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _hold(self.folder / ".lock")
-        write_json(self.folder / CONFIG, finite(dict(header)))
-        (self.folder / SUMMARY).unlink(missing_ok=True)
-        self._truncate(resumed_at)
-        self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+        with _explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / CONFIG, finite(dict(header)))
+            (self.folder / SUMMARY).unlink(missing_ok=True)  # one that cannot be read
+            self._truncate(resumed_at)
+            self._file = (self.folder / METRICS).open("a", encoding="utf-8")
         self._board = self._open_board() if config.logging.tensorboard else None
         self._wandb = self._open_wandb(config) if config.logging.wandb else None
 
@@ -137,12 +161,9 @@ class RunLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
         clean = finite(record)
-        try:
+        with _explained(self.folder / METRICS):
             self._file.write(json.dumps(clean) + "\n")
             self._file.flush()
-        except OSError as error:
-            advice = "free some space and start the same command again to continue"
-            raise disk_error(error, self.folder / METRICS, advice) from error
         if self._board is None and self._wandb is None:
             return
         scalars = {name: value for name, value in clean.items() if isinstance(value, (int, float)) and name != "step"}
@@ -156,12 +177,13 @@ class RunLog:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished."""
-        write_json(self.folder / SUMMARY, finite(dict(summary)))
+        with _explained(self.folder / SUMMARY):
+            write_json(self.folder / SUMMARY, finite(dict(summary)))
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
-        self._lock.close()
+        with suppress(OSError):  # what could not be written has been told
+            self._file.close()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,28 @@ from cosmos_lab.config import RunConfig
 _FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: single batches are noisy
 
 
-def summarize(folder: Path, status: str, config: RunConfig) -> dict[str, Any]:
+def begin_of_final(steps: int) -> int:
+    """The last step that does not count for the final training loss."""
+    return math.floor(steps - max(1, _FINAL_SHARE * steps))
+
+
+def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     """A run's result, from its log: rates are medians over log lines, final_train_loss a mean over the last 5 %."""
     records = list(runlog.read_metrics(folder))
     losses = [r for r in records if "loss" in r]
     values = [r for r in records if "val_loss" in r]
     last = losses[-1]
-    late = [r["loss"] for r in losses if r["step"] > last["step"] - max(1, _FINAL_SHARE * config.training.steps)]
+    begin = last["step"] - config.training.steps + begin_of_final(config.training.steps)
+    # A line is the mean of the steps since the one before it.
+    before = [0, *(r["step"] for r in losses)]
+    late = [(r["loss"], r["step"] - b) for r, b in zip(losses, before, strict=False) if r["step"] > begin]
     finite = [r["val_loss"] for r in values if r["val_loss"] is not None]
     speed = _median([r["tokens_per_s"] for r in losses])
     return {
-        "status": status,
         "final_val_loss": values[-1]["val_loss"],
         "final_val_ppl": values[-1]["val_ppl"],
         "best_val_loss": min(finite, default=None),
-        "final_train_loss": None if None in late else sum(late) / len(late),
+        "final_train_loss": _mean(late),
         "tokens": last["tokens"],
         "steps": last["step"],
         "time": last["time"],
@@ -35,6 +43,14 @@ def summarize(folder: Path, status: str, config: RunConfig) -> dict[str, Any]:
         "optimizer_ms": _median([r["optimizer_ms"] for r in losses]),
         "mfu": _median([r["mfu"] for r in losses]),
     }
+
+
+def _mean(lines: list[tuple[float | None, int]]) -> float | None:
+    """Of losses with the number of steps each of them is of; None if one is not finite."""
+    known = [(loss, count) for loss, count in lines if loss is not None]
+    if len(known) < len(lines):
+        return None
+    return sum(loss * count for loss, count in known) / sum(count for _, count in known)
 
 
 def _median(values: list[float | None]) -> float | None:

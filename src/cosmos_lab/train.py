@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,19 @@ from cosmos_lab.data.files import read_json
 from cosmos_lab.feed import Feed
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
 from cosmos_lab.schedule import factor
-from cosmos_lab.summary import summarize
+from cosmos_lab.summary import begin_of_final, summarize
 
 Progress = Callable[[Mapping[str, Any]], None]
 
 _BAD_LOSSES = 2  # log lines in a row without a finite loss that end a run: weights do not come back from there
 _MEET_EVERY = 10  # steps after which processes agree on whether to stop, where no log line makes them wait anyway
 # Fields that may differ between a finished run and the one asked for: they change no number.
-_HARMLESS = {"out", "name", "device", "compile", "log_every", "tensorboard", "wandb", "resume", "keep", "cache_dir"}
+_HARMLESS = {
+    "out", "name", "device", "compile", "log_every", "tensorboard", "wandb", "resume", "keep", "cache_dir",
+    "checkpoint_every", "diagnostics_every",
+}  # fmt: skip
+# What a run may change on its way, and should know that it does.
+_COURSE = ("steps", "schedule", "warmup", "decay", "final_lr", "clip", "precision", "val_tokens", "micro_batch")
 
 
 def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -51,7 +57,9 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     made = finished(config)
     if made is not None:
         return made
-    with launch.session(config.training.device, config.training.sharding) as world:
+    with launch.session(config.training.device, config.training.sharding) as world, _alone(config, world) as made:
+        if made is not None:
+            return made
         assemble.seed_everything(config.training.seed, config.training.deterministic)
         try:
             with closing(Trainer(config, world, progress)) as trainer:
@@ -71,6 +79,31 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     if summary is not None:
         _check_same(folder, config)
     return summary
+
+
+@contextmanager
+def _alone(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
+    """Hold the run folder against other processes; gives the summary if one of them has finished the run meanwhile."""
+    folder, error = runlog.run_folder(config), None
+    lock = None
+    if world.main:
+        try:
+            lock = runlog.hold(folder)
+        except (ValueError, OSError) as problem:
+            error = problem
+    world.agree(error)
+    try:
+        yield finished(config) if world.most(runlog.read_summary(folder) is not None) else None
+    finally:
+        if lock is not None:
+            runlog.let_go(folder, lock)
+
+
+def check_unfinished(config: RunConfig) -> None:
+    """ValueError if the run's folder holds a checkpoint of a run with another config."""
+    folder = runlog.run_folder(config)
+    if checkpoint.latest(folder / "checkpoints") is not None:
+        _check_same(folder, config)
 
 
 def _check_same(folder: Path, config: RunConfig) -> None:
@@ -97,7 +130,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         asked = settings(config.optimizer, config.model.model)
-        self.identity = assemble.identity(config, self.model, source, asked)
+        self.identity = assemble.identity(config, self.model, source, self.val_source, asked)
         self.at = checkpoint.Training(self.model, self.optimizer)
         batch, seed = config.training.batch // world.size, config.training.seed
         batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
@@ -108,7 +141,7 @@ class Trainer:
         self.logged_seconds = self.at.seconds
         self.log = None
         if world.main:
-            about = assemble.header(config, self.model, self.optimizer, source, asked)
+            about = assemble.header(config, self.model, self.optimizer, source, self.val_source, asked)
             self.log = runlog.RunLog(config, about, resumed_at=self.at.step)
             if progress is not None:
                 progress({"step": self.at.step, "about": f"{source}; {about['parameters']:,} parameters"})
@@ -121,9 +154,21 @@ class Trainer:
                 shutil.rmtree(unfinished, ignore_errors=True)
         newest = checkpoint.latest(self.checkpoints)
         if newest is not None:
+            steps = self.config.training.steps
+            if checkpoint.step_of(newest) > steps:
+                raise ValueError(f"{newest} is beyond --steps {steps}: choose another --name or --out, or more steps")
+            self._tell_changes()
             checkpoint.load(newest, self.at, self.identity, self.world)
             assert self.at.position is not None
             batches.load_state_dict(self.at.position)
+
+    def _tell_changes(self) -> None:
+        """Warn where the run goes on otherwise than it began: config.json will say it had always been so."""
+        before, now = (read_json(self.folder / runlog.CONFIG) or {}).get("config", {}), self.config.flat()
+        changed = [name for name in _COURSE if before.get(name, now[name]) != now[name]]
+        if changed and self.world.main:
+            what = ", ".join(f"{name} {now[name]} instead of {before[name]}" for name in changed)
+            warnings.warn(f"{self.folder} goes on with {what}", stacklevel=2)
 
     def close(self) -> None:
         """Stop the data thread and close the logs."""
@@ -136,12 +181,13 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step and return the summary, or stop with a checkpoint when a signal asks for it."""
         steps, every = self.config.training.steps, self.config.logging
+        late = begin_of_final(steps)  # a line there, so that the final training loss is of the steps after it alone
         with stopping.watch() as request:
             told = self.world.most(request.signum)  # a comparison may have been told while this run was built
             while not told and self.at.step < steps and self.at.bad_losses < _BAD_LOSSES:
                 self._step()
                 step = self.at.step
-                logs = step == 1 or step == steps or _due(step, every.log_every)
+                logs = step in (1, late, steps) or _due(step, every.log_every)
                 if logs:
                     self._log()
                 if step == self.first + 1:
@@ -274,13 +320,14 @@ class Trainer:
         """Last checkpoint, last validation, summary."""
         self.world.synchronize()
         self.clock.stop()
-        diverged = self.at.bad_losses >= _BAD_LOSSES
+        diverged = self.at.bad_losses > 0  # the last line's at least
         if self.config.logging.checkpoint_every and not diverged and self.at.step > self.first:
             self.save()
         if not any(r["step"] == self.at.step for r in runlog.read_metrics(self.folder) if "val_loss" in r):
             self.validate()  # a kill just before the summary leaves this one already done
         self.world.barrier()
-        summary = summarize(self.folder, "diverged" if diverged else "done", self.config)
+        summary = summarize(self.folder, self.config)
+        summary["status"] = "diverged" if diverged or summary["final_val_loss"] is None else "done"
         summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
         summary["state_bytes"] = assemble.state_bytes(self.optimizer)
         if self.log is not None:
@@ -294,4 +341,4 @@ def _due(step: int, every: int) -> bool:
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)

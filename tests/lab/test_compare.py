@@ -70,6 +70,50 @@ def test_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
     assert "do not compare" in last and "1,234" in last and now["data"]["fingerprint"] in last
 
 
+def test_runs_validated_on_different_text_do_not_compare(tiny_run: RunConfig) -> None:
+    """Where both say what it was; older ones do not."""
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
+    now = compare(runs, show=False)
+    about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
+    for other in ({**now["data"], "val_fingerprint": "0123456789abcdef"}, {**now["data"]}):
+        if other == now["data"]:
+            del other["val_fingerprint"]
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"data": other}))
+        said = "validated on 0123456789abcdef" in format_result(compare(runs, show=False))
+        assert said == ("val_fingerprint" in other)
+
+
+def test_a_run_that_fails_leaves_the_others_and_the_table(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 4e-3})
+    real = module.train
+
+    def broken(config: RunConfig, progress: Any = None) -> Any:
+        if config.run_name == runs[1].run_name:
+            raise ValueError("its data is gone")
+        return real(config, progress=progress)
+
+    monkeypatch.setattr(module, "train", broken)
+    rows = compare(runs, show=False)["rows"]
+    assert [row["status"] for row in rows] == [["done"], ["failed"], ["done"]]
+    assert rows[1]["failures"] == ["its data is gone"]
+    assert (Path(tiny_run.logging.out) / "compare.json").exists()
+
+
+def test_a_half_finished_run_of_other_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
+    """It would be ranked among runs that had fewer steps."""
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
+
+    def fall(record: Any) -> None:
+        if record["step"] == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        module.train(runs[1].replace(steps=20, checkpoint_every=4), progress=fall)
+    with pytest.raises(ValueError, match="was trained with steps 20, this run asks for steps 4"):
+        compare(runs, show=False)
+    assert not (Path(tiny_run.logging.out) / runs[0].run_name).exists()
+
+
 def test_finished_runs_are_skipped_and_half_finished_ones_resumed(
     tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,3 +222,8 @@ def test_another_optimizer_starts_as_the_recipe_runs_it() -> None:
 def test_an_unknown_recipe_gets_the_close_ones() -> None:
     with pytest.raises(ValueError, match="unknown recipe 'lama-130m'; did you mean llama-130m"):
         get_recipe("lama-130m")
+
+
+def test_what_a_recipe_never_does_a_shrunk_one_does_not_either() -> None:
+    assert get_recipe("wiki-60m").config.logging.checkpoint_every == 0
+    assert get_recipe("wiki-60m", 0.5).config.logging.checkpoint_every == 0

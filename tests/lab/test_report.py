@@ -193,6 +193,12 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     ]  # fmt: skip
 
 
+def test_how_often_a_run_looked_is_no_setting(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "adam", falling(2.5), seed=0, val_every=2, sharding="ddp")
+    make_run(tmp_path / "b", "adam", falling(2.6), seed=1, val_every=4, sharding="fsdp")
+    assert [group.label for group in task_of(tmp_path / "a", tmp_path / "b").groups] == ["adam 1e-3"]
+
+
 def test_every_option_is_a_setting_and_a_name_has_as_many_as_it_takes(tmp_path: Path) -> None:
     both = ["nesterov=True", "row_beta2=0.95"]
     make_run(tmp_path / "a", "cosmos", falling(2.5), rank=64)

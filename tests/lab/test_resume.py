@@ -1,8 +1,10 @@
 """Resume: bit for bit after a real kill -9, for every optimizer, and refused where it would be wrong."""
 
 import contextlib
+import errno
 import json
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import pytest
 import cosmos_optim
 from cosmos_lab import checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
-from cosmos_lab.train import Trainer, train
+from cosmos_lab.train import Trainer, finished, train
 from tests.lab.outcomes import assert_same, outcome, start, wait_until
 
 
@@ -166,3 +168,86 @@ def test_a_log_line_cut_short_is_dropped(tiny_run: RunConfig) -> None:
     train(tiny_run)
     steps = [record["step"] for record in runlog.read_metrics(runlog.run_folder(tiny_run)) if "loss" in record]
     assert steps == list(range(1, 9))
+
+
+def test_a_refused_process_leaves_the_others_checkpoint_alone(tiny_run: RunConfig) -> None:
+    """It may be in the middle of being written."""
+    writing = runlog.run_folder(tiny_run) / "checkpoints" / ".writing_step_000004"
+
+    def intrude(record: Any) -> None:
+        if record["step"] == 3:
+            writing.mkdir(parents=True)
+            with pytest.raises(ValueError, match="another process is training in"):
+                train(tiny_run)
+            assert writing.is_dir()
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(tiny_run, progress=intrude)
+
+
+def test_a_run_that_another_process_has_finished_meanwhile_is_not_trained_again(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(tiny_run)
+    before = {path: path.read_bytes() for path in runlog.run_folder(tiny_run).rglob("*") if path.is_file()}
+    answers: list[Any] = [None]  # it was not there yet when this process looked first
+
+    def late(config: RunConfig) -> Any:
+        return answers.pop() if answers else finished(config)
+
+    monkeypatch.setattr("cosmos_lab.train.finished", late)
+    assert train(tiny_run) == {**whole} and not answers
+    assert {path: path.read_bytes() for path in runlog.run_folder(tiny_run).rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(tiny_run: RunConfig) -> None:
+    interrupt(tiny_run.replace(steps=12), 9)
+    with pytest.raises(ValueError, match=r"step_000008 is beyond --steps 6"):
+        train(tiny_run.replace(steps=6))
+
+
+def test_a_run_that_goes_on_otherwise_says_so(tiny_run: RunConfig) -> None:
+    interrupt(tiny_run, 5)
+    with pytest.warns(UserWarning, match=r"goes on with steps 10 instead of 8, clip 0.5 instead of None"):
+        assert train(tiny_run.replace(steps=10, clip=0.5))["steps"] == 10
+
+
+def test_another_validation_text_is_another_run(tiny_run: RunConfig, lab_data: str, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copy(f"{lab_data}_{split}.bin", tmp_path / f"mine_{split}.bin")
+    config = tiny_run.replace(data=str(tmp_path / "mine"))
+    interrupt(config, 5)
+    shutil.copy(f"{lab_data}_train.bin", tmp_path / "mine_val.bin")
+    with pytest.raises(ValueError, match="trained with validation data"):
+        train(config)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "process_0.pt"])
+def test_a_cut_file_of_a_checkpoint_is_named(tiny_run: RunConfig, name: str) -> None:
+    interrupt(tiny_run, 5)
+    path = runlog.run_folder(tiny_run) / "checkpoints" / "step_000004" / name
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=f"{name} cannot be read .*remove its folder"):
+        train(tiny_run)
+
+
+def test_a_full_disk_is_told_once(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing the log tries to write again, and its error would hide the one that says what to do."""
+
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        flush = close = lambda self: self.write("")
+
+    real = runlog.RunLog.__init__
+
+    def fill(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self._file.close()
+        self._file = Full()
+
+    monkeypatch.setattr(runlog.RunLog, "__init__", fill)
+    with pytest.raises(OSError, match=r"cannot write .*metrics.jsonl: no space left on the disk; free some space"):
+        train(tiny_run)

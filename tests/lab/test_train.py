@@ -108,9 +108,26 @@ def test_a_run_that_diverges_says_so_and_stops(tiny_run: RunConfig) -> None:
     json.loads((runlog.run_folder(tiny_run) / "summary.json").read_text(), parse_constant=pytest.fail)  # no NaN in JSON
 
 
+@pytest.mark.parametrize("log_every", [0, 100])
+def test_a_run_that_ends_without_a_finite_loss_has_diverged(tiny_run: RunConfig, log_every: int) -> None:
+    config = tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, log_every=log_every)
+    summary = train(config)
+    assert summary["status"] == "diverged" and summary["final_val_ppl"] is None
+
+
+def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig) -> None:
+    config = tiny_run.replace(steps=60, checkpoint_every=0, val_every=0)
+    losses = [train(config.replace(log_every=n, name=f"log{n}"))["final_train_loss"] for n in (1, 7, 0)]
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+    lines = [r["loss"] for r in runlog.read_metrics(Path(config.logging.out) / "log1") if "loss" in r]
+    assert losses[0] == pytest.approx(sum(lines[-3:]) / 3, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"options": ("weight_decay=0.1",)}, "--options weight_decay=0.1: give --weight-decay instead"),
+        ({"options": ("betas=(0.9, 0.9)",)}, "give --beta1 and --beta2 instead"),
         ({"optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean adam"),
         ({"model": "llama-13m"}, "no preset 'llama-13m'"),
         ({"width": 100}, "width 100 is not a multiple of head_dim 64"),

@@ -16,7 +16,7 @@ try:
 except ImportError:  # Windows: no locks, so two processes may do the same work twice; renames stay atomic.
     fcntl = None  # type: ignore[assignment]
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -27,7 +27,7 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 def disk_error(error: OSError, path: Path, advice: str) -> OSError:
     """The same kind of `OSError` with a message that names the file, says what happened and what to do."""
-    what = "no space left on the disk" if error.errno in _NO_SPACE else (error.strerror or str(error))
+    what = "no space left on the disk" if error.errno in NO_SPACE else (error.strerror or str(error))
     return OSError(error.errno or errno.EIO, f"cannot write {path}: {what}; {advice}")
 
 

@@ -61,12 +61,12 @@ def _candidates(spec: str) -> list[Path]:
     if path.is_dir():
         found = _shards_in(path)
         return _one_prefix(spec, path, found)
+    # To the letter first: a set may be called `d[0-9]_t5`, or `a_t5` beside one called `a_t5_clean`.
+    found = [p for p in _shards_in(path.parent) if p.name.startswith(path.name)] if path.parent.is_dir() else []
+    if found:
+        return [p for p in found if label(p)[0] == path.name] or _one_prefix(spec, path.parent, found)
     if any(sign in spec for sign in "*?["):
         found = sorted(Path(name) for name in glob.glob(str(path)) if name.endswith(SUFFIXES))
-    else:
-        found = [p for p in _shards_in(path.parent) if p.name.startswith(path.name)] if path.parent.is_dir() else []
-        if found:
-            return _one_prefix(spec, path.parent, found)
     if not found:
         beside = _shards_in(path.parent) if path.parent.is_dir() else []
         hint = f"{path.parent} holds {_names(beside)}" if path.parent.is_dir() else f"there is no folder {path.parent}"

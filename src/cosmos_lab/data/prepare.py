@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ SPLITS: tuple[Split, Split] = ("train", "val")
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 4_000_000  # Bounds the memory of a batch of long documents.
 NOTE_SECONDS = 20.0  # A kill loses at most so much work.
+
+_GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # A class with what it contains, and single signs.
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def _streams(names: list[str], settings: Settings) -> tuple[list[Stream], list[s
     if not names:
         raise ValueError(f"nothing to prepare: name one of {', '.join(HUB)}, or text files")
     files = local_files(names)
-    short = Path(names[0]).name.split(".")[0].replace("*", "") or "text"
+    short = _GLOB.sub("", Path(names[0]).name).split(".")[0] or "text"
     return [local_stream(files, settings.unit, settings.field)], [short, *(f"{p} {p.stat().st_size}" for p in files)]
 
 

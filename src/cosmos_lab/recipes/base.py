@@ -112,7 +112,7 @@ def shrink(config: RunConfig, scale: float) -> RunConfig:
     width = max(2, round(model.width * edge / model.head_dim)) * model.head_dim
     steps = max(20, round(config.training.steps * root))
     log = config.logging
-    every = {name: max(1, round(config.get(name) * root)) for name in _EVERY}
+    every = {name: max(1, round(config.get(name) * root)) if config.get(name) else 0 for name in _EVERY}
     return config.replace(
         width=width,
         depth=max(2, round(model.depth * edge)),

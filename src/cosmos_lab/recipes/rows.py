@@ -112,6 +112,9 @@ def with_rates(
 ) -> list[Variant]:
     """The grid's optimizers, with the fields they are run with there, at other rates."""
     chosen: list[Variant] = []
+    stray = sorted(set(lrs) - set(optimizers)) if isinstance(lrs, Mapping) else []
+    if stray:
+        raise ValueError(f"--lrs has rates for {', '.join(stray)}, but the runs are of {', '.join(optimizers)}")
     for name in optimizers:
         rates = lrs.get(name) if isinstance(lrs, Mapping) else lrs
         if rates is None:

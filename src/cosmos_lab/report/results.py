@@ -21,6 +21,7 @@ _NOT_SETTINGS = frozenset(
         *("seed", "name", "lr", "adam_lr", "optimizer", "recipe", "out", "resume", "device", "compile", "cache_dir"),
         "options",  # each counts for itself
         *("micro_batch", "log_every", "keep", "tensorboard", "wandb", "checkpoint_every", "diagnostics_every"),
+        *("val_every", "deterministic", "sharding", "checkpointing"),
     )
 )
 # Runs that differ in one of these learnt something else: their losses must not be ranked together.

@@ -85,7 +85,7 @@ def _agreed(entries: Sequence[Entry], here: Tensor, each: bool) -> tuple[Tensor,
     else:
         peaks = here
     if not shared:
-        return distributed.agree(peaks, layouts), here
+        return distributed.agree(peaks.clone(), layouts), here  # which may write to what it is given
     blocks = [layouts[i].to_all(parts[i]) for i in shared]
     agreed = distributed.agree(torch.cat([peaks, *blocks]), layouts)
     peaks, *blocks = agreed.split([len(peaks), *map(len, blocks)])

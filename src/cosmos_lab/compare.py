@@ -23,13 +23,14 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from cosmos_lab import checkpoint, runlog
+from cosmos_lab.claim import check_unfinished, finished
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.files import write_json
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.optimizers import settings
 from cosmos_lab.ranking import NOT_STARTED, UNFINISHED, format_result, rank
 from cosmos_lab.stopping import SIGNALS, Request, Stopped, watch
-from cosmos_lab.train import check_unfinished, finished, train
+from cosmos_lab.train import train
 
 RESULT = "compare.json"
 _POLL_S = 0.5

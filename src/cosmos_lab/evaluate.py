@@ -51,7 +51,9 @@ def evaluate(
     assert newest is not None  # it was loaded just now
     about = read_json(folder / runlog.CONFIG)
     if not isinstance(about, dict) or "config" not in about:
-        raise ValueError(f"{folder} has no readable {runlog.CONFIG}, which names its data; copy it from where it trained")
+        raise ValueError(
+            f"{folder} has no readable {runlog.CONFIG}, which says how it was trained; give the whole run folder"
+        )
     config = RunConfig.from_flat(about["config"])
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
     where = pick_device(device)

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
 from torch import nn
 
-from cosmos_lab import assemble, checkpoint, launch, meters, runlog, stopping
+from cosmos_lab import assemble, checkpoint, claim, launch, meters, runlog, stopping
+from cosmos_lab.claim import alone, finished
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
-from cosmos_lab.data.files import read_json
 from cosmos_lab.feed import Feed
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
 from cosmos_lab.schedule import factor
@@ -32,13 +30,6 @@ Progress = Callable[[Mapping[str, Any]], None]
 
 _BAD_LOSSES = 2  # log lines in a row without a finite loss that end a run: weights do not come back from there
 _MEET_EVERY = 10  # steps after which processes agree on whether to stop, where no log line makes them wait anyway
-# Fields that may differ between a finished run and the one asked for: they change no number.
-_HARMLESS = {
-    "out", "name", "device", "compile", "log_every", "tensorboard", "wandb", "resume", "keep", "cache_dir",
-    "checkpoint_every", "diagnostics_every",
-}  # fmt: skip
-# What a run may change on its way, and should know that it does.
-_COURSE = ("steps", "schedule", "warmup", "decay", "final_lr", "clip", "precision", "val_tokens", "micro_batch")
 
 
 def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -57,7 +48,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     made = finished(config)
     if made is not None:
         return made
-    with launch.session(config.training.device, config.training.sharding) as world, _alone(config, world) as made:
+    with launch.session(config.training.device, config.training.sharding) as world, alone(config, world) as made:
         if made is not None:
             return made
         assemble.seed_everything(config.training.seed, config.training.deterministic)
@@ -68,50 +59,6 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
                 return summary
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The summary of the run if it is finished; a folder that holds a finished run of another config is an error."""
-    folder = runlog.run_folder(config)
-    if config.logging.resume == "never" and (folder / runlog.CONFIG).exists():
-        raise ValueError(f"{folder} holds a run already; choose another --name, or --resume auto to continue it")
-    summary = runlog.read_summary(folder)
-    if summary is not None:
-        _check_same(folder, config)
-    return summary
-
-
-@contextmanager
-def _alone(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
-    """Hold the run folder against other processes; gives the summary if one of them has finished the run meanwhile."""
-    folder, error = runlog.run_folder(config), None
-    lock = None
-    if world.main:
-        try:
-            lock = runlog.hold(folder)
-        except (ValueError, OSError) as problem:
-            error = problem
-    world.agree(error)
-    try:
-        yield finished(config) if world.most(runlog.read_summary(folder) is not None) else None
-    finally:
-        if lock is not None:
-            runlog.let_go(folder, lock)
-
-
-def check_unfinished(config: RunConfig) -> None:
-    """ValueError if the run's folder holds a checkpoint of a run with another config."""
-    folder = runlog.run_folder(config)
-    if checkpoint.latest(folder / "checkpoints") is not None:
-        _check_same(folder, config)
-
-
-def _check_same(folder: Path, config: RunConfig) -> None:
-    about = read_json(folder / runlog.CONFIG) or {}
-    asked = {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in _HARMLESS}
-    asked |= settings(config.optimizer, config.model.model)  # defaults may have been others when the run was made
-    saved = {**about.get("config", {}), **about.get("settings", {})}
-    checkpoint.check_identity(folder, {k: saved.get(k, v) for k, v in asked.items()}, asked)
 
 
 class Trainer:
@@ -157,18 +104,11 @@ class Trainer:
             steps = self.config.training.steps
             if checkpoint.step_of(newest) > steps:
                 raise ValueError(f"{newest} is beyond --steps {steps}: choose another --name or --out, or more steps")
-            self._tell_changes()
+            if self.world.main:
+                claim.tell_changes(self.folder, self.config)
             checkpoint.load(newest, self.at, self.identity, self.world)
             assert self.at.position is not None
             batches.load_state_dict(self.at.position)
-
-    def _tell_changes(self) -> None:
-        """Warn where the run goes on otherwise than it began: config.json will say it had always been so."""
-        before, now = (read_json(self.folder / runlog.CONFIG) or {}).get("config", {}), self.config.flat()
-        changed = [name for name in _COURSE if before.get(name, now[name]) != now[name]]
-        if changed and self.world.main:
-            what = ", ".join(f"{name} {now[name]} instead of {before[name]}" for name in changed)
-            warnings.warn(f"{self.folder} goes on with {what}", stacklevel=2)
 
     def close(self) -> None:
         """Stop the data thread and close the logs."""

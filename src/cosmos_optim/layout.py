@@ -214,3 +214,15 @@ class Layout:
     def place(self, i: int) -> Place:
         """Where block i lies."""
         return HERE
+
+
+def refuse_deep(params: Any, rule: Rule) -> None:
+    """Four dimensions are a convolution's kernel far more often than a stack of stacks of matrices."""
+    for item in [params] if isinstance(params, Tensor) else params:
+        p = item[1] if isinstance(item, tuple) else item
+        if isinstance(p, Tensor) and p.dim() > 3:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so rule "
+                f"{rule.name!r} does not know how to cut it: use param_groups(model), or give its group layout='conv', "
+                "or layout='matrix' for matrices in its last two dimensions"
+            )

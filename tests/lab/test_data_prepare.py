@@ -202,6 +202,19 @@ def test_text_files(tmp_path: Path, tokenizer: str, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("glob", "name"),
+    [("d0[0-9][0-9].jsonl", "d0"), ("d???.*", "d"), ("d[!a.]*.jsonl", "d"), ("[a-z]*", "text"), ("d0*.jsonl", "d0")],
+)
+def test_a_glob_names_no_set(tmp_path: Path, texts: str, tokenizer: str, glob: str, name: str) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    Path(texts).rename(folder / "d012.jsonl")
+    made = prepare(str(folder / glob), tmp_path / "out", tokenizer, SETTINGS)
+    assert made.spec == str(tmp_path / "out" / f"{name}_small")
+    assert len(open_data(made.spec, "val", cache_dir=tmp_path / "cache")) == made.tokens["val"]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "fine"}\n{"txt": 1}\n', r"a\.jsonl, line 2.*'text'"),

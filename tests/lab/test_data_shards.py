@@ -249,6 +249,17 @@ def test_find_shards_says_what_to_do(folder: Path, spec: str, split: str, messag
         find_shards(str(folder / spec), split)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["a_t5", "a_t5_clean_t5", "d0[0-9]_t5"])
+def test_a_set_is_found_by_its_own_name(folder: Path, name: str) -> None:
+    for split in ("train", "val"):
+        write_shard(folder / f"a_t5_clean_t5_{split}.bin", some_tokens(100))
+        write_shard(folder / f"d0[0-9]_t5_{split}.bin", some_tokens(100))
+        found = find_shards(str(folder / name), split)  # type: ignore[arg-type]
+        assert found and {label(path)[0] for path in found} == {name}
+    with pytest.raises(ValueError, match="several texts or tokenizers; name one set: .*a_t5, .*a_t5_clean_t5"):
+        find_shards(str(folder / "a_t"), "train")
+
+
 def test_packed_twin_is_not_read_twice(folder: Path) -> None:
     write_shard(folder / "a_t5_train_000.bin.xz", some_tokens(100))
     names = [path.name for path in find_shards(str(folder / "a_t5"), "train")]

@@ -34,6 +34,16 @@ def test_the_demo_ends_with_table_report_and_sentence(
     assert again["cosmos"]["final_val_loss"] == kept["cosmos"]["final_val_loss"]
 
 
+def test_a_demo_of_one_step_has_nothing_to_time(
+    tmp_path: Path, lab_data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COSMOS_LAB_CACHE", str(tmp_path / "cache"))
+    demo(DemoConfig(out=str(tmp_path / "demo"), steps=1, data=lab_data))
+    out = capsys.readouterr().out
+    (adam,) = (line.split() for line in out.splitlines() if line.startswith("Adam "))
+    assert adam[4:6] == ["-", "-"] and "lowest validation perplexity" in out
+
+
 def test_rates_come_from_a_sweep_of_the_same_size_for_each() -> None:
     assert set(RATES) == set(SWEEP) and len({len(rates) for rates in SWEEP.values()}) == 1
     for name, rate in RATES.items():
@@ -53,3 +63,6 @@ def test_the_sentence_follows_the_numbers() -> None:
 
     said = sentence({"adam": summary(1.0, 10.0), "cosmos": summary(2.0, 20.0)})
     assert "Adam has the lowest validation perplexity, 50.0 % below COSMOS's (Adam 10.00, COSMOS 20.00)" in said
+    lost = {"final_val_loss": None, "final_val_ppl": None, "tokens": 1000}
+    assert said == sentence({"soap": lost, "adam": summary(1.0, 10.0), "cosmos": summary(2.0, 20.0)})
+    assert sentence({"soap": lost}) == "No run ended with a finite validation loss."

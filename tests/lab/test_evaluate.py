@@ -40,3 +40,18 @@ def test_a_run_without_a_checkpoint_says_so(tiny_run: RunConfig, capsys: pytest.
     train(tiny_run.replace(checkpoint_every=0, steps=2))
     assert main(["evaluate", str(runlog.run_folder(tiny_run))]) == 2
     assert "--checkpoint-every" in capsys.readouterr().err
+
+
+def test_a_run_without_its_config_says_so(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_run.replace(steps=2))
+    folder = runlog.run_folder(tiny_run)
+    for content in ("[]", "{", None):
+        (folder / runlog.CONFIG).unlink() if content is None else (folder / runlog.CONFIG).write_text(content)
+        assert main(["evaluate", str(folder), "--device", "cpu"]) == 2
+        assert f"cosmos-lab: {folder} has no readable config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--seq-len", "0"), ("--tokens", "0"), ("--tokens", "-5")])
+def test_nothing_to_evaluate_on_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "some-run", f"{flag}={value}"]) == 2
+    assert f"cosmos-lab: {flag} must be positive; got {value}" in capsys.readouterr().err

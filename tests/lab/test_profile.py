@@ -1,6 +1,7 @@
 """Profiles on the CPU with a tiny model: rows, memory by count, the search for the largest batch."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.meters import GB, Clock, mfu
 from cosmos_lab.profile import ProfileConfig, format_rows, largest_batch, profile
 from cosmos_lab.recipes import PROFILES
-from cosmos_lab.rig import Rig
+from cosmos_lab.rig import Rig, free_memory
 
 SMALL: dict[str, Any] = {
     "model": "tiny", "vocab_size": 64, "batch": 2, "accumulation": 2, "seq_len": 16, "iterations": 1, "updates": 2,
@@ -131,6 +132,38 @@ def test_activations_are_counted_by_the_batch() -> None:
     assert one > 4 * weights  # weights, gradients, two moments
 
 
+def test_a_large_batch_is_counted_without_being_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
+    assert rig._activation_bytes(16) == pytest.approx(rig._saved_bytes(16), rel=1e-4)  # but for a scalar or two
+    sizes: list[int] = []
+    batch = rig.batch
+    monkeypatch.setattr(rig, "batch", lambda size: (sizes.append(size), batch(size))[1])
+    rig._saved = None
+    rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
+    assert largest_batch(rig, ProfileConfig(**SMALL), quiet) > 100_000
+    rig.mount(OptimizerOptions(optimizer="muon", lr=1e-3))
+    assert largest_batch(rig, ProfileConfig(**SMALL), quiet) > 100_000
+    assert sizes == [1, 2]
+
+
+def test_a_cpu_without_the_memory_counts_and_does_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cosmos_lab.rig.free_memory", lambda: 0.5 * GB)
+    monkeypatch.setattr(Rig, "iterate", lambda *_: pytest.fail("an iteration was run"))
+    lines: list[str] = []
+    result = profile(ProfileConfig(**SMALL | {"batch": 50_000}, optimizers=("adam",), memory_cap_gb=4.0), lines.append)
+    (memory,), (throughput,) = result["memory"], result["throughput"]
+    assert memory["peak_gb"] > 0.5 and "seconds" not in memory
+    assert throughput["largest_batch"] > 5000 and throughput["samples_per_s"] is None
+    why = [line for line in lines if "is not timed" in line]
+    assert len(why) == 2 and all("0.5 GiB are free" in line for line in why)
+    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
+    assert rig.pass_speed(50_000, 1) is None  # nor a micro-batch of the mfu table
+
+
+def test_free_memory_is_less_than_all_of_it() -> None:
+    assert 0 < free_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_mfu_is_useful_work_over_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert mfu(1e5, 989e7, torch.device("cuda"), devices=2) == pytest.approx(0.5)
@@ -152,6 +185,10 @@ def test_a_stopped_clock_stands_still() -> None:
         ({"optimizers": ("adam", "sgd")}, "unknown optimizer 'sgd'"),
         ({"batch": 0}, "--batch must be positive; got 0"),
         ({"updates": 0}, "--updates must be positive; got 0"),
+        ({"micro_batches": (8, 0)}, "--micro-batches must be positive; got 0"),
+        ({"micro_batches": (-2,)}, "--micro-batches must be positive; got -2"),
+        ({"memory_cap_gb": float("inf")}, "--memory-cap-gb must be positive and finite; got inf"),
+        ({"memory_cap_gb": float("nan")}, "--memory-cap-gb must be positive; got nan"),
         ({"tables": ("speed",)}, "--tables takes memory, throughput, mfu; got 'speed'"),
     ],
 )

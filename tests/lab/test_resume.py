@@ -15,8 +15,9 @@ import pytest
 
 import cosmos_optim
 from cosmos_lab import checkpoint, launch, runlog
+from cosmos_lab.claim import finished
 from cosmos_lab.config import RunConfig
-from cosmos_lab.train import Trainer, finished, train
+from cosmos_lab.train import Trainer, train
 from tests.lab.outcomes import assert_same, outcome, start, wait_until
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cosmos_optim import distributed
 from cosmos_optim.groups import as_groups
-from cosmos_optim.layout import LAYOUTS, Layout
+from cosmos_optim.layout import LAYOUTS, Layout, refuse_deep
 from cosmos_optim.optim import checkpoint, execute, gradients
 from cosmos_optim.optim.entries import Entry
 from cosmos_optim.optim.precision import exact_products
@@ -115,7 +115,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         rule = self._rule_of(group)
         group["rule"] = rule.name
         if not rule.elementwise and "layout" not in group:
-            _refuse_deep(group["params"], rule)
+            refuse_deep(group["params"], rule)
         self._fill(group, rule)
         super().add_param_group(group)
         group = self.param_groups[-1]
@@ -318,15 +318,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.replays = Replays(self._setup.get("cuda_graphs", True))
         self._meet()
         self._started = checkpoint.started(self)
-
-
-def _refuse_deep(params: Any, rule: Rule) -> None:
-    """Four dimensions are a convolution's kernel far more often than a stack of stacks of matrices."""
-    for item in [params] if isinstance(params, Tensor) else params:
-        p = item[1] if isinstance(item, tuple) else item
-        if isinstance(p, Tensor) and p.dim() > 3:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so rule "
-                f"{rule.name!r} does not know how to cut it: use param_groups(model), or give its group layout='conv', "
-                "or layout='matrix' for matrices in its last two dimensions"
-            )

@@ -80,6 +80,12 @@ def matrices(device: torch.device, *shapes: tuple[int, int]) -> list[nn.Paramete
     return [nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in shapes]
 
 
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First bases in one step of as many columns as are kept: the interpreter is slow, and any bases do."""
+    monkeypatch.setitem(subspace.START_STEPS, torch.float32, 1)
+    monkeypatch.setattr(FusedAlgebra, "oversampling", lambda self, r: 0)
+
+
 @pytest.mark.skipif(not INTERPRET, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
 @pytest.mark.parametrize(("kind", "kwargs", "kinds"), [(Cosmos, {"rank": 4}, 4), (Muon, {}, 2)])
 def test_a_rehearsal_touches_nothing(
@@ -91,7 +97,7 @@ def test_a_rehearsal_touches_nothing(
     """
     monkeypatch.setattr(execute, "local_algebra", lambda matrices: FusedAlgebra)
     monkeypatch.setattr(rehearsal.Rehearsal, "_known", set())
-    monkeypatch.setitem(subspace.START_STEPS, torch.float32, 2)  # the interpreter is slow, and any bases do
+    quick(monkeypatch)
     rehearsed: list[int] = []
 
     def run(device: torch.device, works: Sequence[Callable[[], Any]]) -> None:
@@ -115,6 +121,7 @@ def test_a_rehearsal_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the first step's gradients is free when the user lets go of them, not when Python collects cycles."""
     monkeypatch.setattr(execute, "local_algebra", lambda matrices: FusedAlgebra)
     monkeypatch.setattr(rehearsal.Rehearsal, "_known", set())
+    quick(monkeypatch)
     ran: list[int] = []
     monkeypatch.setattr(rehearsal, "compile_ahead", lambda device, works: ran.append(len(works)))
     params = matrices(torch.device("cpu"), (24, 40))

@@ -105,7 +105,7 @@ def test_a_rehearsal_touches_nothing(
         for work in works:
             work()
 
-    cpu, sizes = torch.device("cpu"), [(17, 33), (24, 18)][:shapes]
+    cpu, sizes = torch.device("cpu"), [(17, 33), (24, 18)][-shapes:]
     plain = matrices(cpu, *sizes)
     state = stepped(kind, plain, 1, **kwargs)
     rehearsal.Rehearsal._known.clear()

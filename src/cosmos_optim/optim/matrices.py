@@ -177,9 +177,7 @@ def tops_of(entries: Sequence[Entry], peaks: Tensor) -> Tops:
 
 def _top(chunk: list[Matrix], tops: Tops) -> Tensor:
     """The largest |g| of each matrix, (B,)."""
-    device = chunk[0].p.device
-    top = torch.stack([tops[x.entry.p][x.index] for x in chunk])
-    return top.to(device, torch.float32) if device.type == "cuda" else top.to(device)
+    return torch.stack([tops[x.entry.p][x.index] for x in chunk]).to(chunk[0].p.device)
 
 
 def _loaded(

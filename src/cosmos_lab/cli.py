@@ -9,7 +9,6 @@ import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TextIO, cast
 
 USAGE = """usage: cosmos-lab COMMAND ...
@@ -70,22 +69,23 @@ class Lasting:
 
     def write(self, text: str) -> int:
         """Write, or throw away."""
-        with suppress(BrokenPipeError):
+        try:
             return self._stream.write(text)
-        return self._silence(len(text))
+        except BrokenPipeError:
+            self._silence()
+            return len(text)
 
     def flush(self) -> None:
         """Flush, or throw away."""
         try:
             self._stream.flush()
         except BrokenPipeError:
-            self._silence(0)
+            self._silence()
 
-    def _silence(self, written: int) -> int:
+    def _silence(self) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
-        return written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

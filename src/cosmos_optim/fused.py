@@ -298,7 +298,6 @@ class FusedAlgebra(FusedThin):
         B, W, rows = D.B, Matrices.of(params), None if D.rows is None else D.rows.gain
         sums = self._sums(D) if D.unit else {}
         make = finish if kernels_at(B.buffer, "thin") else finish_torch
-        top = None if top is None else top.float()  # one double parameter makes all of them double
         coefficients, parts = make(D.b, B.square, lr, decay, P=D.P, BU=B.BU, s=D.s, rows=rows, top=top, **sums)
         seeds = None if noise is None or W.dtype is not torch.bfloat16 else torch.stack(list(noise)).int().view(-1)
         basis = D.basis or B.basis

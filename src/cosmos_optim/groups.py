@@ -144,9 +144,10 @@ def _overridden(place: Place, route: Route | None, pattern: str, asked: Mapping[
     if "rule" not in asked and route is None:
         return None
     rule = asked.get("rule", route.rule if route else None)
-    kept = dict(route.settings) if route is not None and route.rule == rule else {}
-    if rule != "adam" and not kept:
-        kept = _view(place)[1]
+    if route is not None and route.rule == rule:
+        kept = route.settings
+    else:
+        kept = {} if rule == "adam" else _view(place)[1]
     return Route(rule, f"override {pattern!r}", {**kept, **{k: v for k, v in asked.items() if k != "rule"}})
 
 

@@ -38,7 +38,7 @@ def _found_heads(modules: Mapping[str, nn.Module]) -> set[str]:
         if path.rpartition(".")[2] in NAMES:
             found.add(_last_of(path, module))
         ask = getattr(module, "get_output_embeddings", None)  # transformers' models
-        with suppress(NotImplementedError, AttributeError):
+        with suppress(NotImplementedError, AttributeError):  # some of them have the method and no head
             head = ask() if callable(ask) else None
             found |= {other for other, m in modules.items() if m is head and isinstance(head, nn.Module)}
     tables = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence, Set
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Layout:
 
     # -- numbers of the blocks ----------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Blocks that are stored here, in whole or in part; 1 for a rule that knows none."""
         return 1 if self.rule.elementwise else len(self.blocks_mn)

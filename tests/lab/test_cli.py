@@ -109,6 +109,10 @@ def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (["report"], "RUNS comes first"),
         (["report", "nowhere"], "nowhere"),
         (["export", "nowhere"], "there is no run folder nowhere"),
+        (["export", "A", "B", "-o", "C"], "export takes one run folder; got A, B"),
+        (["recipes", "foo"], "recipes takes no words; got foo"),
+        (["profile", "tiny", "--tables", "mfu", "--micro-batches", "0"], "--micro-batches must be positive; got 0"),
+        (["profile", "tiny", "--memory-cap-gb", "inf"], "--memory-cap-gb must be positive and finite; got inf"),
         (["data", "prepare", "nowhere.txt"], "no text at 'nowhere.txt'"),
         (["data", "fetch", "c4"], "data has one verb, prepare"),
         (["data", "prepare", "c4", "--val-fraction", "7"], "val_fraction is 7.0; it must lie between 0 and 1"),
@@ -188,22 +192,3 @@ def test_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0 and main([]) == 2
     out = capsys.readouterr().out
     assert all(name in out for name in commands.COMMANDS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["export", "A", "B", "-o", "C"], "export takes one run folder; got A, B"),
-        (["recipes", "foo"], "recipes takes no words; got foo"),
-        (["profile", "tiny", "--tables", "mfu", "--micro-batches", "0"], "--micro-batches must be positive; got 0"),
-        (["profile", "tiny", "--memory-cap-gb", "inf"], "--memory-cap-gb must be positive and finite; got inf"),
-    ],
-)
-def test_words_and_sizes_that_mean_nothing(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    test_mistakes(arguments, message, capsys, monkeypatch, tmp_path)

@@ -9,6 +9,8 @@ from tests.optim.helpers import small_rank
 
 CONSTANT = ["cosmos", "cosmos-paper", "muon", "muon-norm", "normuon"]  # updates of one size, whatever the momentum's
 SHAPE = (3, 14, 10)
+MOVED = 5e-3  # half of lr: MUON's update has that RMS but for what five iterations leave of the singular values
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # of float32: products of a stack are summed in another order
 FED = [0, 1, 2, 9]  # steps in which expert 1 has tokens; the others always have
 
 
@@ -34,9 +36,9 @@ def test_an_expert_without_tokens_is_only_decayed(name: str, options: dict[str, 
         p.grad = gradients(step)
         opt.step()
         moved = (p.detach() - decay * before).square().mean((1, 2)).sqrt()
-        assert (moved[[0, 2]] > 5e-3).all()
+        assert (moved[[0, 2]] > MOVED).all()
         if step in FED:
-            assert moved[1] > 5e-3
+            assert moved[1] > MOVED
         else:
             assert torch.equal(p[1], decay * before[1])
 
@@ -51,7 +53,7 @@ def test_a_stack_moves_as_its_matrices_would_alone(name: str) -> None:
             p.grad = g
         one.step()
         other.step()
-        torch.testing.assert_close(stack.detach(), torch.stack([x.detach() for x in alone]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(stack.detach(), torch.stack([x.detach() for x in alone]), **CLOSE)
 
 
 def test_two_sided() -> None:

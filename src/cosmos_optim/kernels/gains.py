@@ -156,7 +156,7 @@ def finish(
         norm: its square (B, 1, 1) in float64.
         P, BU: (B, m, r) or None.
         rows: g (B, m, 1), None for 1.
-        top: (B,) float32; given, lr counts as 0 where this is 0.
+        top: (B,); given, lr counts as 0 where this is 0.
         root: if not 0, s is besides root / sqrt(b^2 left / norm^2 + squares).
         left, squares: sums by parts, None for 0.
     """

@@ -75,17 +75,17 @@ def largest(entries: Sequence[Entry]) -> float:
 def _agreed(entries: Sequence[Entry], here: Tensor, each: bool) -> tuple[Tensor, Tensor]:
     """By one message: the largest |g| of each entry or of all of them, and of every block that processes share."""
     layouts = [e.layout for e in entries]
-    counts = [x.count for x in layouts]
     shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.divided]
-    parts = list(here.split(counts)) if shared or (each and len(here) != len(counts)) else []
+    counts = [x.count for x in layouts] if shared or each else []
+    parts = list(here.split(counts)) if counts else []
     if not each:
         peaks = here.amax().view(1) if len(here) else here.new_zeros(1)
-    elif parts:
-        peaks = torch.stack([part.amax() if len(part) else here.new_zeros(()) for part in parts])
+    elif all(count == 1 for count in counts):
+        peaks = here.clone()  # a message may write to what it is given
     else:
-        peaks = here
+        peaks = torch.stack([part.amax() if len(part) else here.new_zeros(()) for part in parts])
     if not shared:
-        return distributed.agree(peaks.clone(), layouts), here  # which may write to what it is given
+        return distributed.agree(peaks, layouts), here
     blocks = [layouts[i].to_all(parts[i]) for i in shared]
     agreed = distributed.agree(torch.cat([peaks, *blocks]), layouts)
     peaks, *blocks = agreed.split([len(peaks), *map(len, blocks)])
@@ -100,12 +100,12 @@ def magnitudes(entries: Sequence[Entry]) -> Tensor:
     grads: list[Tensor] = []
     stacks: list[tuple[int, Tensor]] = []  # with the number of single blocks before them
     for e in entries:
-        g = e.layout.local(e.grad)
-        if e.layout.count == 1:
+        g, count = e.layout.local(e.grad), e.layout.count
+        if count == 1:
             grads.append(g)
         elif e.layout.splits:
             grads += e.layout.blocks(g)
-        elif e.layout.count:
+        elif count:
             stacks.append((len(grads), g.flatten(0, -3)))
     held = [g for g in grads if g.numel()]
     if device.type == "cpu":  # ten times as fast there as the foreach norm

@@ -23,7 +23,8 @@ from cosmos_optim.kernels.update import update_
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
 from tests.gpu import never_waiting
-from tests.kernels.test_fused import GPU_SHAPES, model, one_step, problem
+from tests.kernels.test_fused import one_step, problem
+from tests.kernels.test_fused_gpu import GPU_SHAPES, model
 
 EXACT = 2e-6  # float32
 HALF = 5e-4  # float16 holds 11 bits

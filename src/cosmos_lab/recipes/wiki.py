@@ -64,9 +64,9 @@ def wiki_60m() -> Recipe:
 
 @recipe
 def wiki_130m() -> Recipe:
-    """LLaMA-130M on 105M tokens at the rates found best at 60M, embedding and head at 4e-3, and COSMOS's defaults."""
+    """LLaMA-130M on 105M tokens at the rates found best at 60M (and half of Adam's), embedding and head at 4e-3."""
     grid = (
-        *table((2e-3,), (1e-3,), (4e-3,), (1e-2,), (), rank=256),
+        *table((1e-3, 2e-3), (1e-3,), (4e-3,), (1e-2,), (), rank=256),
         *(v for name in ("muon", "muon-norm", "normuon") for v in variants(name, (1e-3,), adam_lr=4e-3, rank=None)),
         *variants("cosmos-paper", (1e-3,), adam_lr=4e-3, gamma=0.5),
         *variants("cosmos", (1e-3,), adam_lr=4e-3, rank=None),
@@ -130,12 +130,13 @@ def wiki_60m_256() -> Recipe:
 
 
 def _gpt(name: str, model: str, adam_lr: float, lr: float, gamma: float | None = None, **fields: Any) -> Recipe:
-    """``gamma`` is the paper's; beside it COSMOS's defaults with a gamma of their own."""
+    """``gamma`` is the paper's; beside it COSMOS's defaults with a gamma of their own, and the paper's COSMOS with that."""
     grid = (
-        *variants("adam", (adam_lr / 2, adam_lr), adam_lr="lr", rank=None, gamma=None),
-        *variants("muon", (lr, 2 * lr), rank=None, gamma=None),
+        *variants("adam", (adam_lr / 8, adam_lr / 4, adam_lr / 2, adam_lr), adam_lr="lr", rank=None, gamma=None),
+        *variants("muon", (lr, 2 * lr, 4 * lr), rank=None, gamma=None),
         *variants("cosmos-paper", (lr, 2 * lr), gamma=gamma),
-        *variants("cosmos", (lr, 2 * lr), rank=None, gamma=None),
+        *variants("cosmos-paper", (2 * lr, 4 * lr), gamma=1e3 * lr),
+        *variants("cosmos", (lr, 2 * lr, 4 * lr), rank=None, gamma=None),
     )
     reduced = {"depth": 6, "width": 512, "mlp": 2048}
     config = wiki(name, model, 480, data="data/wiki_gpt2", lr=lr, adam_lr=adam_lr, gamma=gamma, **reduced, **fields)

@@ -130,7 +130,7 @@ def wiki_60m_256() -> Recipe:
 
 
 def _gpt(name: str, model: str, adam_lr: float, lr: float, gamma: float | None = None, **fields: Any) -> Recipe:
-    """``gamma`` is the paper's; beside it COSMOS's defaults with a gamma of their own, and the paper's COSMOS with that."""
+    """``gamma`` is the paper's; beside it COSMOS with its defaults, which have their own, and the paper's with that."""
     grid = (
         *variants("adam", (adam_lr / 8, adam_lr / 4, adam_lr / 2, adam_lr), adam_lr="lr", rank=None, gamma=None),
         *variants("muon", (lr, 2 * lr, 4 * lr), rank=None, gamma=None),

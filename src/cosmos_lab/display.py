@@ -36,13 +36,15 @@ def clock(seconds: float) -> str:
 
 
 def describe(record: Mapping[str, Any], left: float | None = None) -> str:
-    """A training record in one short line: loss, thousands of tokens a second, MFU, memory, time left."""
+    """A training record in one short line: loss, thousand tokens a second, MFU, memory, skipped steps, time left."""
     parts = [f"loss {record['loss']:.3f}" if record.get("loss") is not None else "loss nan"]
     if record.get("tokens_per_s"):
         parts.append(f"{record['tokens_per_s'] / 1e3:,.1f}k tok/s")
     if record.get("mfu"):
         parts.append(f"MFU {100 * record['mfu']:.0f}%")
     parts.append(f"{record['memory_gb']:.1f} GB")
+    if record.get("skipped_steps"):
+        parts.append(f"{record['skipped_steps']} skipped")
     if left is not None:
         parts.append(f"ETA {clock(left)}")
     return " ".join(parts)

@@ -253,6 +253,7 @@ class Trainer:
                 "mfu": share if rates else None,
                 "memory_gb": meters.peak_memory_gb(self.world.device),
                 "optimizer_ms": sum(optimizer_ms) / len(optimizer_ms) if rates else None,
+                "skipped_steps": getattr(self.optimizer, "skipped_steps", None),
             }
         )
 

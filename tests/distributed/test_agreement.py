@@ -38,6 +38,7 @@ def one_bad_rank(rank: int, nonfinite: str) -> Any:
         except FloatingPointError as error:
             seen.append(str(error))
         seen.append((p.full_tensor().detach().clone(), b.detach().clone(), float(opt.state[p]["step"])))
+    assert opt.skipped_steps == (nonfinite == "skip")
     return seen
 
 

@@ -92,17 +92,18 @@ def test_a_captured_step_replays(recwarn: pytest.WarningsRecorder) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # records, does not run
         opt.step()
-    for turn in range(2):
+    for turn in range(3):
         rate.fill_(1e-3 / (turn + 1))
         twin_rate.fill_(1e-3 / (turn + 1))
         for p, q in zip(params, twins, strict=True):
-            p.grad.copy_(torch.randn_like(p))
+            p.grad.copy_(torch.randn_like(p).add_(float("nan") if turn == 1 else 0.0))
             q.grad = p.grad.clone()
         graph.replay()
         twin.step()
         torch.cuda.synchronize()
         for p, q in zip(params, twins, strict=True):
             torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+    assert opt.skipped_steps == twin.skipped_steps == 1
 
 
 @pytest.mark.gpu

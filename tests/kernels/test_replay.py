@@ -87,6 +87,7 @@ def test_replays_equal_steps(kind: type[torch.optim.Optimizer], options: dict[st
     assert one.replays.recording is not None and one.replays.recording.replayed == 8
     assert one.replays.bytes > 0
     assert two.replays.recording is None
+    assert one.skipped_steps == two.skipped_steps == 1
 
 
 def _moved(opt: Cosmos) -> None:

@@ -78,9 +78,11 @@ def test_a_non_finite_gradient_skips_the_whole_step(bad: float, where: str, step
     before = snapshot(model, opt)
     opt.step()
     assert same(before, snapshot(model, opt))
+    assert (opt.skipped_steps, clean.skipped_steps) == (1, 0)
     train(model, opt, range(step, 4))
     train(other, clean, range(step, 4))
     assert same(snapshot(model, opt), snapshot(other, clean))
+    assert (opt.skipped_steps, copy.deepcopy(opt).skipped_steps) == (1, 0)  # of this object's steps
 
 
 def test_raise_names_the_parameter_and_changes_nothing() -> None:

@@ -81,6 +81,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         }  # fmt: skip
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
+        self._skips = gradients.Skips()
         self._recorder: dict[str, dict[str, float]] | None = None
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 where every group has it.
         cycled = {"betas": hyper["betas"]} if "betas" in RULES[rule].hyper and "betas" in hyper else {}
@@ -230,6 +231,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             return
         with exact_products(entries[0].p.device):
             found = gradients.inspect(entries, self._started, getattr(self, "found_inf", None))
+            self._skips.note(found, entries[0].p.device)
             if found.skip_all:
                 return
             self._started.update(e.p for e, fresh in zip(entries, found.fresh, strict=True) if fresh)
@@ -288,6 +290,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         finally:
             self._recorder = None
 
+    @property
+    def skipped_steps(self) -> int:
+        """Steps since this object was made that changed nothing, for a gradient was not finite. Waits for the GPU."""
+        return self._skips.total()
+
     def state_bytes(self) -> int:
         """Bytes of optimizer state stored here, shared storage counted once."""
         storages = {}
@@ -314,7 +321,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = checkpoint.as_default_dict(self.state)
-        self._recorder, self._layouts, self._started = None, {}, set()
+        self._recorder, self._layouts, self._started, self._skips = None, {}, set(), gradients.Skips()
         self.replays = Replays(self._setup.get("cuda_graphs", True))
         self._meet()
         self._started = checkpoint.started(self)

@@ -30,6 +30,28 @@ class Found:
     peaks: Tensor | None = None
 
 
+class Skips:
+    """Counts the steps that changed nothing: those of which a GPU alone knows are counted there."""
+
+    def __init__(self) -> None:
+        self._known = 0
+        self._there: Tensor | None = None
+
+    def note(self, found: Found, device: torch.device) -> None:
+        """A step has looked at its gradients."""
+        self._known += found.skip_all
+        if device.type == "cuda" and (self._there is None or self._there.device != device):
+            # With the first step, which no one may capture: zeros of a captured step would be zeros at every replay.
+            self._known, self._there = self.total(), torch.zeros((), dtype=torch.int64, device=device)
+        if found.skip is not None:
+            assert self._there is not None
+            self._there.add_(found.skip)
+
+    def total(self) -> int:
+        """Their number; waits for the GPU."""
+        return self._known + (0 if self._there is None else int(self._there))
+
+
 def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | None) -> Found:
     """Magnitudes of all gradients, and what follows from them."""
     old = [e.p in started for e in entries]

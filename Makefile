@@ -9,8 +9,8 @@ STAMP  := $(VENV)/.installed
 # One BLAS thread a worker: more oversubscribes the cores, and forked gloo ranks are safe with one only.
 JOBS   ?= 2
 ENV    := OMP_NUM_THREADS=1
-# Byte code is kept even where the environment says otherwise: tests start some hundred processes, and each would spend
-# 8 s of its 13 on compiling torch's sources again.
+# Byte code is kept even where the environment says otherwise: tests start many processes, and each would spend more than
+# half of its start on compiling torch's sources again.
 export PYTHONDONTWRITEBYTECODE :=
 # A machine with a GPU usually has its own CUDA build of torch: prefer .venv, else that Python.
 GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))

@@ -16,7 +16,9 @@ from cosmos_lab.train import train
 # Gradients of micro-batches are added in another order: fp32 rounding, through eight steps.
 ACCUMULATION_TOLERANCE = 1e-4
 
-TRAIN_KEYS = {"step", "tokens", "time", "loss", "lr", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
+TRAIN_KEYS = {
+    "step", "tokens", "time", "loss", "lr", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms", "skipped_steps",
+}  # fmt: skip
 SUMMARY_KEYS = {
     "status", "final_val_loss", "final_val_ppl", "best_val_loss", "final_train_loss", "tokens", "steps", "time",
     "tokens_per_s", "step_ms", "optimizer_ms", "peak_memory_gb", "state_bytes",

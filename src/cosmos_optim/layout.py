@@ -64,6 +64,7 @@ class Layout:
     """
 
     divided: Set[str] = frozenset()  # of "m" and "n", what is cut over processes
+    undivided = 0  # elements of the largest state tensor of one matrix that every process has whole
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
@@ -113,6 +114,10 @@ class Layout:
     def gradient(self, grad: Tensor) -> Tensor:
         """A gradient with the placement of its parameter."""
         return grad
+
+    def missing(self, p: Tensor) -> Tensor | None:
+        """What stands for a gradient that is None; None where the parameter is to be left alone."""
+        return None
 
     def flat(self, tensor: Tensor) -> Tensor:
         """A local tensor whose blocks are views of it: itself, or a copy where its strides forbid (channels-last)."""

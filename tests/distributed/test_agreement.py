@@ -108,6 +108,53 @@ def test_an_expert_without_a_gradient_stays_wherever_it_lies(placements: Any, ex
         assert float((found - expected).abs().max()) < CLOSE_64
 
 
+def without_tokens(rank: int, placements: Any, bad_step: int, nonfinite: str) -> torch.Tensor:
+    """Experts of which those of the last expert-parallel rank have the gradient None in one step."""
+    mesh = init_device_mesh("cpu", (2, 2)) if dist.is_initialized() else None
+    shape = torch.Size((4, 6, 5))
+    start = gradient(0, shape, 0, torch.float64)
+    stacks = [nn.Parameter(start.clone() if mesh is None else placed(start, mesh, placements)) for _ in range(2)]
+    opt = Cosmos(stacks, lr=0.01, rank=2, gamma=0.25, weight_decay=0.1, ns_dtype=torch.float64, nonfinite=nonfinite)
+    for step in range(3):
+        for i, p in enumerate(stacks):
+            G = gradient(i, shape, step, torch.float64)
+            if step == bad_step and i == 1:
+                G[2:] = 0
+            p.grad = G if mesh is None else placed(G, mesh, placements)
+        if mesh is not None and step == bad_step and mesh.get_coordinate()[0] == 1:
+            stacks[1].grad = None
+        opt.step()
+    return torch.stack([(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in stacks])
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(0), Shard(1))])
+@pytest.mark.parametrize(("bad_step", "nonfinite"), [(0, "skip"), (1, "skip"), (1, "raise")])
+def test_experts_without_tokens_may_have_no_gradient(placements: Any, bad_step: int, nonfinite: str) -> None:
+    """On the ranks that hold them: the others have one, and all go on together."""
+    expected = without_tokens(0, placements, bad_step, nonfinite)
+    for found in run_ranks(4, without_tokens, placements, bad_step, nonfinite):
+        assert float((found - expected).abs().max()) < CLOSE_64
+
+
+def one_overflow(rank: int) -> list[float]:
+    """A gradient scaler has found an overflow on one rank alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p = matrix(mesh)
+    opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25)
+    counts = []
+    for step in range(3):
+        p.grad = placed(gradient(0, SHAPE, step, torch.float64), mesh, (Shard(0),))
+        opt.found_inf = torch.tensor(float(rank == 1 and step == 1))
+        opt.step()
+        counts.append(float(opt.state[p]["step"]))
+    return counts
+
+
+def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
+    """Whatever a scaler tells the others."""
+    assert run_ranks(2, one_overflow) == [[1.0, 1.0, 2.0]] * 2
+
+
 def fifty_steps(rank: int) -> dict[str, bytes]:
     """Everything this rank holds, bit by bit: weights and state."""
     case = Case(Few, dtype=torch.float32)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -53,6 +54,26 @@ def refused(rank: int) -> dict[str, str]:
                ("right", nn.Parameter(placed(whole, right, (Shard(0),))))]  # fmt: skip
         found["meshes"] = message(lambda: Cosmos(two))
     return found
+
+
+def beside_other_groups(rank: int) -> str:
+    """Matrices cut over two of three mesh dimensions, then on a mesh of some ranks; one of them is in another group."""
+    dist.new_group([0, 5])
+    cube = init_device_mesh("cpu", (2, 2, 2))
+    p = nn.Parameter(placed(torch.ones(8, 6), cube, (Replicate(), Shard(0), Shard(1))))
+    p.grad = placed(torch.eye(8, 6), cube, (Replicate(), Shard(0), Shard(1)))
+    Cosmos([p], gamma=0.25, rank=2).step()
+    few = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    if rank > 3:
+        return ""
+    return message(lambda: Cosmos([nn.Parameter(placed(torch.ones(8, 6), few, (Shard(0), Shard(1))))], gamma=0.25))
+
+
+def test_ranks_that_are_in_different_numbers_of_groups() -> None:
+    """With all ranks there every group can be made; a group of some would be waited for for ever, and is refused."""
+    found = run_ranks(8, beside_other_groups)
+    assert found[4:] == [""] * 4
+    assert all("different numbers of groups" in text and "[0, 1, 2, 3]" in text for text in found[:4])
 
 
 def test_refused() -> None:

@@ -8,6 +8,11 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper, plan
 from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, snapshot, train
@@ -60,6 +65,21 @@ def test_state_follows_the_names_where_the_order_of_the_parameters_has_changed()
         momentum = first.state[getattr(a, name).weight]["M"]
         assert torch.equal(moved.state[getattr(b, name).weight]["M"], momentum)
         assert torch.equal(renamed.state[getattr(c, new).weight]["M"], momentum)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_follows_the_names_through_distributed_checkpoints(flat: bool) -> None:
+    """torch puts the parameters in our order, and leaves their names in the order of the checkpoint."""
+    a, b = linears("q", "k"), linears("k", "q")
+    first, moved = Cosmos(a, **SMALL_RANK), Cosmos(b, **SMALL_RANK)
+    for i, p in enumerate(a.parameters()):
+        p.grad = gradient((8, 8), i)
+    first.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_optimizer_state_dict(b, moved, get_optimizer_state_dict(a, first, options=options), options=options)
+    for name in ("q", "k"):
+        one, two = (opt.state[getattr(model, name).weight] for opt, model in ((first, a), (moved, b)))
+        assert torch.equal(one["M"], two["M"]) and torch.equal(one["U"], two["U"])
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

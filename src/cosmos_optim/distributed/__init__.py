@@ -51,10 +51,11 @@ def agree(values: Tensor, layouts: Sequence[Any]) -> Tensor:
     if "torch.distributed.tensor" not in sys.modules:
         return values
     from cosmos_optim.distributed import comm
-    from cosmos_optim.distributed.sharded import widest_team
+    from cosmos_optim.distributed.sharded import widest_groups
 
-    team = widest_team(layouts)
-    return values if team is None else comm.largest(values, team.group)
+    for group in widest_groups(layouts):
+        values = comm.largest(values, group)
+    return values
 
 
 def run(jobs: Sequence[tuple[object, lanes.Job]], device: torch.device) -> None:

@@ -61,8 +61,9 @@ def run(jobs: Sequence[Job], device: torch.device, *, width: int = 2) -> None:
     """All jobs, `width` at a time, each begun in the order given. Errors of a job are raised here."""
     width = min(width, len(jobs))
     if width < 2:
-        for job in jobs:
-            job()
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            for job in jobs:
+                job()
         return
     waiting, floor = iter(jobs), _Floor(width)
     settings = (torch.is_grad_enabled(), torch.is_autocast_enabled(device.type))

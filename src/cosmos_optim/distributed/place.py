@@ -17,8 +17,9 @@ from cosmos_optim.distributed.shards import Cut, Interval, Team, team_of
 from cosmos_optim.layout import Place, Step
 from cosmos_optim.rules.base import State
 
-# Gradients of one stack on one rank. Larger than on a single device: a stack is a round of messages.
-STACK_BYTES = 1 << 30
+# Gradients of one stack on one rank. Larger than on a single device, for a stack is a round of messages; but COSMOS
+# works in ten times as much, and two stacks run at a time.
+STACK_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class OwnedPlace(ShardedPlace):
     """
 
     state: tuple[tuple[str, tuple[Cut, ...]], ...] = ()
+
+    def numel(self, p: Tensor) -> int:
+        """Elements of the largest part of the gradient or of a state tensor."""
+        return max(torch.Size(shape).numel() for tiles in self.travelling for shape in tiles.shapes)
 
     def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
         """Plain: the rule sees whole matrices."""

@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cosmos_optim.distributed import comm
 from cosmos_optim.distributed.place import ShardedPlace, owned_place, sharded_place
-from cosmos_optim.distributed.shards import WORKS, Cut, cuts_of, team_of, whole
+from cosmos_optim.distributed.shards import WORKS, Cut, agreeing, cuts_of, whole
 from cosmos_optim.layout import HERE, Layout, Place
 from cosmos_optim.rules.base import Rule, Slot
 
@@ -85,6 +86,9 @@ class ShardedLayout(Layout):
         self.owned = not self.divided <= set(SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.slots(group).items()}  # fmt: skip
+        matrix = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :]) for slot, cuts in self.state_cuts.values()]
+        whole_ones = (math.prod(shape) for shape, cuts in matrix if not any(cut.over for cut in cuts))
+        self.undivided = max(whole_ones, default=0)
 
     @cached_property
     def places(self) -> list[Place]:
@@ -128,6 +132,13 @@ class ShardedLayout(Layout):
         if tuple(grad.placements) == self.placements:
             return grad
         return grad.redistribute(self.mesh, self.placements)
+
+    def missing(self, p: Tensor) -> Tensor | None:
+        """Zeros for a stack of matrices that is cut over ranks: of the others' experts some may have had tokens."""
+        if not p.requires_grad or self.rule.elementwise or not any(cut.over for cut in self.stack):
+            return None
+        zeros = torch.zeros_like(self.local(p))
+        return DTensor.from_local(zeros, self.mesh, self.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     def split_rows(self, x: Tensor) -> list[Tensor]:
         """Row blocks of a fused weight, as far as they are stored here."""
@@ -245,13 +256,9 @@ def prepare(layouts: Sequence[Layout]) -> None:
     for layout in sharded:
         if not layout.rule.elementwise:
             _ = layout.places
-    widest_team(sharded)
 
 
-def widest_team(layouts: Sequence[object]) -> Any:
-    """The team of all ranks that share these parameters; None on one process."""
+def widest_groups(layouts: Sequence[object]) -> list[dist.ProcessGroup]:
+    """Groups that reach, one after the other, all ranks that share these parameters; none on one process."""
     sharded = [x for x in layouts if isinstance(x, ShardedLayout)]
-    if not sharded:
-        return None
-    mesh = max((x.mesh for x in sharded), key=lambda mesh: mesh.size())
-    return team_of(mesh, range(mesh.ndim))
+    return agreeing(max((x.mesh for x in sharded), key=lambda mesh: mesh.size())) if sharded else []

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from cosmos_optim.distributed import comm
 
 Interval = tuple[int, int]
 WORKS = (
@@ -118,13 +121,8 @@ def team_of(mesh: DeviceMesh, dims: Sequence[int]) -> Team | None:
         return None
     key = (_world(), mesh, tuple(dims))
     if key not in _teams:
-        ranks: dict[int, tuple[int, ...]] = {}
-        for at in _coordinates([mesh.size(d) for d in dims]):
-            full = list(here)
-            for dim, value in zip(dims, at, strict=True):
-                full[dim] = value
-            ranks[int(mesh.mesh[tuple(full)])] = tuple(full)
-        group = mesh.get_group(dims[0]) if len(dims) == 1 else _group_of(sorted(ranks))
+        ranks = _ranks_of(mesh, dims, here)
+        group = mesh.get_group(dims[0]) if len(dims) == 1 else _group_of(mesh, dims, sorted(ranks))
         order = dist.get_process_group_ranks(group)
         _teams[key] = Team(group, tuple(ranks[r] for r in order), order.index(dist.get_rank()))
     return _teams[key]
@@ -138,10 +136,66 @@ def _world() -> object:
     return dist.group.WORLD
 
 
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+def agreeing(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Groups over which a maximum, taken one after the other, is that of all ranks of the mesh."""
+    if mesh.size() == dist.get_world_size() and mesh.ndim > 1 and dist.group.WORLD is not None:
+        return [dist.group.WORLD]
+    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+
+
+def _ranks_of(mesh: DeviceMesh, dims: Sequence[int], at: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The ranks that differ from the one at this coordinate in these dimensions only, and their coordinates."""
+    ranks: dict[int, tuple[int, ...]] = {}
+    for values in _coordinates([mesh.size(d) for d in dims]):
+        full = list(at)
+        for dim, value in zip(dims, values, strict=True):
+            full[dim] = value
+        ranks[int(mesh.mesh[tuple(full)])] = tuple(full)
+    return ranks
+
+
+def _group_of(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]) -> dist.ProcessGroup:
+    """A group of ranks over several mesh dimensions, which torch has none of."""
     if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)
+    if mesh.size() < dist.get_world_size():
+        return _group_by_itself(mesh, dims, ranks)
+    mine = None
+    others = [1 if d in dims else mesh.size(d) for d in range(mesh.ndim)]
+    for at in _coordinates(others):  # all ranks are here, and each must take part in the making of every group
+        members = sorted(_ranks_of(mesh, dims, at))
+        group = dist.new_group(members)
+        mine = group if members == ranks else mine
+    assert mine is not None
+    return mine
+
+
+def _group_by_itself(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]) -> dist.ProcessGroup:
+    """The same while other ranks do other things.
+
+    torch then names a group by its ranks and the number of groups that a rank is in already: where that differs they
+    would wait for ever. And it must not split the group of all ranks, for which all would have to be here.
+    """
+    held = len(dist.distributed_c10d._world.pg_names)
+    counts = torch.tensor([held, -held], dtype=torch.float32, device=mesh.device_type)
+    for dim in dims:
+        counts = comm.largest(counts, mesh.get_group(dim))
+    most, least = counts.tolist()
+    if most != -least:
+        raise ValueError(
+            f"the ranks {ranks} need a process group of their own, which torch cannot make while they are in "
+            f"different numbers of groups ({-least:.0f} to {most:.0f}): make all of them members of equally many "
+            "before the optimizer is built, or build it before the other groups"
+        )
+    world = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    world.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound  # type: ignore[union-attr]
 
 
 def _coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:

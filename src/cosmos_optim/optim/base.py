@@ -253,7 +253,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
                         "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
                     )
-                grad = p.grad
+                grad = layout.missing(p) if p.grad is None else p.grad
                 if grad is None or p.numel() == 0:
                     continue
                 if grad.is_sparse:
@@ -282,6 +282,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         energy: the share of the gradient's energy in the subspace; drift: 1 - |U_new' U|^2 / r, how far the subspace
         turned; update_rms: the RMS of the applied direction; ratio: |A| / |gamma B sqrt(m)|, SOAP half over MUON half.
+        Where parameters are sharded every rank must enter it: the numbers are sums over ranks.
         """
         record: dict[str, dict[str, float]] = {}
         self._recorder = record

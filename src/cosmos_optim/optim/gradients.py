@@ -66,11 +66,11 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
+    if found_inf is not None:  # before the ranks agree: it may be one rank's
+        here = torch.where(found_inf.to(device) != 0, float("inf"), here)
     # While parameters are still waiting for their first gradient the ranks must agree on each one, later on the worst.
     peaks, here = _agreed(entries, here, each=not all(old) or raising)
     bad = peaks > largest(entries)
-    if found_inf is not None:
-        bad = bad | (found_inf.to(device) != 0)
     if not on_host:
         return Found(False, bad.any(), old, [False] * len(entries), here)
     flags = bad.tolist()

@@ -95,7 +95,7 @@ def chunks(matrices: list[Matrix], local: type[Algebra]) -> Iterator[list[Matrix
     """Parts of a bucket whose stacks or work buffers stay within the bound, as even as possible."""
     p, place = matrices[0].p, matrices[0].place
     bound = place.stack_bytes or CHUNK_BYTES.get(p.device.type, 64 << 20)
-    size = max(1, bound // max(1, place.numel(p) * 4))
+    size = max(1, bound // max(1, max(place.numel(p), matrices[0].entry.layout.undivided) * 4))
     if local is FusedAlgebra:
         size = chunk_matrices(p.shape[0], p.shape[1], rank_of(matrices[0]), FUSED_BYTES)
     return _even(matrices, size)

@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         COMMANDS[command](rest)
     except BrokenPipeError:  # the reader of our output has seen enough
         return 0
+    except ModuleNotFoundError as error:
+        hint = "" if "pip install" in str(error) else "; the lab's packages come with pip install 'cosmos-optim[lab]'"
+        return _fail(f"{error}{hint}")
     except (ValueError, OSError, ImportError) as error:
         return _fail(str(error))
     except Stopped as stop:

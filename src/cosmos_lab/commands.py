@@ -165,6 +165,7 @@ def train_command(arguments: list[str]) -> None:
 def compare_command(arguments: list[str]) -> None:
     """cosmos-lab compare RECIPE [flags]"""
     from cosmos_lab.compare import compare
+    from cosmos_lab.optimizers import optimizer_class
     from cosmos_lab.recipes import get_recipe
 
     usage = "cosmos-lab compare RECIPE [--scale S] [--optimizers a,b] [--lrs ...] [flags]\n" + _HINTS.format("compare")
@@ -174,14 +175,18 @@ def compare_command(arguments: list[str]) -> None:
     default = CompareCommand(run=recipe.config)
     asked = flags.parse(default, rest, prog=f"cosmos-lab compare {name}", description=_about(recipe, scale))
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
-        if asked.run.get(one) != recipe.config.get(one):
+        given = any(word == f"--{one}" or word.startswith(f"--{one}=") for word in rest)
+        if given or asked.run.get(one) != recipe.config.get(one):
             raise ValueError(f"a comparison takes --{many}, not --{one}")
     if asked.run.logging.name != recipe.config.logging.name:
         raise ValueError("a comparison names its runs itself: choose their folder with --out instead of --name")
     options = asked.compare
+    chosen = options.optimizers.split(",") if options.optimizers else None
+    for optimizer in chosen or ():
+        optimizer_class(optimizer)
     runs = recipe.runs(
         asked.run,
-        optimizers=options.optimizers.split(",") if options.optimizers else None,
+        optimizers=chosen,
         lrs=flags.parse_lrs(options.lrs),
         seeds=flags.numbers(options.seeds, int, "--seeds"),
         only=options.only.split(",") if options.only else None,

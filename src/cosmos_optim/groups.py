@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cosmos_optim.heads import heads_of
 
@@ -65,6 +66,7 @@ def param_groups(
     *,
     overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
     head: nn.Module | str | None = None,
+    beside: Optimizer | None = None,
 ) -> list[dict[str, Any]]:
     """Sort a model's parameters into groups for `Cosmos` and its peers.
 
@@ -77,6 +79,7 @@ def param_groups(
             matched against parameter names, in order, before everything else. What an override does not name stays:
             the rule, and how a convolution or a fused weight is seen as matrices.
         head: the output head, as a module or its name, where nothing tells which it is.
+        beside: an optimizer whose parameters are left out, so that what has thawed since can be added to it.
 
     >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32), nn.Linear(32, 16))
     >>> for group in param_groups(model, overrides={"0.weight": {"rule": "adam", "lr": 0.3}}):
@@ -86,7 +89,10 @@ def param_groups(
     adam ['1.bias', '2.bias']
     """
     groups: dict[Any, dict[str, Any]] = {}
+    held = {id(p) for group in beside.param_groups for p in group["params"]} if beside is not None else set()
     for place, route in routes(model, rule, overrides=overrides, head=head):
+        if id(place.p) in held:
+            continue
         key = (route.rule, repr(sorted(route.settings.items())))
         group = groups.setdefault(key, {"params": [], "rule": route.rule, **route.settings})
         group["params"].append((place.name, place.p))
@@ -101,6 +107,10 @@ def routes(
     head: nn.Module | str | None = None,
 ) -> list[tuple[Place, Route]]:
     """Every trainable parameter with its route."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"give the model, not its parameters (a {type(model).__name__}): its modules tell what each is")
+    if not isinstance(overrides, Mapping | None):
+        raise TypeError(f"overrides must map patterns to rules or settings; got {overrides!r}")
     asked = {pattern: _as_settings(pattern, value) for pattern, value in (overrides or {}).items()}
     used: set[str] = set()
     heads = heads_of(model, head)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from cosmos_optim import distributed
 from cosmos_optim.groups import routes
-from cosmos_optim.optim.base import COMMON, MatrixOptimizer
+from cosmos_optim.optim.base import MatrixOptimizer
+from cosmos_optim.optim.hyper import COMMON, check_keys, rule_named
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.base import two_sided
 from cosmos_optim.rules.cosmos import PAPER
@@ -104,14 +105,14 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
     if hyper.pop("two_sided", False):
         rule = two_sided(rule)
-    if rule not in RULES:
-        raise ValueError(f"there is no rule {rule!r}{close_to(rule, RULES)}; the rules are {sorted(RULES)}")
+    rule_named(rule)
     known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "lr", "adam_lr"}
     for key in hyper:
         if key not in known:
             raise ValueError(f"rule {rule!r} has no hyper-parameter {key!r}{close_to(key, known)}")
     rows = []
     for place, route in routes(model, rule, **routing):
+        check_keys(route.settings, rule_named(route.rule))
         group = {**COMMON, **RULES[route.rule].hyper, **hyper, **route.settings}
         rows.append(_row(place.name, place.p, route.rule, route.why, group))
     return Plan(tuple(rows))

@@ -97,6 +97,8 @@ def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "tiny", "--warmup", "2"], "--warmup is a share"),
         (["train", "llama-130m"], "missing shard"),
         (["compare", "tiny", "--lr", "1"], "a comparison takes --lrs, not --lr"),
+        (["compare", "tiny", "--lr=1e-3"], "a comparison takes --lrs, not --lr"),  # which is the recipe's own
+        (["compare", "tiny", "--optimizers", "adam,cosmoss"], "unknown optimizer 'cosmoss'; did you mean cosmos"),
         (["compare", "tiny", "--name", "mine"], "a comparison names its runs itself: choose their folder with --out"),
         (["compare", "tiny", "--optimizers", "adam", "--lrs", "adm=1e-3"], "--lrs has rates for adm, but"),
         (["compare", "tiny", "--seeds", "a"], "--seeds takes numbers separated by commas; got 'a'"),

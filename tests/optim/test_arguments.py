@@ -36,6 +36,13 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"nonfinite": "ignore"}, "nonfinite"),
         ({"split_sizes": (3, 4)}, "split_sizes"),
         ({"gama": 0.1}, "did you mean 'gamma'"),
+        ({"learning_rate": 0.1}, "did you mean 'lr'"),
+        ({"overrides": {}}, r"param_groups\(model, overrides"),
+        ({"head": "lm_head"}, r"param_groups\(model, head"),
+        ({"lr": True}, "lr=True is not valid: give a number"),
+        ({"rank": True}, "rank=True is not valid: give a number"),
+        ({"two_sided": "yes"}, "two_sided='yes' is not valid: give True or False"),
+        ({"cuda_graphs": "no"}, "cuda_graphs='no' is not valid: give True or False"),
     ],
 )
 def test_wrong_hyper_parameters(kwargs: dict[str, object], message: str) -> None:
@@ -57,6 +64,8 @@ def test_wrong_groups() -> None:
         Cosmos([{"params": [p]}, {"params": [p]}])
     with pytest.raises(ValueError, match="empty"):
         Cosmos([])
+    with pytest.raises(ValueError, match="is sparse"):
+        Cosmos([nn.Parameter(torch.eye(4).to_sparse())])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

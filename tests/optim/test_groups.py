@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -253,6 +255,45 @@ def test_frozen_parameters_are_left_out() -> None:
     model = decoder()
     model.up.weight.requires_grad_(False)
     assert "up.weight" not in rules(model)
+
+
+def test_what_thaws_joins_under_its_whole_name_and_route() -> None:
+    """A layer by itself could not tell that it is an output head, and two of them would have the same names."""
+    model = decoder()
+    for layer in (model.lm_head, model.down):
+        layer.requires_grad_(False)
+    opt = Cosmos(model, rank=4)
+    for layer in (model.lm_head, model.down):
+        layer.requires_grad_(True)
+    for group in param_groups(model, beside=opt):
+        opt.add_param_group(group)
+    added = {name: group["rule"] for group in opt.param_groups for name in group["param_names"]}
+    expected = {name: group["rule"] for group in param_groups(model) for name, _ in group["params"]}
+    assert added == expected and added["lm_head.weight"] == "adam"
+    assert param_groups(model, beside=opt) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        ({"up.weight": "adamw"}, ValueError, "there is no rule 'adamw' .did you mean 'adam'"),
+        ({"up.weight": {"wd": 1}}, ValueError, "no hyper-parameter 'wd'"),
+        ({"up.weight": {"layout": "transposed"}}, ValueError, "layout='transposed'"),
+        (["up.weight"], TypeError, "must map patterns"),
+    ],
+)
+def test_a_plan_refuses_what_the_optimizer_would(overrides: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan(decoder(), overrides=overrides)
+    with pytest.raises(error, match=message):
+        Cosmos(param_groups(decoder(), overrides=overrides))
+
+
+def test_parameters_are_no_model() -> None:
+    with pytest.raises(TypeError, match="give the model"):
+        plan(decoder().parameters())
+    with pytest.raises(TypeError, match="give the model"):
+        param_groups(decoder().parameters())
 
 
 def test_flat_shards_are_refused_never_silently_adam() -> None:

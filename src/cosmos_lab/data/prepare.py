@@ -236,8 +236,9 @@ class _Work:
                 self.writers[split].abandon()
                 ShardWriter(self.folder, f"{self.prefix}_{split}", 1)
             self.state.unlink()
+            change = "raise" if empty[0] == "val" else "lower"
             raise ValueError(
-                f"of {documents} documents none fell to {empty[0]}; raise or lower val_fraction "
+                f"of {documents} documents none fell to {empty[0]}; {change} --val-fraction "
                 f"({self.settings.val_fraction}), give more text, or cut text files into more documents "
                 "(--unit blank-lines)"
             )

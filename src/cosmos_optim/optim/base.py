@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from cosmos_optim import distributed
 from cosmos_optim.groups import as_groups
-from cosmos_optim.layout import LAYOUTS, Layout, refuse_deep
+from cosmos_optim.layout import Layout, refuse_deep
 from cosmos_optim.optim import checkpoint, execute, gradients
 from cosmos_optim.optim.entries import Entry
+from cosmos_optim.optim.hyper import COMMON, ROUTING, check_keys, check_values, rule_named
 from cosmos_optim.optim.precision import exact_products
 from cosmos_optim.optim.replay import Replays
 from cosmos_optim.rules import RULES, Rule
@@ -27,22 +28,6 @@ from cosmos_optim.rules.base import require, require_number, two_sided
 from cosmos_optim.rules.cosmos import SOAP_LR
 from cosmos_optim.suggest import close_to
 
-# What every group has, whatever its rule.
-COMMON: dict[str, Any] = {
-    "weight_decay": 0.0,
-    "maximize": False,
-    "nonfinite": "skip",
-    "stochastic_rounding": False,
-    "side": "input",
-    "split_sizes": None,
-    "layout": "matrix",
-}
-NONFINITE = ("skip", "raise")
-# Keys that other code keeps in a group: the optimizer itself, torch's schedulers, and people's labels for loggers.
-FOREIGN = (
-    "params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
-    "name", "lr_scale",
-)  # fmt: skip
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,13 +54,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         hyper: Mapping[str, Any],
     ) -> None:
         rule, hyper = self.rule, dict(hyper)
+        for flag in ("cuda_graphs", "two_sided"):
+            require_number(flag, hyper.get(flag, False), flag=True)
         self.replays = Replays(hyper.pop("cuda_graphs", True))
         both = {"two_sided"} if two_sided(rule) in RULES else set()
-        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, *both, "cuda_graphs"}
+        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, *both, "cuda_graphs", "lr", "adam_lr"}
         for key in hyper:
+            if key in ROUTING:
+                raise ValueError(f"{key!r} is an argument of param_groups: give param_groups(model, {key}=...)")
             if key not in known:
-                hint = f"{close_to(key, known)}; it has {sorted(known)}"
-                raise ValueError(f"{type(self).__name__} has no argument {key!r}{hint}")
+                meant = " (did you mean 'lr'?)" if key == "learning_rate" else close_to(key, known)
+                raise ValueError(f"{type(self).__name__} has no argument {key!r}{meant}; it has {sorted(known)}")
         self._setup: dict[str, Any] = {
             "rule": rule, "adam_lr": adam_lr, "hyper": hyper, "cuda_graphs": self.replays.on,
         }  # fmt: skip
@@ -130,37 +119,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise
 
     def _rule_of(self, group: dict[str, Any]) -> Rule:
-        name = group.get("rule", self._setup["rule"])
-        if name not in RULES:
-            raise ValueError(f"there is no rule {name!r}{close_to(name, RULES)}; the rules are {sorted(RULES)}")
-        return RULES[name]
+        return rule_named(group.get("rule", self._setup["rule"]))
 
     def _fill(self, group: dict[str, Any], rule: Rule) -> None:
         """Defaults, then the optimizer's arguments, then the group's own; then the checks."""
-        known = {**COMMON, **rule.hyper}
-        for key in group:
-            if key not in known and key not in FOREIGN:
-                hint = f"{close_to(key, known)}; it has {sorted(known)}"
-                raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}")
+        check_keys(group, rule)
         given = self._setup["hyper"]
-        for key, default in known.items():
+        for key, default in {**COMMON, **rule.hyper}.items():
             group.setdefault(key, given.get(key, default))
             if isinstance(default, Real) and key != "row_beta2":  # which may be None
-                require_number(key, group[key])
+                require_number(key, group[key], flag=isinstance(default, bool))
         adam_lr = self._setup["adam_lr"]
         group.setdefault("lr", adam_lr if rule.name == "adam" else self.defaults["lr"])
         require_number("lr", group["lr"])
         if isinstance(group["lr"], Tensor) and group["lr"].dim() > 0:
             require(group["lr"].numel() == 1, "lr", group["lr"], "a tensor must have one element")
             group["lr"] = group["lr"].view(())  # the same memory, as a number
-        require(float(group["lr"]) >= 0, "lr", group["lr"], "it must be 0 or positive")
-        require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "it must be 0 or positive")
-        require(group["nonfinite"] in NONFINITE, "nonfinite", group["nonfinite"], f"one of {NONFINITE}")
-        require(group["side"] in ("input", "smaller"), "side", group["side"], "'input' or 'smaller'")
-        require(group["layout"] in LAYOUTS, "layout", group["layout"], f"one of {LAYOUTS}")
-        sizes = group["split_sizes"]
-        listed = isinstance(sizes, (list, tuple)) and all(isinstance(size, int) for size in sizes)
-        require(sizes is None or listed, "split_sizes", sizes, "a list of the rows of each block")
+        check_values(group)
         rule.check(group)
         if "gamma" in rule.hyper and group["gamma"] is None:
             means = "gamma=None takes it from lr and adam_lr: give gamma, or"
@@ -180,6 +155,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 narrow = f"has dtype {p.dtype}, in which nothing is trained: leave it out, or give a wider copy"
                 hint = "is complex: split it into two real ones" if p.is_complex() else narrow
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
+            if p.layout is not torch.strided:
+                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: make it dense by to_dense()")
             self._layouts[p] = distributed.layout_of(name, p, RULES[group["rule"]], group)
             if p not in self.state and not p.is_meta:
                 self._allocate(p, group)

@@ -97,10 +97,11 @@ def require(condition: bool, name: str, value: object, wanted: str) -> None:
         raise ValueError(f"{name}={value!r} is not valid: {wanted}")
 
 
-def require_number(name: str, value: object) -> None:
-    """Raise the ValueError for what should be a number, or yes or no, and is text or nothing."""
+def require_number(name: str, value: object, *, flag: bool = False) -> None:
+    """Raise the ValueError for what should be a number and is not; a `flag` may be yes or no, too."""
     hint = " (YAML reads 5e-4 as text, and 5.0e-4 as a number)" if isinstance(value, str) else ""
-    require(isinstance(value, (Real, Tensor)), name, value, f"give a number, or True or False{hint}")
+    right = isinstance(value, (Real, Tensor)) and (flag or not isinstance(value, bool))
+    require(right, name, value, f"give {'True or False, or ' if flag else ''}a number{hint}")
 
 
 def check_betas(h: Hyper) -> None:

@@ -230,6 +230,8 @@ def load_trained(run: Path) -> Decoder:
         raise ValueError(f"there is no run folder {run}")
     newest = checkpoint.latest(run / "checkpoints")
     if newest is None:
+        if not (run / "config.json").is_file():
+            raise ValueError(f"{run} is not a run folder, which has a config.json: give one of those inside")
         raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")
     meta = checkpoint.read_meta(newest)
     if meta["sharded"]:

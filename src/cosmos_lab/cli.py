@@ -30,13 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     # Before torch loads OpenMP: threads that spin while they wait make a busy machine six times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from cosmos_lab.commands import COMMANDS
-    from cosmos_lab.stopping import Stopped
-
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if given else 2
+    from cosmos_lab.commands import COMMANDS  # torch comes with it, which takes seconds
+    from cosmos_lab.stopping import Stopped
+
     command, rest = given[0], given[1:]
     if command not in COMMANDS:
         return _fail(f"there is no command {command!r}{_close(command, COMMANDS)}\n\n{USAGE}")

@@ -143,7 +143,7 @@ def train_command(arguments: list[str]) -> None:
     """cosmos-lab train RECIPE [flags]"""
     from cosmos_lab.display import TrainDisplay
     from cosmos_lab.recipes import get_recipe
-    from cosmos_lab.runlog import run_folder
+    from cosmos_lab.runlog import read_summary, run_folder
     from cosmos_lab.train import train
 
     usage = f"cosmos-lab train RECIPE [--scale S] [flags]\n{_HINTS.format('train')}"
@@ -154,12 +154,13 @@ def train_command(arguments: list[str]) -> None:
     default = recipe.config if optimizer is None else recipe.start(optimizer)
     config = flags.parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
     config.check()
+    earlier = " earlier" if read_summary(run_folder(config)) is not None else ""
     with TrainDisplay(config) as display:
         summary = train(config, progress=display)
     if os.environ.get("RANK", "0") != "0":
         return
     result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
-    print(f"{summary['status']}: {result or 'no finite validation loss'}; in {run_folder(config)}")
+    print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {run_folder(config)}")
 
 
 def compare_command(arguments: list[str]) -> None:

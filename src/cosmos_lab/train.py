@@ -91,7 +91,8 @@ class Trainer:
             about = assemble.header(config, self.model, self.optimizer, source, self.val_source, asked)
             self.log = runlog.RunLog(config, about, resumed_at=self.at.step)
             if progress is not None:
-                progress({"step": self.at.step, "about": f"{source}; {about['parameters']:,} parameters"})
+                goes_on = f"; goes on after step {self.at.step} of {config.training.steps}" if self.at.step else ""
+                progress({"step": self.at.step, "about": f"{source}; {about['parameters']:,} parameters{goes_on}"})
         self.feed = Feed(batches, world.device)
 
     def _resume(self, batches: Batches) -> None:

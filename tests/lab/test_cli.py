@@ -36,6 +36,8 @@ def test_train_then_report_then_export(
     about = json.loads((folder / "config.json").read_text())
     assert about["lr"] == 3e-3 and about["recipe"] == "llama-130m" and about["config"]["schedule"] == "linear"
     assert "done: final_val_loss" in capsys.readouterr().out
+    assert main(["train", "llama-130m", "--scale", "0.1", *small, "--lr", "3e-3", "--name", "mine"]) == 0
+    assert "done earlier: final_val_loss" in capsys.readouterr().out
     quick = [flag for flag in small if flag not in ("--rank", "8")]
     assert main(["train", "llama-130m", "--optimizer", "soap", *quick, "--name", "other"]) == 0
     other = json.loads((folder.with_name("other") / "config.json").read_text())

@@ -42,7 +42,9 @@ def test_every_optimizer_resumes_bit_for_bit(tiny_run: RunConfig, optimizer: str
     config = tiny_run.replace(optimizer=optimizer, rank=rank, checkpoint_every=3, val_every=2)
     train(config.replace(name="whole"))
     interrupt(config, 5)  # the newest checkpoint is of step 3: two steps are done again
-    train(config)
+    seen: list[Any] = []
+    train(config, progress=seen.append)
+    assert "goes on after step 3 of 8" in seen[0]["about"]
     assert_same(outcome(config), outcome(config.replace(name="whole")))
 
 

@@ -216,5 +216,8 @@ def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:
 
 
 def test_a_folder_without_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a run folder"):
+        assemble.load_trained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no checkpoint"):
         assemble.load_trained(tmp_path)

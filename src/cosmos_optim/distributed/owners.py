@@ -21,6 +21,30 @@ Parts = tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
+class Grid:
+    """p x q parts of a x b elements, row by row; ranks of neighbours are `step` apart (1, or FSDP2 over others)."""
+
+    p: int
+    q: int
+    a: int
+    b: int
+    step: int
+
+    def join(self, parts: Tensor, owned: int) -> Tensor:
+        """(ranks, owned * a * b) -> (owned, p * a, q * b), by one copy or two, however many ranks there are."""
+        k = self.p * self.q
+        x = parts.reshape(k // self.step, self.step, owned, self.a, self.b).transpose(0, 1)
+        x = x.reshape(self.p, self.q, owned, self.a, self.b).permute(2, 0, 3, 1, 4)
+        return x.reshape(owned, self.p * self.a, self.q * self.b)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The way back."""
+        k, owned = self.p * self.q, whole.shape[0]
+        x = whole.reshape(owned, self.p, self.a, self.q, self.b).permute(1, 3, 0, 2, 4)
+        return x.reshape(self.step, k // self.step, -1).transpose(0, 1).reshape(k, -1)
+
+
+@dataclass(frozen=True)
 class Tiling:
     """The parts of one whole matrix (or state tensor) on the ranks of a team, in the team's order."""
 
@@ -30,6 +54,27 @@ class Tiling:
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each rank's part."""
         return [tuple(length for _, length in part) for part in self.parts]
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of all parts together."""
+        return tuple(max(start + length for start, length in along) for along in zip(*self.parts, strict=True))
+
+    @cached_property
+    def grid(self) -> Grid | None:
+        """How equal parts lie in the whole matrix; None where they differ, or the ranks follow no order."""
+        k, shapes = len(self.parts), set(self.shapes)
+        a, b = next(iter(shapes)) if len(shapes) == 1 and len(self.parts[0]) == 2 else (0, 0)
+        if not a * b:
+            return None
+        p, q = self.whole[0] // a, self.whole[1] // b
+        order = sorted(range(k), key=lambda rank: self.parts[rank])
+        if [self.parts[rank] for rank in order] != [((i * a, a), (j * b, b)) for i in range(p) for j in range(q)]:
+            return None
+        step = order[1] - order[0] if k > 1 else 1  # between the ranks of neighbours
+        if step < 1 or k % step or order != [i + j * step for i in range(step) for j in range(k // step)]:
+            return None
+        return Grid(p, q, a, b, step)
 
     @cached_property
     def axis(self) -> int | None:
@@ -68,6 +113,9 @@ class Exchange:
         # Elements of one matrix on each rank, and neighbours with equal parts: those are moved by one copy.
         self.sizes = [sum(torch.Size(t.shapes[i]).numel() for t in tilings) for i in range(k)]
         rows = all(t.axis is not None for t in tilings)
+        grids = [t.grid for t in tilings]
+        self.grids = [] if rows else [grid for grid in grids if grid is not None]
+        self.even = bool(self.grids) and len(self.grids) == len(grids)
         alike = [tuple(t.shapes[i] for t in tilings) if rows else i for i in range(k)]
         self.runs = [[i for i, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
 
@@ -82,6 +130,11 @@ class Exchange:
         else:
             flat = torch.cat([stack[own].reshape(-1) for own in self.owned for stack in stacks])
         arrived = comm.exchange(flat, send, receive, self.team.group)
+        if not owned:  # most ranks, where there are more of them than matrices
+            return [arrived.new_empty(0, *t.whole) for t in self.tilings]
+        if self.even:
+            parts = self._columns(arrived.view(self.team.size, -1), 0, owned)
+            return [grid.join(part, owned) for grid, part in zip(self.grids, parts, strict=True)]
         pieces: list[list[Tensor]] = [[] for _ in self.tilings]
         offset = 0
         for run in self.runs:
@@ -100,8 +153,11 @@ class Exchange:
         owned = self.counts[here]
         send = [owned * size for size in self.sizes]
         receive = [self.counts[j] * self.sizes[here] for j in range(self.team.size)]
-        rows = []
-        for run in self.runs:
+        rows = [] if owned else [wholes[0].new_empty(0)]
+        if self.even and owned:
+            cuts = [grid.cut(x) for grid, x in zip(self.grids, wholes, strict=True)]
+            rows.append((cuts[0] if len(cuts) == 1 else torch.cat(cuts, dim=1)).reshape(-1))
+        for run in self.runs if owned and not self.even else ():
             parts = [_cut(x, t, run).reshape(len(run), -1) for x, t in zip(wholes, self.tilings, strict=True)]
             rows.append((parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(-1))
         arrived = comm.exchange(torch.cat(rows), send, receive, self.team.group)
@@ -139,7 +195,6 @@ def _join(pieces: list[Tensor], t: Tiling, runs: list[list[int]]) -> Tensor:
         return torch.cat(pieces, dim=t.axis + 1) if len(pieces) > 1 else pieces[0]
     placed = sorted((t.parts[run[0]], i) for i, run in enumerate(runs) if pieces[i].numel())
     if not placed:
-        whole = [max(part[a][0] + part[a][1] for part in t.parts) for a in range(len(t.parts[0]))]
-        return pieces[0].new_empty(pieces[0].shape[0], *whole)
+        return pieces[0].new_empty(pieces[0].shape[0], *t.whole)
     bands = [torch.cat([pieces[i] for _, i in band], dim=-1) for _, band in groupby(placed, key=lambda p: p[0][0])]
     return torch.cat(bands, dim=-2)

@@ -109,7 +109,7 @@ def routes(
     """Every trainable parameter with its route."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"give the model, not its parameters (a {type(model).__name__}): its modules tell what each is")
-    if not isinstance(overrides, Mapping | None):
+    if overrides and not isinstance(overrides, Mapping):
         raise TypeError(f"overrides must map patterns to rules or settings; got {overrides!r}")
     asked = {pattern: _as_settings(pattern, value) for pattern, value in (overrides or {}).items()}
     used: set[str] = set()

@@ -115,9 +115,9 @@ class Layout:
         """A gradient with the placement of its parameter."""
         return grad
 
-    def missing(self, p: Tensor) -> Tensor | None:
-        """What stands for a gradient that is None; None where the parameter is to be left alone."""
-        return None
+    def no_gradient(self, p: Tensor) -> Tensor:
+        """Zeros in place of a gradient that is None."""
+        return torch.zeros_like(p)
 
     def flat(self, tensor: Tensor) -> Tensor:
         """A local tensor whose blocks are views of it: itself, or a copy where its strides forbid (channels-last)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,6 +112,10 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
             raise ValueError(f"rule {rule!r} has no hyper-parameter {key!r}{close_to(key, known)}")
     rows = []
     for place, route in routes(model, rule, **routing):
+        if "two_sided" in route.settings and two_sided(route.rule) in RULES:
+            settings = {key: value for key, value in route.settings.items() if key != "two_sided"}
+            both = two_sided(route.rule) if route.settings["two_sided"] else route.rule
+            route = replace(route, rule=both, settings=settings)
         check_keys(route.settings, rule_named(route.rule))
         group = {**COMMON, **RULES[route.rule].hyper, **hyper, **route.settings}
         rows.append(_row(place.name, place.p, route.rule, route.why, group))

@@ -113,16 +113,18 @@ def without_tokens(rank: int, placements: Any, bad_step: int, nonfinite: str) ->
     mesh = init_device_mesh("cpu", (2, 2)) if dist.is_initialized() else None
     shape = torch.Size((4, 6, 5))
     start = gradient(0, shape, 0, torch.float64)
-    stacks = [nn.Parameter(start.clone() if mesh is None else placed(start, mesh, placements)) for _ in range(2)]
-    opt = Cosmos(stacks, lr=0.01, rank=2, gamma=0.25, weight_decay=0.1, ns_dtype=torch.float64, nonfinite=nonfinite)
+    stacks = [nn.Parameter(start.clone() if mesh is None else placed(start, mesh, placements)) for _ in range(3)]
+    groups = [{"params": stacks[:2]}, {"params": stacks[2:], "rule": "adam"}]
+    options = {"weight_decay": 0.1, "ns_dtype": torch.float64, "nonfinite": nonfinite, "missing": "zero"}
+    opt = Cosmos(groups, lr=0.01, rank=2, gamma=0.25, **options)
     for step in range(3):
         for i, p in enumerate(stacks):
             G = gradient(i, shape, step, torch.float64)
-            if step == bad_step and i == 1:
+            if step == bad_step and i > 0:
                 G[2:] = 0
             p.grad = G if mesh is None else placed(G, mesh, placements)
         if mesh is not None and step == bad_step and mesh.get_coordinate()[0] == 1:
-            stacks[1].grad = None
+            stacks[1].grad = stacks[2].grad = None
         opt.step()
     return torch.stack([(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in stacks])
 
@@ -130,29 +132,53 @@ def without_tokens(rank: int, placements: Any, bad_step: int, nonfinite: str) ->
 @pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(0), Shard(1))])
 @pytest.mark.parametrize(("bad_step", "nonfinite"), [(0, "skip"), (1, "skip"), (1, "raise")])
 def test_experts_without_tokens_may_have_no_gradient(placements: Any, bad_step: int, nonfinite: str) -> None:
-    """On the ranks that hold them: the others have one, and all go on together."""
+    """On the ranks that hold them, whatever their rule: the others have one, and all go on together."""
     expected = without_tokens(0, placements, bad_step, nonfinite)
     for found in run_ranks(4, without_tokens, placements, bad_step, nonfinite):
         assert float((found - expected).abs().max()) < CLOSE_64
 
 
-def one_overflow(rank: int) -> list[float]:
-    """A gradient scaler has found an overflow on one rank alone."""
+def one_overflow(rank: int, shape: torch.Size) -> list[float]:
+    """A gradient scaler has found an overflow on the last rank alone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    p = matrix(mesh)
+    p = nn.Parameter(placed(gradient(0, shape, 0, torch.float64), mesh, (Shard(0),)))
     opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25)
     counts = []
     for step in range(3):
-        p.grad = placed(gradient(0, SHAPE, step, torch.float64), mesh, (Shard(0),))
-        opt.found_inf = torch.tensor(float(rank == 1 and step == 1))
+        p.grad = placed(gradient(0, shape, step, torch.float64), mesh, (Shard(0),))
+        opt.found_inf = torch.tensor(float(rank == 2 and step == 1))
         opt.step()
         counts.append(float(opt.state[p]["step"]))
     return counts
 
 
-def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
+@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])  # of two experts the last of three ranks has none
+def test_an_overflow_on_one_rank_skips_the_step_of_all(shape: tuple[int, ...]) -> None:
     """Whatever a scaler tells the others."""
-    assert run_ranks(2, one_overflow) == [[1.0, 1.0, 2.0]] * 2
+    assert run_ranks(3, one_overflow, torch.Size(shape)) == [[1.0, 1.0, 2.0]] * 3
+
+
+def test_a_stack_that_nobody_used_is_left_alone() -> None:
+    """None everywhere is no gradient, on ranks as on one process."""
+    for before, after in run_ranks(2, unused):
+        assert torch.equal(before, after)
+
+
+def unused(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two steps with a gradient and two without."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shape = torch.Size((4, 6, 5))
+    p, q = (nn.Parameter(placed(gradient(0, shape, 0, torch.float64), mesh, (Shard(0),))) for _ in range(2))
+    opt = Cosmos([p, q], lr=0.01, rank=2, gamma=0.25, weight_decay=0.1)
+    for step in range(4):
+        for x in (p, q):
+            x.grad = placed(gradient(0, shape, step, torch.float64), mesh, (Shard(0),))
+        if step == 2:
+            before = p.full_tensor().detach().clone()
+        if step >= 2:
+            p.grad = None
+        opt.step()
+    return before, p.full_tensor().detach()
 
 
 def fifty_steps(rank: int) -> dict[str, bytes]:

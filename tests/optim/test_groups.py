@@ -289,6 +289,14 @@ def test_a_plan_refuses_what_the_optimizer_would(overrides: Any, error: type[Exc
         Cosmos(param_groups(decoder(), overrides=overrides))
 
 
+def test_a_plan_knows_both_sides_in_an_override() -> None:
+    overrides = {"up.weight": {"two_sided": True}, "down.weight": {"two_sided": False}}
+    groups = Cosmos(param_groups(decoder(), overrides=overrides)).param_groups
+    rules = {name: group["rule"] for group in groups for name in group["param_names"]}
+    assert {row.name: row.rule for row in plan(decoder(), overrides=overrides).rows} == rules
+    assert rules["up.weight"] == "cosmos-two-sided"
+
+
 def test_parameters_are_no_model() -> None:
     with pytest.raises(TypeError, match="give the model"):
         plan(decoder().parameters())

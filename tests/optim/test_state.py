@@ -77,9 +77,13 @@ def test_state_follows_the_names_through_distributed_checkpoints(flat: bool) -> 
     first.step()
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     set_optimizer_state_dict(b, moved, get_optimizer_state_dict(a, first, options=options), options=options)
+    plain = Cosmos(b, **SMALL_RANK)
+    plain.load_state_dict(get_optimizer_state_dict(a, first))
     for name in ("q", "k"):
-        one, two = (opt.state[getattr(model, name).weight] for opt, model in ((first, a), (moved, b)))
+        held = getattr(b, name).weight
+        one, two, three = first.state[getattr(a, name).weight], moved.state[held], plain.state[held]
         assert torch.equal(one["M"], two["M"]) and torch.equal(one["U"], two["U"])
+        assert torch.equal(one["M"], three["M"])
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

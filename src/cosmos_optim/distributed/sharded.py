@@ -86,7 +86,8 @@ class ShardedLayout(Layout):
         self.owned = not self.divided <= set(SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.slots(group).items()}  # fmt: skip
-        matrix = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :]) for slot, cuts in self.state_cuts.values()]
+        matrix = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])
+                  for slot, cuts in self.state_cuts.values() if slot.axes != "*"]  # fmt: skip
         whole_ones = (math.prod(shape) for shape, cuts in matrix if not any(cut.over for cut in cuts))
         self.undivided = max(whole_ones, default=0)
 
@@ -133,10 +134,8 @@ class ShardedLayout(Layout):
             return grad
         return grad.redistribute(self.mesh, self.placements)
 
-    def missing(self, p: Tensor) -> Tensor | None:
-        """Zeros for a stack of matrices that is cut over ranks: of the others' experts some may have had tokens."""
-        if not p.requires_grad or self.rule.elementwise or not any(cut.over for cut in self.stack):
-            return None
+    def no_gradient(self, p: Tensor) -> Tensor:
+        """Zeros in place of a gradient that is None, without asking the other ranks."""
         zeros = torch.zeros_like(self.local(p))
         return DTensor.from_local(zeros, self.mesh, self.placements, run_check=False, shape=p.shape, stride=p.stride())
 

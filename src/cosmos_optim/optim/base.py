@@ -55,7 +55,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     ) -> None:
         rule, hyper = self.rule, dict(hyper)
         for flag in ("cuda_graphs", "two_sided"):
-            require_number(flag, hyper.get(flag, False), flag=True)
+            require_number(flag, hyper.get(flag) or False, flag=True)
         self.replays = Replays(hyper.pop("cuda_graphs", True))
         both = {"two_sided"} if two_sided(rule) in RULES else set()
         known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, *both, "cuda_graphs", "lr", "adam_lr"}
@@ -230,7 +230,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
                         "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
                     )
-                grad = layout.missing(p) if p.grad is None else p.grad
+                grad = p.grad
+                if grad is None and group.get("missing") == "zero" and p.requires_grad:
+                    grad = layout.no_gradient(p)
                 if grad is None or p.numel() == 0:
                     continue
                 if grad.is_sparse:

@@ -87,11 +87,11 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
 def _in_order(saved: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """A saved group with its parameters in our order, where both have the same names; others are told by position.
 
-    torch.distributed.checkpoint names parameters in `params`, in our order already; its `param_names` are as saved.
+    torch.distributed.checkpoint has names in `params`, and may have put them in another order than `param_names`.
     """
     names, theirs = ours.get("param_names"), saved.get("param_names")
     if not all(isinstance(key, int) for key in saved["params"]):
-        return saved
+        theirs = saved["params"]
     if not names or not theirs or len(set(names)) < len(names) or set(names) != set(theirs):
         return saved
     ids = dict(zip(theirs, saved["params"], strict=True))

@@ -39,7 +39,7 @@ class Cosmos(MatrixOptimizer):
         row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves rows alone.
         two_sided: track a basis on both sides (Algorithm 4).
         options: eps_placement, side, ns_steps, ns_coefficients, ns_dtype, momentum_dtype, residual_guard,
-            stochastic_rounding, maximize, split_sizes, nonfinite; each may stand in a group too. See the README.
+            stochastic_rounding, maximize, split_sizes, nonfinite, missing; each may stand in a group too: README.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

@@ -66,10 +66,8 @@ def inspect(entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | 
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
-    if found_inf is not None:  # before the ranks agree: it may be one rank's
-        here = torch.where(found_inf.to(device) != 0, float("inf"), here)
     # While parameters are still waiting for their first gradient the ranks must agree on each one, later on the worst.
-    peaks, here = _agreed(entries, here, each=not all(old) or raising)
+    peaks, here = _agreed(entries, here, each=not all(old) or raising, found_inf=found_inf)
     bad = peaks > largest(entries)
     if not on_host:
         return Found(False, bad.any(), old, [False] * len(entries), here)
@@ -94,8 +92,13 @@ def largest(entries: Sequence[Entry]) -> float:
     return math.sqrt(top / most) if most else top
 
 
-def _agreed(entries: Sequence[Entry], here: Tensor, each: bool) -> tuple[Tensor, Tensor]:
-    """By one message: the largest |g| of each entry or of all of them, and of every block that processes share."""
+def _agreed(
+    entries: Sequence[Entry], here: Tensor, *, each: bool, found_inf: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """By one message: the largest |g| of each entry or of all of them, and of every block that processes share.
+
+    What a gradient scaler has found on one of them counts for all.
+    """
     layouts = [e.layout for e in entries]
     shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.divided]
     counts = [x.count for x in layouts] if shared or each else []
@@ -106,6 +109,8 @@ def _agreed(entries: Sequence[Entry], here: Tensor, each: bool) -> tuple[Tensor,
         peaks = here.clone()  # a message may write to what it is given
     else:
         peaks = torch.stack([part.amax() if len(part) else here.new_zeros(()) for part in parts])
+    if found_inf is not None:
+        peaks = torch.where(found_inf.to(here.device).view(()) != 0, float("inf"), peaks)
     if not shared:
         return distributed.agree(peaks, layouts), here
     blocks = [layouts[i].to_all(parts[i]) for i in shared]

@@ -15,12 +15,14 @@ COMMON: dict[str, Any] = {
     "weight_decay": 0.0,
     "maximize": False,
     "nonfinite": "skip",
+    "missing": "skip",
     "stochastic_rounding": False,
     "side": "input",
     "split_sizes": None,
     "layout": "matrix",
 }
 NONFINITE = ("skip", "raise")
+MISSING = ("skip", "zero")
 # Keys that other code keeps in a group: the optimizer itself, torch's schedulers, and people's labels for loggers.
 FOREIGN = (
     "params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
@@ -52,6 +54,7 @@ def check_values(group: Mapping[str, Any]) -> None:
     require(float(group["lr"]) >= 0, "lr", group["lr"], "it must be 0 or positive")
     require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "it must be 0 or positive")
     require(group["nonfinite"] in NONFINITE, "nonfinite", group["nonfinite"], f"one of {NONFINITE}")
+    require(group["missing"] in MISSING, "missing", group["missing"], f"one of {MISSING}")
     require(group["side"] in ("input", "smaller"), "side", group["side"], "'input' or 'smaller'")
     sizes = group["split_sizes"]
     listed = isinstance(sizes, (list, tuple)) and all(isinstance(size, int) for size in sizes)

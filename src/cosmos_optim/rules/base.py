@@ -100,7 +100,8 @@ def require(condition: bool, name: str, value: object, wanted: str) -> None:
 def require_number(name: str, value: object, *, flag: bool = False) -> None:
     """Raise the ValueError for what should be a number and is not; a `flag` may be yes or no, too."""
     hint = " (YAML reads 5e-4 as text, and 5.0e-4 as a number)" if isinstance(value, str) else ""
-    right = isinstance(value, (Real, Tensor)) and (flag or not isinstance(value, bool))
+    answer = type(value).__name__ in ("bool", "bool_")  # numpy's, too
+    right = flag if answer else isinstance(value, (Real, Tensor))
     require(right, name, value, f"give {'True or False, or ' if flag else ''}a number{hint}")
 
 

@@ -182,7 +182,7 @@ def compare_command(arguments: list[str]) -> None:
     if asked.run.logging.name != recipe.config.logging.name:
         raise ValueError("a comparison names its runs itself: choose their folder with --out instead of --name")
     options = asked.compare
-    chosen = options.optimizers.split(",") if options.optimizers else None
+    chosen = [name.strip() for name in (options.optimizers or "").split(",") if name.strip()] or None
     for optimizer in chosen or ():
         optimizer_class(optimizer)
     runs = recipe.runs(

@@ -89,6 +89,8 @@ def param_groups(
     adam ['1.bias', '2.bias']
     """
     groups: dict[Any, dict[str, Any]] = {}
+    if not isinstance(beside, Optimizer | None):
+        raise TypeError(f"beside must be an optimizer; got a {type(beside).__name__}")
     held = {id(p) for group in beside.param_groups for p in group["params"]} if beside is not None else set()
     for place, route in routes(model, rule, overrides=overrides, head=head):
         if id(place.p) in held:

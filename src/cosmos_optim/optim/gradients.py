@@ -40,11 +40,12 @@ class Skips:
     def note(self, found: Found, device: torch.device) -> None:
         """A step has looked at its gradients."""
         self._known += found.skip_all
-        if device.type == "cuda" and (self._there is None or self._there.device != device):
-            # With the first step, which no one may capture: zeros of a captured step would be zeros at every replay.
+        if device.type != "cuda":
+            return
+        elsewhere = self._there is None or self._there.device != device
+        if elsewhere and not torch.cuda.is_current_stream_capturing():  # captured zeros would be zeros at every replay
             self._known, self._there = self.total(), torch.zeros((), dtype=torch.int64, device=device)
-        if found.skip is not None:
-            assert self._there is not None
+        if found.skip is not None and self._there is not None and self._there.device == device:
             self._there.add_(found.skip)
 
     def total(self) -> int:

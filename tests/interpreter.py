@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it repeats, which is a third of the time of the kernel tests."""
+"""Triton's interpreter without the work that it repeats, which is a fifth of the time of the kernel tests."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cosmos_optim import distributed
 from cosmos_optim.groups import routes
 from cosmos_optim.optim.base import MatrixOptimizer
-from cosmos_optim.optim.hyper import COMMON, check_keys, rule_named
+from cosmos_optim.optim.hyper import COMMON, check_keys, in_one_form, rule_named
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.base import two_sided
 from cosmos_optim.rules.cosmos import PAPER
@@ -112,13 +112,10 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
             raise ValueError(f"rule {rule!r} has no hyper-parameter {key!r}{close_to(key, known)}")
     rows = []
     for place, route in routes(model, rule, **routing):
-        if "two_sided" in route.settings and two_sided(route.rule) in RULES:
-            settings = {key: value for key, value in route.settings.items() if key != "two_sided"}
-            both = two_sided(route.rule) if route.settings["two_sided"] else route.rule
-            route = replace(route, rule=both, settings=settings)
-        check_keys(route.settings, rule_named(route.rule))
-        group = {**COMMON, **RULES[route.rule].hyper, **hyper, **route.settings}
-        rows.append(_row(place.name, place.p, route.rule, route.why, group))
+        name, settings = in_one_form(route.rule, route.settings)
+        check_keys(settings, rule_named(name))
+        group = {**COMMON, **RULES[name].hyper, **hyper, **settings}
+        rows.append(_row(place.name, place.p, name, route.why, group))
     return Plan(tuple(rows))
 
 

@@ -158,12 +158,6 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(shape: tuple[int, ...]) -
     assert run_ranks(3, one_overflow, torch.Size(shape)) == [[1.0, 1.0, 2.0]] * 3
 
 
-def test_a_stack_that_nobody_used_is_left_alone() -> None:
-    """None everywhere is no gradient, on ranks as on one process."""
-    for before, after in run_ranks(2, unused):
-        assert torch.equal(before, after)
-
-
 def unused(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two steps with a gradient and two without."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -179,6 +173,12 @@ def unused(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
             p.grad = None
         opt.step()
     return before, p.full_tensor().detach()
+
+
+def test_a_stack_that_nobody_used_is_left_alone() -> None:
+    """None everywhere is no gradient, on ranks as on one process."""
+    for before, after in run_ranks(2, unused):
+        assert torch.equal(before, after)
 
 
 def fifty_steps(rank: int) -> dict[str, bytes]:

@@ -44,8 +44,8 @@ def test_equal_parts_at_once(
         team = Team(None, at, me)  # type: ignore[arg-type]
         tiles = tiling(cuts, mesh, team)
         quick, plain = Exchange(team, count, [tiles, tiles]), Exchange(team, count, [tiles, tiles])
-        assert quick.even == (step is not None) and (step is None or quick.grids[0].step == step)
-        plain.even = False
+        assert [grid.step for grid in quick.grids] == ([] if step is None else [step, step])
+        plain.grids = []
         stacks = [torch.randn(count, *tiles.shapes[me]) for _ in range(2)]
         wholes = quick.to_owners(stacks)
         for a, b in zip(wholes, plain.to_owners(stacks), strict=True):

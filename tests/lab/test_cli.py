@@ -8,9 +8,9 @@ import pytest
 
 from cosmos_lab import commands, flags
 from cosmos_lab.cli import main
-from cosmos_lab.commands import CompareCommand
 from cosmos_lab.config import RunConfig
 from cosmos_lab.flags import parse_extra, parse_lrs
+from cosmos_lab.options import CompareCommand
 from cosmos_lab.profile import ProfileConfig
 from cosmos_lab.recipes import RECIPES
 

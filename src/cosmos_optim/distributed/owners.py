@@ -114,8 +114,7 @@ class Exchange:
         self.sizes = [sum(torch.Size(t.shapes[i]).numel() for t in tilings) for i in range(k)]
         rows = all(t.axis is not None for t in tilings)
         grids = [t.grid for t in tilings]
-        self.grids = [] if rows else [grid for grid in grids if grid is not None]
-        self.even = bool(self.grids) and len(self.grids) == len(grids)
+        self.grids = [] if rows or None in grids else [grid for grid in grids if grid is not None]
         alike = [tuple(t.shapes[i] for t in tilings) if rows else i for i in range(k)]
         self.runs = [[i for i, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
 
@@ -132,7 +131,7 @@ class Exchange:
         arrived = comm.exchange(flat, send, receive, self.team.group)
         if not owned:  # most ranks, where there are more of them than matrices
             return [arrived.new_empty(0, *t.whole) for t in self.tilings]
-        if self.even:
+        if self.grids:
             parts = self._columns(arrived.view(self.team.size, -1), 0, owned)
             return [grid.join(part, owned) for grid, part in zip(self.grids, parts, strict=True)]
         pieces: list[list[Tensor]] = [[] for _ in self.tilings]
@@ -153,14 +152,7 @@ class Exchange:
         owned = self.counts[here]
         send = [owned * size for size in self.sizes]
         receive = [self.counts[j] * self.sizes[here] for j in range(self.team.size)]
-        rows = [] if owned else [wholes[0].new_empty(0)]
-        if self.even and owned:
-            cuts = [grid.cut(x) for grid, x in zip(self.grids, wholes, strict=True)]
-            rows.append((cuts[0] if len(cuts) == 1 else torch.cat(cuts, dim=1)).reshape(-1))
-        for run in self.runs if owned and not self.even else ():
-            parts = [_cut(x, t, run).reshape(len(run), -1) for x, t in zip(wholes, self.tilings, strict=True)]
-            rows.append((parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(-1))
-        arrived = comm.exchange(torch.cat(rows), send, receive, self.team.group)
+        arrived = comm.exchange(self._outgoing(wholes), send, receive, self.team.group)
         shapes = [t.shapes[here] for t in self.tilings]
         if len(shapes) == 1:
             return [arrived.view(sum(self.counts), *shapes[0])]
@@ -170,6 +162,18 @@ class Exchange:
                 stack.append(part)
         return [torch.cat([p.view(-1) for p in s]).view(-1, *shape) if torch.Size(shape).numel() else
                 s[0].new_empty(sum(self.counts), *shape) for s, shape in zip(stacks, shapes, strict=True)]  # fmt: skip
+
+    def _outgoing(self, wholes: Sequence[Tensor]) -> Tensor:
+        """What the ranks are sent, one after the other."""
+        if not self.counts[self.team.me]:
+            return wholes[0].new_empty(0)
+        if self.grids:
+            cuts = [[grid.cut(x) for grid, x in zip(self.grids, wholes, strict=True)]]
+        else:
+            cuts = [[_cut(x, t, run).reshape(len(run), -1) for x, t in zip(wholes, self.tilings, strict=True)]
+                    for run in self.runs]  # fmt: skip
+        rows = [(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(-1) for parts in cuts]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _columns(self, rows: Tensor, rank: int, count: int) -> tuple[Tensor, ...]:
         """Cut the bytes of one rank (each row) into the tensors they hold."""

@@ -79,7 +79,7 @@ class ShardedPlace(Place):
             self._journeys[count] = Exchange(self.team, count, self.travelling, self.first)
         return self._journeys[count]
 
-    @property
+    @cached_property
     def travelling(self) -> list[Tiling]:
         """What an owner needs."""
         return [self.tiles]
@@ -88,9 +88,13 @@ class ShardedPlace(Place):
     def _journeys(self) -> dict[int, Exchange]:
         return {}
 
+    @cached_property
+    def _largest(self) -> int:
+        return max(torch.Size(shape).numel() for tiles in self.travelling for shape in tiles.shapes)
+
     def numel(self, p: Tensor) -> int:
-        """Elements of the largest part."""
-        return max(torch.Size(shape).numel() for shape in self.tiles.shapes)
+        """Elements of the largest part of what travels."""
+        return self._largest
 
     def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
         """Local products and sums over ranks."""
@@ -106,15 +110,11 @@ class OwnedPlace(ShardedPlace):
 
     state: tuple[tuple[str, tuple[Cut, ...]], ...] = ()
 
-    def numel(self, p: Tensor) -> int:
-        """Elements of the largest part of the gradient or of a state tensor."""
-        return max(torch.Size(shape).numel() for tiles in self.travelling for shape in tiles.shapes)
-
     def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
         """Plain: the rule sees whole matrices."""
         return local(m, n, skip=skip)
 
-    @property
+    @cached_property
     def travelling(self) -> list[Tiling]:
         """The gradient and the state."""
         return [self.tiles, *(tiling(cuts, self.mesh_shape, self.team) for _, cuts in self.state)]

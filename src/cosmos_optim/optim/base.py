@@ -20,7 +20,7 @@ from cosmos_optim.groups import as_groups
 from cosmos_optim.layout import Layout, refuse_deep
 from cosmos_optim.optim import checkpoint, execute, gradients
 from cosmos_optim.optim.entries import Entry
-from cosmos_optim.optim.hyper import COMMON, ROUTING, check_keys, check_values, rule_named
+from cosmos_optim.optim.hyper import COMMON, ROUTING, check_keys, check_values, in_one_form, rule_named
 from cosmos_optim.optim.precision import exact_products
 from cosmos_optim.optim.replay import Replays
 from cosmos_optim.rules import RULES, Rule
@@ -99,10 +99,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         `two_sided` chooses between the two forms of the optimizer's own rule, where it has two.
         """
         group, own = dict(param_group), self._setup["rule"]
-        if two_sided(own) in RULES and group.get("rule", own) == own:
-            asked = group.pop("two_sided", self._setup["hyper"].get("two_sided", False))
-            group["rule"] = two_sided(own) if asked else own
-        rule = self._rule_of(group)
+        if group.get("rule", own) == own:
+            name, group = in_one_form(own, group, self._setup["hyper"].get("two_sided", False))
+            group["rule"] = name
+        rule = rule_named(group["rule"])
         group["rule"] = rule.name
         if not rule.elementwise and "layout" not in group:
             refuse_deep(group["params"], rule)
@@ -117,9 +117,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
-
-    def _rule_of(self, group: dict[str, Any]) -> Rule:
-        return rule_named(group.get("rule", self._setup["rule"]))
 
     def _fill(self, group: dict[str, Any], rule: Rule) -> None:
         """Defaults, then the optimizer's arguments, then the group's own; then the checks."""

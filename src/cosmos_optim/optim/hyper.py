@@ -7,7 +7,7 @@ from typing import Any
 
 from cosmos_optim.layout import LAYOUTS
 from cosmos_optim.rules import RULES, Rule
-from cosmos_optim.rules.base import require
+from cosmos_optim.rules.base import require, two_sided
 from cosmos_optim.suggest import close_to
 
 # What every group has, whatever its rule.
@@ -36,6 +36,17 @@ def rule_named(name: str) -> Rule:
     if name not in RULES:
         raise ValueError(f"there is no rule {name!r}{close_to(name, RULES)}; the rules are {sorted(RULES)}")
     return RULES[name]
+
+
+def in_one_form(name: str, group: Mapping[str, Any], both: bool = False) -> tuple[str, dict[str, Any]]:
+    """Of a rule with a two-sided form the name of the one that a group asks for, and the group without the question.
+
+    both: the form of a group that does not ask.
+    """
+    left = dict(group)
+    if two_sided(name) in RULES:
+        name = two_sided(name) if left.pop("two_sided", both) else name
+    return name, left
 
 
 def check_keys(group: Mapping[str, Any], rule: Rule) -> None:

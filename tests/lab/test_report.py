@@ -84,6 +84,18 @@ def test_broken_folders_are_shown_as_such(
     assert note in text
 
 
+def test_folders_without_a_run_are_named_on_the_terminal(
+    tmp_path: Path, no_figures: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(tmp_path / "runs" / "good", "adam", [3.0])
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    assert not caplog.messages
+    (tmp_path / "runs" / "other").mkdir()
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    (told,) = caplog.messages
+    assert "One folder could not be shown." in told and "other: the folder holds no config.json" in told
+
+
 def test_a_file_that_is_a_folder_and_bytes_that_are_no_text(tmp_path: Path, no_figures: None) -> None:
     folder = make_run(tmp_path / "run", "adam", [3.0])
     (folder / "summary.json").unlink()

@@ -10,7 +10,7 @@ from cosmos_lab.data.files import atomic_write, disk_error
 from cosmos_lab.report.loading import find_runs, load_run
 from cosmos_lab.report.page import render
 from cosmos_lab.report.results import Task, arrange
-from cosmos_lab.report.words import summary
+from cosmos_lab.report.words import reason, summary, unreadable
 
 __all__ = ["summarize", "write_report"]
 
@@ -20,8 +20,8 @@ _log = logging.getLogger("cosmos_lab.report")
 def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training report") -> Path:
     """Writes ``out``/index.html and ``out``/figures/ about run folders, or folders of them; returns the page's path.
 
-    Unfinished, diverged, empty and broken runs are shown as what they are. Without matplotlib the page is written all
-    the same, and a warning says how to get the figures.
+    Unfinished, diverged, empty and broken runs are shown as what they are, and a warning counts the folders that hold
+    no run to show. Without matplotlib the page is written all the same, and a warning says how to get the figures.
 
     Raises:
         ValueError: no folder is given, or one does not exist.
@@ -36,6 +36,9 @@ def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training 
             file.write(text.encode())
     except OSError as error:
         raise disk_error(error, page, "free some space or choose another folder with -o") from error
+    if misfits:
+        first = misfits[0]
+        _log.warning("%s %s: %s", unreadable(misfits), first.folder, reason(first))
     return page
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from cosmos_lab.report.loading import Run
 from cosmos_lab.report.results import Group, Spread, Task, flatten
 from cosmos_lab.report.style import Look, count, rate, seconds, significant, size
-from cosmos_lab.report.words import at_edge
+from cosmos_lab.report.words import at_edge, reason
 
 Column = tuple[str, str, Callable[[float | None], str]]
 
@@ -167,7 +167,7 @@ def misfits(runs: Sequence[Run]) -> str:
         return ""
     items = "".join(
         f'<tr><th scope="row" class="l">{escape(str(run.folder))}</th><td class="l">{tag(run.status)}</td>'
-        f'<td class="l">{escape("; ".join(run.notes) or "config.json names no optimizer")}</td></tr>'
+        f'<td class="l">{escape(reason(run))}</td></tr>'
         for run in runs
     )
     return (

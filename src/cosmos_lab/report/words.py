@@ -62,6 +62,11 @@ def unreadable(runs: Sequence[Run]) -> str:
     return "One folder could not be shown." if len(runs) == 1 else f"{len(runs)} folders could not be shown."
 
 
+def reason(run: Run) -> str:
+    """Why a folder cannot be shown."""
+    return "; ".join(run.notes) or "config.json names no optimizer"
+
+
 def at_edge(task: Task, group: Group) -> str:
     """Whether a best group's rate is the lowest or highest of a sweep, beyond which a better one may lie."""
     line = [other.lr for other in task.sweeps.get(group.method, ()) if other.lr is not None]

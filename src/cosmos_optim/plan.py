@@ -15,7 +15,7 @@ from cosmos_optim.groups import routes
 from cosmos_optim.optim.base import MatrixOptimizer
 from cosmos_optim.optim.hyper import COMMON, check_keys, in_one_form, rule_named
 from cosmos_optim.rules import RULES
-from cosmos_optim.rules.base import two_sided
+from cosmos_optim.rules.base import require_number, two_sided
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.suggest import close_to
 
@@ -103,18 +103,19 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     if rule == "cosmos-paper":
         rule, hyper = "cosmos", {**PAPER, **hyper}
     routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
-    if hyper.pop("two_sided", False):
-        rule = two_sided(rule)
     rule_named(rule)
+    both = hyper.pop("two_sided", False) if two_sided(rule) in RULES else False
+    require_number("two_sided", both, flag=True)
     known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "lr", "adam_lr"}
     for key in hyper:
         if key not in known:
             raise ValueError(f"rule {rule!r} has no hyper-parameter {key!r}{close_to(key, known)}")
     rows = []
     for place, route in routes(model, rule, **routing):
-        name, settings = in_one_form(route.rule, route.settings)
+        name, settings = in_one_form(rule, {"rule": route.rule, **route.settings}, both)
         check_keys(settings, rule_named(name))
         group = {**COMMON, **RULES[name].hyper, **hyper, **settings}
+        RULES[name].check(group)
         rows.append(_row(place.name, place.p, name, route.why, group))
     return Plan(tuple(rows))
 

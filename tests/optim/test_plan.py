@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_optim import Cosmos, param_groups, plan
+from cosmos_optim import Cosmos, Muon, param_groups, plan
 from tests.optim.helpers import Decoder, decoder
 
 
@@ -18,6 +18,7 @@ from tests.optim.helpers import Decoder, decoder
         ({"up.weight": "adamw"}, ValueError, "there is no rule 'adamw' .did you mean 'adam'"),
         ({"up.weight": {"wd": 1}}, ValueError, "no hyper-parameter 'wd'"),
         ({"up.weight": {"layout": "transposed"}}, ValueError, "layout='transposed'"),
+        ({"up.weight": {"rule": "soap", "two_sided": True}}, ValueError, "'soap' has no hyper-parameter 'two_sided'"),
         (["up.weight"], TypeError, "must map patterns"),
     ],
 )
@@ -28,12 +29,29 @@ def test_a_plan_refuses_what_the_optimizer_would(overrides: Any, error: type[Exc
         Cosmos(param_groups(decoder(), overrides=overrides))
 
 
-def test_a_plan_knows_both_sides_in_an_override() -> None:
-    overrides = {"up.weight": {"two_sided": True}, "down.weight": {"two_sided": False}}
-    groups = Cosmos(param_groups(decoder(), overrides=overrides)).param_groups
+@pytest.mark.parametrize(
+    ("kind", "hyper", "message"),
+    [
+        (Cosmos, {"rank": 0}, "rank=0 is not valid"),
+        (Cosmos, {"two_sided": "x"}, "two_sided='x' is not valid"),
+        (Muon, {"two_sided": False}, "'two_sided'"),
+    ],
+)
+def test_and_its_arguments(kind: type[torch.optim.Optimizer], hyper: dict[str, Any], message: str) -> None:
+    for make in (lambda: plan(decoder(), kind.rule, **hyper), lambda: kind(decoder(), **hyper)):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("asked", [{"up.weight": True}, {"up.weight": False, "down.weight": True}, {}])
+def test_a_plan_knows_both_sides(both: bool, asked: dict[str, bool]) -> None:
+    overrides = {name: {"two_sided": answer} for name, answer in asked.items()}
+    groups = Cosmos(param_groups(decoder(), overrides=overrides), two_sided=both).param_groups
     rules = {name: group["rule"] for group in groups for name in group["param_names"]}
-    assert {row.name: row.rule for row in plan(decoder(), overrides=overrides).rows} == rules
-    assert rules["up.weight"] == "cosmos-two-sided"
+    assert {row.name: row.rule for row in plan(decoder(), two_sided=both, overrides=overrides).rows} == rules
+    for name in ("up.weight", "down.weight"):
+        assert rules[name] == ("cosmos-two-sided" if asked.get(name, both) else "cosmos")
 
 
 def test_the_plan_names_every_parameter_and_adds_up() -> None:

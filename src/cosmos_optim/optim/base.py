@@ -98,12 +98,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         `two_sided` chooses between the two forms of the optimizer's own rule, where it has two.
         """
-        group, own = dict(param_group), self._setup["rule"]
-        if group.get("rule", own) == own:
-            name, group = in_one_form(own, group, self._setup["hyper"].get("two_sided", False))
-            group["rule"] = name
-        rule = rule_named(group["rule"])
-        group["rule"] = rule.name
+        both = self._setup["hyper"].get("two_sided", False)
+        name, group = in_one_form(self._setup["rule"], param_group, both)
+        rule = rule_named(name)
+        group["rule"] = name
         if not rule.elementwise and "layout" not in group:
             refuse_deep(group["params"], rule)
         self._fill(group, rule)

@@ -38,14 +38,16 @@ def rule_named(name: str) -> Rule:
     return RULES[name]
 
 
-def in_one_form(name: str, group: Mapping[str, Any], both: bool = False) -> tuple[str, dict[str, Any]]:
-    """Of a rule with a two-sided form the name of the one that a group asks for, and the group without the question.
+def in_one_form(own: str, group: Mapping[str, Any], both: bool) -> tuple[str, dict[str, Any]]:
+    """The name of a group's rule, and the group without what told it: `rule` and `two_sided`.
 
+    own: the optimizer's rule, which is the group's unless it names one, and may have two forms to choose from.
     both: the form of a group that does not ask.
     """
     left = dict(group)
-    if two_sided(name) in RULES:
-        name = two_sided(name) if left.pop("two_sided", both) else name
+    name = left.pop("rule", own)
+    if name == own and two_sided(own) in RULES:
+        name = two_sided(own) if left.pop("two_sided", both) else own
     return name, left
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra
+from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules import cosmos
-from cosmos_optim.rules.base import Hyper, Rule, State
+from cosmos_optim.rules.rule import Hyper, Rule, State
 
 # The paper's, but for the rank, which is drawn.
 PAPER = {name: value for name, value in cosmos.PAPER.items() if name != "rank"}

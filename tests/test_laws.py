@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cosmos_optim import OPTIMIZERS
 from cosmos_optim.rules import RULES
-from cosmos_optim.rules.base import Rule
+from cosmos_optim.rules.rule import Rule
 from tests.law_problems import Problem, advance, fresh, problems, random, run, settled
 
 EXACT = 1e-7  # fp64, but a law compares two roundings of the first basis, whose gap is whatever hypothesis draws

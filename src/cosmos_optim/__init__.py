@@ -6,9 +6,9 @@ opt = Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
 print(plan(model))
 """
 
-from cosmos_optim.groups import param_groups
 from cosmos_optim.optim import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, MuonNorm, NorMuon
-from cosmos_optim.plan import Plan, plan
+from cosmos_optim.routing.param_groups import param_groups
+from cosmos_optim.routing.plan import Plan, plan
 
 __all__ = [
     "OPTIMIZERS",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_optim.kernels.symmetric import ALL, Only
+from cosmos_optim.cuda.kernels.syrk import ALL, Only
 from cosmos_optim.linalg.coefficients import COEFFICIENTS, STARTS, Start
 from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from cosmos_optim.algebra import Algebra
-from cosmos_optim.linalg import orthonormal
-from cosmos_optim.linalg.orthonormal import by_cholesky, completed, inverse_factor
+from cosmos_optim.linalg import cholesky_qr as orthonormal
+from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.cholesky_qr import by_cholesky, completed, inverse_factor
 from cosmos_optim.linalg.subspace import first_basis
 
 N = 40

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra
-from cosmos_optim.fused import FusedAlgebra
-from cosmos_optim.kernels.backend import INTERPRET, power_of_two
+from cosmos_optim.cuda.fused import FusedAlgebra
+from cosmos_optim.cuda.kernels.launch import INTERPRET, power_of_two
 from cosmos_optim.linalg import subspace
+from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.subspace import first_basis
 
 # Single precision; the gaps below are wide enough for the steps that are made.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cosmos_optim import Cosmos, param_groups, plan
-from cosmos_optim.groups import routes
+from cosmos_optim.routing.param_groups import routes
 from tests.optim.helpers import decoder, gradient
 
 

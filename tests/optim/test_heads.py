@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from cosmos_optim.groups import routes
+from cosmos_optim.routing.param_groups import routes
 
 
 def rules(model: nn.Module, **kwargs) -> dict[str, str]:

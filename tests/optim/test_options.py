@@ -8,7 +8,7 @@ import torch._dynamo.testing
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper
-from cosmos_optim.rounding import stochastic_bfloat16
+from cosmos_optim.engine.rounding import stochastic_bfloat16
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
 from tests.optim.helpers import decoder, gradient, loss_of, matrix, small_rank, train

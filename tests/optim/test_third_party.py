@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from cosmos_optim import OPTIMIZERS, Adam, AdamMini, Cosmos, Muon, param_groups, plan
-from cosmos_optim.groups import routes
+from cosmos_optim.routing.param_groups import routes
 from tests.optim.helpers import decoder, gradient, matrix, small_rank, train
 
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cosmos_optim.kernels.symmetric import ALL, Only
+from cosmos_optim.cuda.kernels.syrk import ALL, Only
 from cosmos_optim.linalg.coefficients import COEFFICIENTS, STARTS, Row, Start, Step
 
 # From this length over width on, the Gram form is cheaper by more than it costs in accuracy.

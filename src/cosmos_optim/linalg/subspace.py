@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra
+from cosmos_optim.linalg.algebra import Algebra
 
 # A first basis in float32 is as good as its rounding after this many steps wherever the spectrum has a real gap.
 START_STEPS = {torch.float32: 8, torch.float64: 100}

@@ -1,8 +1,8 @@
 """The optimizer classes: thin shells that bind a rule to the one engine."""
 
-from cosmos_optim.optim.base import MatrixOptimizer
 from cosmos_optim.optim.cosmos import Cosmos, CosmosPaper
-from cosmos_optim.optim.peers import SOAP, Adam, AdamMini, GaLore, Muon, MuonNorm, NorMuon
+from cosmos_optim.optimizer import MatrixOptimizer
+from cosmos_optim.optimizers import SOAP, Adam, AdamMini, GaLore, Muon, MuonNorm, NorMuon
 
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
     "cosmos": Cosmos,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cosmos_optim.optim.base import MatrixOptimizer
+from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.rules.cosmos import PAPER
 
 

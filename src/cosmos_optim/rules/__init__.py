@@ -1,7 +1,7 @@
 """The update rules by name. Each is one pure function over an Algebra."""
 
 from cosmos_optim.rules import adam, adam_mini, cosmos, galore, muon, soap
-from cosmos_optim.rules.base import Rule, Slot
+from cosmos_optim.rules.rule import Rule, Slot
 
 RULES: dict[str, Rule] = {
     rule.name: rule

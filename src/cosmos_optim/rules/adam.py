@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra
-from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps
+from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules.common import correction, quotient
+from cosmos_optim.rules.rule import Hyper, Probe, Rule, Slot, State, check_betas, check_eps
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8}
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra
+from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.coefficients import COEFFICIENTS
+from cosmos_optim.linalg.moments import correction, quotient
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
-from cosmos_optim.linalg.thin import correction, quotient
-from cosmos_optim.rules.base import Hyper, require
+from cosmos_optim.rules.rule import Hyper, require
 
 __all__ = [
     "check_momentum", "check_newton_schulz", "correction", "due", "look_ahead", "newton_schulz_of", "quotient"

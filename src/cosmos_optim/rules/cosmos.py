@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra, sum_of_squares
+from cosmos_optim.linalg.algebra import Algebra, sum_of_squares
+from cosmos_optim.linalg.moments import Adam
 from cosmos_optim.linalg.subspace import first_basis, power_step
-from cosmos_optim.linalg.thin import Adam
-from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require, require_number
 from cosmos_optim.rules.common import check_momentum, check_newton_schulz, look_ahead, newton_schulz_of
+from cosmos_optim.rules.rule import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require, require_number
 
 HYPER: dict[str, Any] = {
     "betas": (0.9, 0.98),

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra
+from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.subspace import first_basis
 from cosmos_optim.rules import adam
-from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
 from cosmos_optim.rules.common import due
+from cosmos_optim.rules.rule import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require
 
 HYPER: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "rank": 128, "update_gap": 200, "scale": 0.25}
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from cosmos_optim.algebra import Algebra
-from cosmos_optim.rules.base import Hyper, Probe, Rule, Slot, State, check_eps, require
+from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules.common import check_momentum, check_newton_schulz, look_ahead, newton_schulz_of
+from cosmos_optim.rules.rule import Hyper, Probe, Rule, Slot, State, check_eps, require
 
 # The paper's sqrt(m) assumes that m is the longer side. The other two are torch.optim.Muon's.
 SCALINGS: dict[str, Callable[[int, int], float]] = {

@@ -1,5 +1,0 @@
-"""Triton kernels, one operation a file: the formula, the kernel, its wrapper, and the same in plain torch."""
-
-from cosmos_optim.kernels.backend import available
-
-__all__ = ["available"]

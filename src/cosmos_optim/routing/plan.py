@@ -1,0 +1,142 @@
+"""The plan: every parameter, its rule, rank and state, before a byte is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cosmos_optim import sharding as distributed
+from cosmos_optim.hyperparameters import COMMON, check_keys, in_one_form, rule_named
+from cosmos_optim.optimizer import MatrixOptimizer
+from cosmos_optim.routing.param_groups import routes
+from cosmos_optim.rules import RULES
+from cosmos_optim.rules.cosmos import PAPER
+from cosmos_optim.rules.rule import require_number, two_sided
+from cosmos_optim.suggest import close_to
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of a plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    why: str
+    rank: int | None
+    state_elements: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an optimizer will do with a model. Printing it gives a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all state."""
+        return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of all state."""
+        return sum(row.state_elements for row in self.rows)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(row.shape) for row in self.rows)
+
+    def totals(self) -> dict[str, tuple[int, int, int]]:
+        """By rule: tensors, parameters, state bytes."""
+        totals: dict[str, tuple[int, int, int]] = {}
+        for row in self.rows:
+            count, size, state = totals.get(row.rule, (0, 0, 0))
+            totals[row.rule] = (count + 1, size + math.prod(row.shape), state + row.state_bytes)
+        return totals
+
+    def __str__(self) -> str:
+        table = [("parameter", "shape", "rule", "because", "rank", "state")]
+        for row in self.rows:
+            shape = " x ".join(map(str, row.shape)) or "scalar"
+            rank = "" if row.rank is None else str(row.rank)
+            table.append((row.name, shape, row.rule, row.why, rank, human(row.state_bytes)))
+        widths = [max(len(line[i]) for line in table) for i in range(6)]
+        right = (False, True, False, False, True, True)
+        lines = []
+        for line in table:
+            cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        rule = "-" * max(map(len, lines))
+        sums = [f"{name}: {count} tensors, {size:,} parameters, {human(state)} of state"
+                for name, (count, size, state) in self.totals().items()]  # fmt: skip
+        total = f"total: {len(self.rows)} tensors, {self.parameters:,} parameters, {human(self.state_bytes)} of state"
+        return "\n".join([lines[0], rule, *lines[1:], rule, *sums, total])
+
+
+def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any) -> Plan:
+    """The table of parameters, rules and state for a model, or for an optimizer as it is.
+
+    `rule` is a rule's name, or "cosmos-paper"; `hyper` takes its hyper-parameters, and `overrides` and `head` as
+    `param_groups` does. A model on the meta device is enough.
+
+    >>> print(plan(nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32, bias=False)), rank=4))
+    parameter     shape  rule    because    rank     state
+    ------------------------------------------------------
+    0.weight   100 x 16  adam    embedding        12.5 KiB
+    1.weight    32 x 16  cosmos  linear        4  2.94 KiB
+    ------------------------------------------------------
+    adam: 1 tensors, 1,600 parameters, 12.5 KiB of state
+    cosmos: 1 tensors, 512 parameters, 2.94 KiB of state
+    total: 2 tensors, 2,112 parameters, 15.4 KiB of state
+    """
+    if isinstance(model, MatrixOptimizer):
+        return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)
+                          for group in model.param_groups for p in group["params"]))  # fmt: skip
+    if rule == "cosmos-paper":
+        rule, hyper = "cosmos", {**PAPER, **hyper}
+    routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
+    rule_named(rule)
+    both = hyper.pop("two_sided", False) if two_sided(rule) in RULES else False
+    require_number("two_sided", both, flag=True)
+    known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "lr", "adam_lr"}
+    for key in hyper:
+        if key not in known:
+            raise ValueError(f"rule {rule!r} has no hyper-parameter {key!r}{close_to(key, known)}")
+    rows = []
+    for place, route in routes(model, rule, **routing):
+        name, settings = in_one_form(rule, {"rule": route.rule, **route.settings}, both)
+        check_keys(settings, rule_named(name))
+        group = {**COMMON, **RULES[name].hyper, **hyper, **settings}
+        RULES[name].check(group)
+        rows.append(_row(place.name, place.p, name, route.why, group))
+    return Plan(tuple(rows))
+
+
+def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> Row:
+    slots = distributed.layout_of(name, p, RULES[rule], dict(group)).slots(group)
+    wide = torch.promote_types(p.dtype, torch.float32)
+    elements = {key: math.prod(slot.shape) for key, slot in slots.items()}
+    size = sum(elements[key] * (slot.dtype or wide).itemsize for key, slot in slots.items())
+    rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
+    return Row(name, tuple(p.shape), rule, why, rank, sum(elements.values()), size + 4)
+
+
+def human(size: int) -> str:
+    """Bytes for people, three digits.
+
+    >>> human(2887), human(5_900_000_000)
+    ('2.82 KiB', '5.49 GiB')
+    """
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.3g} {units[0]}"

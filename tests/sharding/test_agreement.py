@@ -1,0 +1,226 @@
+"""Ranks decide alike and stay alike."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cosmos_optim import Cosmos
+from tests.sharding.problems import Case, Few, gathered, gradient, hsdp, placed, steps
+from tests.sharding.ranks import run_ranks
+
+CLOSE_64 = 1e-9
+SHAPE = torch.Size((6, 5))
+
+
+def matrix(mesh: Any, seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(placed(gradient(seed, SHAPE, 0, torch.float64), mesh, (Shard(0),)))
+
+
+def one_bad_rank(rank: int, nonfinite: str) -> Any:
+    """The second step has a NaN in the part of rank 1 only."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p, b = matrix(mesh), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    groups = [{"params": [p]}, {"params": [b], "rule": "adam"}]
+    opt = Cosmos(groups, lr=0.01, rank=2, gamma=0.25, nonfinite=nonfinite)
+    seen: list[Any] = []
+    for step in range(3):
+        p.grad = placed(gradient(0, SHAPE, step, torch.float64), mesh, (Shard(0),))
+        b.grad = torch.ones_like(b)
+        if step == 1 and rank == 1:
+            p.grad.to_local()[0, 0] = float("nan")
+        try:
+            opt.step()
+        except FloatingPointError as error:
+            seen.append(str(error))
+        seen.append((p.full_tensor().detach().clone(), b.detach().clone(), float(opt.state[p]["step"])))
+    assert opt.skipped_steps == (nonfinite == "skip")
+    return seen
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_bad_gradient_on_one_rank_is_bad_on_all(nonfinite: str) -> None:
+    """Nothing moves on any rank, in no group, and the next step is taken by all."""
+    for seen in run_ranks(3, one_bad_rank, nonfinite):
+        errors = [x for x in seen if isinstance(x, str)]
+        first, second, third = (x for x in seen if not isinstance(x, str))
+        assert len(errors) == (nonfinite == "raise")
+        assert all(torch.equal(a, b) for a, b in zip(first[:2], second[:2], strict=True))
+        assert (first[2], second[2], third[2]) == (1.0, 1.0, 2.0)
+        assert not torch.equal(second[0], third[0])
+        assert third[0].isfinite().all()
+
+
+def first_rows_zero(rank: int) -> torch.Tensor:
+    """A first gradient that is zero on rank 0 alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    start = gradient(0, SHAPE, 0, torch.float64)
+    p = nn.Parameter(start if mesh is None else placed(start, mesh, (Shard(0),)))
+    opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25, ns_dtype=torch.float64)
+    for step in range(3):
+        G = gradient(0, SHAPE, step, torch.float64)
+        if step in (0, 2):
+            G[:2] = 0
+        p.grad = G if mesh is None else placed(G, mesh, (Shard(0),))
+        opt.step()
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+@pytest.mark.parametrize("world", [3, 8])
+def test_a_zero_part_is_no_zero_gradient(world: int) -> None:
+    """All ranks take their first basis in the same step; two of eight hold no row at all."""
+    expected = first_rows_zero(0)
+    for found in run_ranks(world, first_rows_zero):
+        assert float((found - expected).abs().max()) < CLOSE_64
+
+
+def starved(rank: int, placements: Any, experts: int, nonfinite: str) -> torch.Tensor:
+    """Experts over a mesh of 2 x 2: one without a gradient in every other step, two with part of a gradient."""
+    mesh = init_device_mesh("cpu", (2, 2)) if dist.is_initialized() else None
+    shape = torch.Size((experts, 6, 4))
+    start = gradient(0, shape, 0, torch.float64)
+    p = nn.Parameter(start if mesh is None else placed(start, mesh, placements))
+    opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25, weight_decay=0.1, ns_dtype=torch.float64, nonfinite=nonfinite)
+    for step in range(5):
+        G = gradient(1, shape, step, torch.float64)
+        G[1] *= step % 2 == 0
+        if step:
+            G[-2, :, :2] = 0
+            G[-1, 3:] = 0
+        p.grad = G if mesh is None else placed(G, mesh, placements)
+        opt.step()
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(2), Shard(1)), (Shard(0), Replicate()), (Shard(0), Shard(0))],
+)
+@pytest.mark.parametrize(("experts", "nonfinite"), [(5, "skip"), (4, "raise")])  # four: some ranks have one each
+def test_an_expert_without_a_gradient_stays_wherever_it_lies(placements: Any, experts: int, nonfinite: str) -> None:
+    """Ranks that hold parts of one matrix decide together: a part of zeros is no matrix without a gradient."""
+    expected = starved(0, placements, experts, nonfinite)
+    for found in run_ranks(4, starved, placements, experts, nonfinite):
+        assert float((found - expected).abs().max()) < CLOSE_64
+
+
+def without_tokens(rank: int, placements: Any, bad_step: int, nonfinite: str) -> torch.Tensor:
+    """Experts of which those of the last expert-parallel rank have the gradient None in one step."""
+    mesh = init_device_mesh("cpu", (2, 2)) if dist.is_initialized() else None
+    shape = torch.Size((4, 6, 5))
+    start = gradient(0, shape, 0, torch.float64)
+    stacks = [nn.Parameter(start.clone() if mesh is None else placed(start, mesh, placements)) for _ in range(3)]
+    groups = [{"params": stacks[:2]}, {"params": stacks[2:], "rule": "adam"}]
+    options = {"weight_decay": 0.1, "ns_dtype": torch.float64, "nonfinite": nonfinite, "missing": "zero"}
+    opt = Cosmos(groups, lr=0.01, rank=2, gamma=0.25, **options)
+    for step in range(3):
+        for i, p in enumerate(stacks):
+            G = gradient(i, shape, step, torch.float64)
+            if step == bad_step and i > 0:
+                G[2:] = 0
+            p.grad = G if mesh is None else placed(G, mesh, placements)
+        if mesh is not None and step == bad_step and mesh.get_coordinate()[0] == 1:
+            stacks[1].grad = stacks[2].grad = None
+        opt.step()
+    return torch.stack([(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in stacks])
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(0), Shard(1))])
+@pytest.mark.parametrize(("bad_step", "nonfinite"), [(0, "skip"), (1, "skip"), (1, "raise")])
+def test_experts_without_tokens_may_have_no_gradient(placements: Any, bad_step: int, nonfinite: str) -> None:
+    """On the ranks that hold them, whatever their rule: the others have one, and all go on together."""
+    expected = without_tokens(0, placements, bad_step, nonfinite)
+    for found in run_ranks(4, without_tokens, placements, bad_step, nonfinite):
+        assert float((found - expected).abs().max()) < CLOSE_64
+
+
+def one_overflow(rank: int, shape: torch.Size) -> list[float]:
+    """A gradient scaler has found an overflow on the last rank alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p = nn.Parameter(placed(gradient(0, shape, 0, torch.float64), mesh, (Shard(0),)))
+    opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25)
+    counts = []
+    for step in range(3):
+        p.grad = placed(gradient(0, shape, step, torch.float64), mesh, (Shard(0),))
+        opt.found_inf = torch.tensor(float(rank == 2 and step == 1))
+        opt.step()
+        counts.append(float(opt.state[p]["step"]))
+    return counts
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])  # of two experts the last of three ranks has none
+def test_an_overflow_on_one_rank_skips_the_step_of_all(shape: tuple[int, ...]) -> None:
+    """Whatever a scaler tells the others."""
+    assert run_ranks(3, one_overflow, torch.Size(shape)) == [[1.0, 1.0, 2.0]] * 3
+
+
+def unused(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two steps with a gradient and two without."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shape = torch.Size((4, 6, 5))
+    p, q = (nn.Parameter(placed(gradient(0, shape, 0, torch.float64), mesh, (Shard(0),))) for _ in range(2))
+    opt = Cosmos([p, q], lr=0.01, rank=2, gamma=0.25, weight_decay=0.1)
+    for step in range(4):
+        for x in (p, q):
+            x.grad = placed(gradient(0, shape, step, torch.float64), mesh, (Shard(0),))
+        if step == 2:
+            before = p.full_tensor().detach().clone()
+        if step >= 2:
+            p.grad = None
+        opt.step()
+    return before, p.full_tensor().detach()
+
+
+def test_a_stack_that_nobody_used_is_left_alone() -> None:
+    """None everywhere is no gradient, on ranks as on one process."""
+    for before, after in run_ranks(2, unused):
+        assert torch.equal(before, after)
+
+
+def fifty_steps(rank: int) -> dict[str, bytes]:
+    """Everything this rank holds, bit by bit: weights and state."""
+    case = Case(Few, dtype=torch.float32)
+    model, opt = case.build(hsdp)
+    steps(model, opt, case.dtype, range(50))
+    held = {}
+    for name, p in model.named_parameters():
+        for key, value in {"weight": p, **opt.state[p]}.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            held[f"{name} {key}"] = local.detach().contiguous().numpy().tobytes()
+    assert dict(gathered(model))["odd.weight"].isfinite().all()
+    return held
+
+
+def test_replicas_are_equal_bit_by_bit() -> None:
+    """HSDP on 2 x 2 ranks: replicas hold the same parts, and all ranks the same of what nobody divides."""
+    a, b, c, d = run_ranks(4, fifty_steps)
+    assert a == c
+    assert b == d
+    whole = [key for key in a if key.endswith(" step") or (key.startswith("blocks") and key[-2:] in (" U", " S"))]
+    assert len(whole) > 7
+    for key in whole:
+        assert a[key] == b[key], key
+
+
+def a_sum_to_be_made(rank: int) -> tuple[float, float]:
+    """Sequence parallelism leaves gradients of replicated parameters as partial sums."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = gradient(0, SHAPE, 0, torch.float64)
+    p, q = (nn.Parameter(placed(whole, mesh, (Replicate(),))) for _ in range(2))
+    opt = Cosmos([p, q], lr=0.01, rank=2, gamma=0.25)
+    p.grad = placed(whole, mesh, (Replicate(),))
+    share = whole * (0.25 if rank == 0 else 0.75)
+    q.grad = DTensor.from_local(share, mesh, (Partial(),), run_check=False)
+    opt.step()
+    return float((p.to_local() - q.to_local()).abs().max()), float((p.to_local() - whole).abs().max())
+
+
+def test_partial_gradients_are_summed() -> None:
+    """As if the sum had been made before."""
+    for between, moved in run_ranks(2, a_sum_to_be_made):
+        assert between < 1e-12
+        assert moved > 1e-3

@@ -1,0 +1,92 @@
+"""Sharded state: where it lies, what it weighs, and that every rank has the same."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cosmos_optim import SOAP, Cosmos
+from tests.sharding.problems import Case, Small, fsdp, gradient, placed, steps
+from tests.sharding.ranks import run_ranks
+
+M, N, RANK, COUNT = 64, 48, 4, 3
+SLACK = 1.02  # step counts
+
+
+def describe(rank: int) -> dict[str, Any]:
+    """State of equal matrices over all ranks by rows, and over 2 x 2 by rows and columns."""
+    flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    whole = gradient(0, torch.Size((M, N)), 0, torch.float32)
+    rows = [nn.Parameter(placed(whole, flat, (Shard(0),))) for _ in range(COUNT)]
+    both = [nn.Parameter(placed(whole, grid, (Shard(0), Shard(1))))]
+    by_rows, by_both = Cosmos(rows, rank=RANK), Cosmos(both, rank=RANK)
+    owned = SOAP([{"params": [nn.Parameter(placed(whole, flat, (Shard(0),)))], "rule": "soap-two-sided"}])
+    return {
+        "bytes": by_rows.state_bytes(),
+        "rows": {k: v.placements for k, v in by_rows.state[rows[0]].items() if isinstance(v, DTensor)},
+        "both": {k: v.placements for k, v in by_both.state[both[0]].items() if isinstance(v, DTensor)},
+        "owned": owned.state_bytes(),
+        "keys": [list(state) for state in by_rows.state.values()],
+    }
+
+
+def test_placements_and_bytes() -> None:
+    """M, V and v are cut as the parameter's rows are, U as its columns; a rank holds its part and no more."""
+    found = run_ranks(4, describe)
+    R, S = Replicate(), Shard
+    for one in found:
+        assert one["rows"] == {"M": (S(0),), "U": (R,), "S": (R,), "V": (S(0),), "v": (S(0),)}
+        assert one["both"] == {"M": (S(0), S(1)), "U": (R, S(0)), "S": (R, R), "V": (S(0), R), "v": (S(0), R)}
+        assert one["keys"] == found[0]["keys"]
+        share = 4 * COUNT * ((M * N + M * RANK + M) / 4 + N * RANK + RANK * RANK)
+        assert share <= one["bytes"] <= SLACK * share
+        # A rule that runs on owners has all of its state divided: M V (m n), L U (n n), K O (m m).
+        assert one["owned"] <= SLACK * 4 * (2 * M * N + 2 * N * N + 2 * M * M) / 4
+
+
+def through_whole(rank: int) -> float:
+    """State gathered to whole tensors and loaded into another optimizer by torch's own functions."""
+    case = Case(Small)
+    model, opt = case.build(fsdp)
+    steps(model, opt, case.dtype, range(3))
+    options = StateDictOptions(full_state_dict=True)
+    whole = get_optimizer_state_dict(model, opt, options=options)
+    other = case.build(fsdp)
+    for p, q in zip(model.parameters(), other[0].parameters(), strict=True):
+        q.data.copy_(p.data)
+    set_optimizer_state_dict(*other, whole, options=options)
+    steps(model, opt, case.dtype, range(3, 5))
+    steps(*other, case.dtype, range(3, 5))
+    pairs = zip(model.parameters(), other[0].parameters(), strict=True)
+    return max(float((p.full_tensor() - q.full_tensor()).abs().max()) for p, q in pairs)
+
+
+def test_whole_state_is_cut_again() -> None:
+    """full_state_dict and back changes not a bit."""
+    assert run_ranks(2, through_whole) == [0.0, 0.0]
+
+
+def own_state_dict(rank: int, saved: Any) -> Any:
+    """state_dict of one process into sharded optimizers and back."""
+    case = Case(Small)
+    model, opt = case.build(fsdp)
+    opt.load_state_dict(saved)
+    held = opt.state_dict()["state"]
+    return {i: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in s.items()} for i, s in held.items()}
+
+
+def test_state_dict_of_one_process() -> None:
+    """Plain tensors are cut where they are loaded."""
+    case = Case(Small)
+    model, opt = case.build()
+    steps(model, opt, case.dtype, range(2))
+    saved = opt.state_dict()
+    for found in run_ranks(3, own_state_dict, saved):
+        for i, state in saved["state"].items():
+            for key, value in state.items():
+                assert torch.equal(found[i][key], value), f"parameter {i}, {key}"
+    assert not dist.is_initialized()

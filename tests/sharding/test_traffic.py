@@ -1,0 +1,113 @@
+"""What a step sends: the number of messages, and bytes by the formulas of docs/distributed.md."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from benchmarks.sharded_cost import Cost, Shape, columns_sharded, grid_sharded, rows_sharded
+from cosmos_optim import Cosmos
+from cosmos_optim.sharding import collectives as comm
+from cosmos_optim.sharding import sharded_algebra as algebra
+from cosmos_optim.sharding.sharded_algebra import by_sums
+from tests.sharding.problems import gradient, placed
+from tests.sharding.ranks import run_ranks
+
+RANK = 2
+M, N = 10, 9  # neither divides by four
+MESHES: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "fsdp": ((4,), (Shard(0),)),
+    "hsdp": ((2, 2), (Replicate(), Shard(0))),
+    "tp rows": ((2,), (Shard(0),)),
+    "tp columns": ((2,), (Shard(1),)),
+    "fsdp x tp rows": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    "fsdp x tp columns": ((2, 2), (Shard(0), Shard(1))),
+}
+
+
+def formula(name: str, count: int, rank: int) -> Cost:
+    """Bytes by docs/distributed.md, in double precision throughout."""
+    shape, sizes = Shape(M, N, count), {"word": 8, "travel": 8}
+    if name == "tp columns":
+        return columns_sharded(shape, RANK, 2, rank, **sizes)
+    if name == "fsdp x tp columns":
+        return grid_sharded(shape, RANK, 2, 2, rank // 2, rank % 2, **sizes)
+    if name == "fsdp x tp rows":  # ranks 0 1 2 3 hold parts 0 2 1 3; 10 rows are 3 2 3 2
+        return rows_sharded(Shape(M, N, count), RANK, 4, rank, rows=(3, 3, 2, 2)[rank], **sizes)
+    k, j = (2, rank % 2) if name in ("hsdp", "tp rows") else (4, rank)
+    return rows_sharded(shape, RANK, k, j, **sizes)
+
+
+def measure(rank: int, name: str, counts: list[int]) -> list[Any]:
+    """A step of models with that many equal matrices: our counts, torch's, and matrices iterated here."""
+    dims, placements = MESHES[name]
+    mesh = init_device_mesh("cpu", dims)
+    seen: list[int] = []
+    inner = algebra.newton_schulz
+    algebra.newton_schulz = lambda X, *rest: (seen.append(X.shape[0]), inner(X, *rest))[1]
+    found = []
+    for count in counts:
+        params = [nn.Parameter(placed(gradient(i, torch.Size((M, N)), 0, torch.float64), mesh, placements))
+                  for i in range(count)]  # fmt: skip
+        opt = Cosmos(params, lr=0.01, rank=RANK, ns_dtype=torch.float64, gamma=0.25)
+        for step in range(2):
+            for i, p in enumerate(params):
+                p.grad = placed(gradient(i, p.shape, step, torch.float64), mesh, placements)
+            seen.clear()
+            with comm.counting() as traffic, CommDebugMode() as debug:
+                opt.step()
+        found.append((dict(traffic.calls), traffic.sent, debug.get_total_counts(), sum(seen)))
+    return found
+
+
+SUMS = {"fsdp": 7, "hsdp": 7, "tp rows": 7, "tp columns": 12, "fsdp x tp rows": 7, "fsdp x tp columns": 16}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_messages_of_a_step(name: str) -> None:
+    """As many for nine matrices as for three, bytes by the formula, and no rank iterates more than its share."""
+    dims, _ = MESHES[name]
+    world = torch.Size(dims).numel()
+    team = dims[-1] if name == "hsdp" else world
+    counts = [3, 9]
+    for rank, found in enumerate(run_ranks(world, measure, name, counts)):
+        for count, (calls, sent, torchs, iterated) in zip(counts, found, strict=True):
+            assert calls == {"sum": SUMS[name], "exchange": 2, "max": 1}
+            assert torchs == sum(calls.values())
+            expected = formula(name, count, rank)
+            assert sent["sum"] == pytest.approx(expected.sums)
+            assert sent["exchange"] == expected.exchange
+            assert sent["max"] == pytest.approx(2 * (world - 1) / world * 8 * (1 + count))
+            assert iterated <= -(-count // team)
+
+
+def test_gram_matrices_are_summed_where_that_is_cheaper() -> None:
+    """Counted for the busiest rank: few matrices, long, and divided along the long side."""
+    half = torch.float16
+    assert not by_sums(64, 4096, 4096, 8, 5, half)  # square: owners
+    assert not by_sums(64, 11008, 4096, 8, 5, half)  # many: every rank would repeat all of them
+    assert by_sums(1, 65536, 1024, 8, 5, half)
+    assert not by_sums(16, 65536, 1024, 8, 5, half)
+    assert by_sums(1, 40, 4, 4, 5, torch.float64)
+
+
+def long_and_alone(rank: int) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p = nn.Parameter(placed(gradient(0, torch.Size((40, 4)), 0, torch.float64), mesh, (Shard(0),)))
+    opt = Cosmos([p], lr=0.01, rank=RANK, ns_dtype=torch.float64, gamma=0.25)
+    for step in range(2):
+        p.grad = placed(gradient(0, p.shape, step, torch.float64), mesh, (Shard(0),))
+        with comm.counting() as traffic:
+            opt.step()
+    return dict(traffic.calls)
+
+
+def test_a_long_matrix_stays_where_it_is() -> None:
+    """No exchange; a Gram matrix an iteration, since double precision makes each afresh."""
+    assert run_ranks(4, long_and_alone)[0] == {"sum": 7 + 5, "max": 1}

@@ -222,11 +222,14 @@ def test_optimizer_leaves_gradients_and_repeats_itself(name: str) -> None:
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "unit_rms" in RULES[OPTIMIZERS[name].rule].laws])
-def test_update_rms_is_lr(name: str) -> None:
+UNIT_RMS = {name: {} for name, made in OPTIMIZERS.items() if "unit_rms" in RULES[made.rule].laws}
+
+
+@pytest.mark.parametrize(("name", "options"), (UNIT_RMS | {"muon": {"normalize": True}}).items())
+def test_update_rms_is_lr(name: str, options: dict[str, Any]) -> None:
     """On the classes: a step moves the weights by root mean square lr; a zero gradient moves nothing."""
     p = torch.nn.Parameter(random(0, 10, 6))
-    opt = OPTIMIZERS[name]([("w", p)], lr=1e-2)
+    opt = OPTIMIZERS[name]([("w", p)], lr=1e-2, **options)
     before = p.detach().clone()
     p.grad = torch.zeros_like(p)
     opt.step()

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ ONE_RATE = ("adam", "adam-mini")
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class of that name; an unknown name is a ValueError with the close ones."""
-    known: dict[str, Any] = dict(cosmos_optim.OPTIMIZERS)
+    """Return the class of that name, or the class with an option; an unknown name is a ValueError."""
+    known: dict[str, Any] = {**cosmos_optim.OPTIMIZERS, "muon-norm": partial(cosmos_optim.Muon, normalize=True)}
     if name not in known:
         close = difflib.get_close_matches(name, known, n=2)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
@@ -55,8 +56,8 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     overrides = _overrides(model, options)
     params: nn.Module | list[dict[str, Any]] = model
     if overrides:
-        rule = cosmos_optim.OPTIMIZERS[options.optimizer].rule
-        params = cosmos_optim.param_groups(model, rule=rule, overrides=overrides)
+        own: Any = getattr(build, "func", build)  # of a partial
+        params = cosmos_optim.param_groups(model, rule=own.rule, overrides=overrides)
     return build(
         params,
         lr=options.lr,

@@ -20,6 +20,7 @@ class Muon(MatrixOptimizer):
     Args:
         lr: with scaling="paper" the RMS of an update is about lr; "original" and "match_rms_adamw" are torch's.
         momentum: decay of the momentum; the paper's LLaMA runs use 0.9.
+        normalize: scale every update to RMS lr, the paper's normalization ablation; `scaling` is then ignored.
         adam_lr, betas, eps: for embeddings, head, norms and biases.
         options: nesterov, ns_steps, ns_coefficients, ns_dtype, momentum_dtype and what every optimizer here takes.
     """
@@ -28,22 +29,13 @@ class Muon(MatrixOptimizer):
 
     def __init__(
         self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95, scaling: str = "paper",
-        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+        normalize: bool = False, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0,
+        **options: Any,
     ) -> None:  # fmt: skip
-        hyper = dict(momentum=momentum, scaling=scaling, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
-
-
-class MuonNorm(MatrixOptimizer):
-    """MUON + NORM: MUON with every update scaled to RMS lr, the paper's normalization ablation."""
-
-    rule = "muon-norm"
-
-    def __init__(
-        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
-    ) -> None:  # fmt: skip
-        hyper = dict(momentum=momentum, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        hyper = dict(
+            momentum=momentum, scaling=scaling, normalize=normalize, betas=betas, eps=eps, weight_decay=weight_decay,
+            **options,
+        )  # fmt: skip
         super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
 
 

@@ -171,10 +171,12 @@ def test_a_zero_gradient_and_momentum() -> None:
 
 
 @pytest.mark.skipif(not INTERPRET, reason="one place is enough")
-@pytest.mark.parametrize("rule", ["cosmos", "muon", "muon-norm", "normuon"])
-def test_one_without_a_gradient(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "options"), [("cosmos", {}), ("muon", {}), ("muon", {"normalize": True}), ("normuon", {})]
+)
+def test_one_without_a_gradient(rule: str, options: dict[str, bool]) -> None:
     """It is only decayed, and its momentum dies away; its neighbour moves as ever."""
-    h = {**RULES[rule].hyper, "rank": 4, "gamma": 0.25}
+    h = {**RULES[rule].hyper, "rank": 4, "gamma": 0.25, **options}
     G = [torch.randn(24, 18), torch.zeros(24, 18)]
     shapes = {"M": (24, 18), "U": (18, 4), "S": (4, 4), "V": (24, 4), "v": (24, 1)}
     state = {name: [torch.rand(shapes[name]) for _ in G] for name in RULES[rule].slots(24, 18, h)}

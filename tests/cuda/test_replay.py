@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import Adam, Cosmos, CosmosPaper, Muon, MuonNorm
+from cosmos_optim import Adam, Cosmos, CosmosPaper, Muon
 from cosmos_optim.cuda.graph import PATIENCE, SETTLED, Replays, signature
 from cosmos_optim.engine.entries import Entry
 from tests.gpu import never_waiting
@@ -69,7 +69,14 @@ def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(Cosmos, {}), (Cosmos, {"rank": 12}), (Cosmos, {"rank": 100}), (CosmosPaper, {}), (Muon, {}), (MuonNorm, {})],
+    [
+        (Cosmos, {}),
+        (Cosmos, {"rank": 12}),
+        (Cosmos, {"rank": 100}),
+        (CosmosPaper, {}),
+        (Muon, {}),
+        (Muon, {"normalize": True}),
+    ],
 )
 def test_replays_equal_steps(kind: type[torch.optim.Optimizer], options: dict[str, object]) -> None:
     """With gradients that move, a rate and a decay that change at every step, and a gradient that is not finite."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim import Cosmos, CosmosPaper, Muon, MuonNorm, NorMuon
+from cosmos_optim import Cosmos, CosmosPaper, Muon, NorMuon
 from cosmos_optim.cuda.fused import FusedAlgebra
 from cosmos_optim.cuda.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch, norms, norms_torch
 from cosmos_optim.cuda.kernels.gather import gather, movable, scatter_
@@ -247,7 +247,7 @@ CASES = {
     "nesterov": (CosmosPaper, RANKED | {"nesterov": True}),
     "rows": (CosmosPaper, RANKED | {"row_beta2": 0.95}),
     "muon": (Muon, {}),
-    "norm": (MuonNorm, {}),
+    "norm": (Muon, {"normalize": True}),
     "normuon": (NorMuon, {}),
 }
 

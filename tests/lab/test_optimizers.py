@@ -37,3 +37,8 @@ def test_one_rate_for_all(name: str) -> None:
     """A recipe's rate of embedding and head does not become that of Adam's matrices."""
     optimizer = build_optimizer(build("tiny"), OptimizerOptions(name, lr=4e-3, adam_lr=2e-3))
     assert {group["lr"] for group in optimizer.param_groups} == {4e-3}
+
+
+def test_muon_norm_is_muon_with_normalized_updates() -> None:
+    optimizer = build_optimizer(build("tiny"), OptimizerOptions("muon-norm", lr=1e-3, embedding_lr=4e-3))
+    assert {group["normalize"] for group in optimizer.param_groups if group["rule"] == "muon"} == {True}

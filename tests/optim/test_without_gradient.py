@@ -1,5 +1,7 @@
 """A matrix whose gradient is zero in a step: an expert that got no tokens, alone or in a stack."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,8 @@ from torch import Tensor, nn
 from cosmos_optim import OPTIMIZERS, Cosmos
 from tests.optim.helpers import small_rank
 
-CONSTANT = ["cosmos", "cosmos-paper", "muon", "muon-norm", "normuon"]  # updates of one size, whatever the momentum's
+# Optimizers with updates of one size, whatever the momentum's.
+CONSTANT = [("cosmos", {}), ("cosmos-paper", {}), ("muon", {}), ("muon", {"normalize": True}), ("normuon", {})]
 SHAPE = (3, 14, 10)
 MOVED = 5e-3  # half of lr: MUON's update has that RMS but for what five iterations leave of the singular values
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # of float32: products of a stack are summed in another order
@@ -25,12 +28,12 @@ def start() -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(99))
 
 
-@pytest.mark.parametrize("name", CONSTANT)
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.5}])
-def test_an_expert_without_tokens_is_only_decayed(name: str, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(("name", "options"), CONSTANT)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_an_expert_without_tokens_is_only_decayed(name: str, options: dict[str, Any], weight_decay: float) -> None:
     p = nn.Parameter(start())
-    opt = OPTIMIZERS[name]([p], lr=0.01, **small_rank(name), **options)
-    decay = 1 - 0.01 * options.get("weight_decay", 0.0)
+    opt = OPTIMIZERS[name]([p], lr=0.01, weight_decay=weight_decay, **small_rank(name), **options)
+    decay = 1 - 0.01 * weight_decay
     for step in range(12):
         before = p.detach().clone()
         p.grad = gradients(step)
@@ -43,10 +46,10 @@ def test_an_expert_without_tokens_is_only_decayed(name: str, options: dict[str, 
             assert torch.equal(p[1], decay * before[1])
 
 
-@pytest.mark.parametrize("name", [*CONSTANT, "soap", "galore"])
-def test_a_stack_moves_as_its_matrices_would_alone(name: str) -> None:
+@pytest.mark.parametrize(("name", "options"), [*CONSTANT, ("soap", {}), ("galore", {})])
+def test_a_stack_moves_as_its_matrices_would_alone(name: str, options: dict[str, Any]) -> None:
     stack, alone = nn.Parameter(start()), [nn.Parameter(x.clone()) for x in start()]
-    one, other = (OPTIMIZERS[name](x, lr=0.01, **small_rank(name)) for x in ([stack], alone))
+    one, other = (OPTIMIZERS[name](x, lr=0.01, **small_rank(name), **options) for x in ([stack], alone))
     for step in range(12):
         stack.grad = gradients(step)
         for p, g in zip(alone, gradients(step), strict=True):

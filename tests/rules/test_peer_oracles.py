@@ -38,7 +38,7 @@ CASES: dict[str, Case] = {
     "muon, match_rms_adamw": (
         "muon", {}, Muon, FP64 | {"scaling": "match_rms_adamw"}, {"scale": "match_rms_adamw"}, [TALL, WIDE],
     ),
-    "muon-norm": ("muon-norm", {"weight_decay": 0.3}, MuonNorm, FP64, {}, [TALL, WIDE]),
+    "muon, normalized": ("muon", {"weight_decay": 0.3}, MuonNorm, FP64 | {"normalize": True}, {}, [TALL, WIDE]),
     "normuon": ("normuon", {}, NorMuon, FP64, {}, [TALL, WIDE]),
     "normuon, other": ("normuon", {"beta2": 0.8, "eps": 1e-2, "weight_decay": 0.3}, NorMuon, FP64, {}, [TALL]),
     # A full basis is defined where G'G has full rank: m >= n (two-sided: m = n).

@@ -244,6 +244,6 @@ def test_soap_with_a_turning_basis(frequency: int) -> None:
 
 
 def test_every_optimizer_of_the_paper_has_a_public_oracle_or_is_new_here() -> None:
-    """COSMOS has the golden trajectories of its authors' file; MUON + NORM and NorMuon their numpy oracles alone."""
+    """COSMOS has the golden trajectories of its authors' file; NorMuon its numpy oracle alone."""
     tested = {"adam", "muon", "adam-mini", "galore", "soap"}
-    assert set(OPTIMIZERS) - tested == {"cosmos", "cosmos-paper", "muon-norm", "normuon"}
+    assert set(OPTIMIZERS) - tested == {"cosmos", "cosmos-paper", "normuon"}

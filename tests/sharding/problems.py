@@ -146,7 +146,7 @@ class Case:
         if shard is not None:
             shard(model)
         hyper: dict[str, Any] = {}
-        if self.name in ("cosmos", "muon", "muon-norm", "normuon"):
+        if self.name in ("cosmos", "muon", "normuon"):
             hyper["ns_dtype"] = self.dtype
         if self.name in ("cosmos", "galore"):
             hyper["rank"] = 2

@@ -41,8 +41,8 @@ WHOLE = [Case(Pair, options=(("two_sided", True), ("nesterov", True), ("eps", 1e
          Case(Tall, "soap", options=(("two_sided", True),)),
          Case(Pair, "galore", options=(("update_gap", 4),)),
          Case(Pair, "adam-mini", options=(("block_rows", 4),))]  # fmt: skip
-PLAIN = [Case(Pair, options=(("side", "smaller"),)), Case(Pair, "muon"), Case(Pair, "muon-norm"), Case(Pair, "normuon"),
-         Case(Pair, "adam")]  # fmt: skip
+PLAIN = [Case(Pair, options=(("side", "smaller"),)), Case(Pair, "muon"), Case(Pair, "normuon"), Case(Pair, "adam"),
+         Case(Pair, "muon", options=(("normalize", True),))]  # fmt: skip
 
 
 @pytest.mark.parametrize(

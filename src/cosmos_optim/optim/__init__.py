@@ -2,13 +2,12 @@
 
 from cosmos_optim.optim.cosmos import Cosmos, CosmosPaper
 from cosmos_optim.optimizer import MatrixOptimizer
-from cosmos_optim.optimizers import SOAP, Adam, AdamMini, GaLore, Muon, MuonNorm, NorMuon
+from cosmos_optim.optimizers import SOAP, Adam, AdamMini, GaLore, Muon, NorMuon
 
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
     "cosmos": Cosmos,
     "cosmos-paper": CosmosPaper,
     "muon": Muon,
-    "muon-norm": MuonNorm,
     "normuon": NorMuon,
     "soap": SOAP,
     "galore": GaLore,
@@ -26,6 +25,5 @@ __all__ = [
     "GaLore",
     "MatrixOptimizer",
     "Muon",
-    "MuonNorm",
     "NorMuon",
 ]

@@ -9,7 +9,6 @@ RULES: dict[str, Rule] = {
         cosmos.RULE,
         cosmos.TWO_SIDED,
         muon.MUON,
-        muon.MUON_NORM,
         muon.NORMUON,
         soap.RULE,
         soap.TWO_SIDED,

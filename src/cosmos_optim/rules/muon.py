@@ -1,4 +1,4 @@
-"""MUON (the paper's Algorithm 3), MUON + NORM (its normalization ablation), and NorMuon.
+"""Muon (the paper's Algorithm 3, with its normalization ablation as an option), and NorMuon.
 
 Letters: G (m, n) gradient, M (m, n) momentum, N its Nesterov look-ahead, B the orthogonalized momentum.
 
@@ -32,8 +32,7 @@ _ITERATION: dict[str, Any] = {
     "ns_dtype": None,
     "momentum_dtype": None,
 }
-HYPER: dict[str, Any] = {**_ITERATION, "scaling": "paper"}
-HYPER_NORM: dict[str, Any] = dict(_ITERATION)
+HYPER: dict[str, Any] = {**_ITERATION, "scaling": "paper", "normalize": False}
 HYPER_NORMUON: dict[str, Any] = {**_ITERATION, "beta2": 0.95, "eps": 1e-8}
 
 
@@ -48,17 +47,11 @@ def orthogonal_momentum(G: Any, state: State, *, h: Hyper, alg: Algebra) -> tupl
 def direction(
     G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
 ) -> tuple[Any, State]:
-    """Algorithm 3."""
+    """Take Algorithm 3's direction; with `normalize`, line 7 becomes sqrt(m) NORM(B): every update has RMS lr."""
     M, B = orthogonal_momentum(G, state, h=h, alg=alg)
+    if h["normalize"]:
+        return alg.unit_rms(B), {"M": M}
     return alg.scale(B, t.new_full((1, 1, 1), SCALINGS[h["scaling"]](alg.m, alg.n))), {"M": M}  # L7
-
-
-def direction_norm(
-    G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
-) -> tuple[Any, State]:
-    """MUON with line 7 replaced by sqrt(m) NORM(B): every update has RMS lr."""
-    M, B = orthogonal_momentum(G, state, h=h, alg=alg)
-    return alg.unit_rms(B), {"M": M}
 
 
 def direction_normuon(
@@ -100,7 +93,6 @@ LAWS = frozenset({"row_permutation", "scale_invariance", "batched_equals_single"
                   "odd"})  # fmt: skip
 _HOW: dict[str, Any] = {"lazy": True, "constant_size": True}
 MUON = Rule("muon", HYPER, slots, direction, check=check, laws=LAWS, **_HOW)
-MUON_NORM = Rule("muon-norm", HYPER_NORM, slots, direction_norm, check=check, laws=LAWS | {"unit_rms"}, **_HOW)
 NORMUON = Rule(
     "normuon", HYPER_NORMUON, slots_normuon, direction_normuon, check=check_normuon, laws=LAWS | {"unit_rms"}, **_HOW
 )

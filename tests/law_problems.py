@@ -16,7 +16,7 @@ from cosmos_optim.rules.rule import Hyper, Rule, State
 PAPER = {name: value for name, value in cosmos.PAPER.items() if name != "rank"}
 # Options worth drawing; {} are the defaults. `gamma` has no default of its own: the optimizer resolves it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
-    "cosmos": [{}, PAPER, {"row_beta2": None}, {"nesterov": 2.5}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
+    "cosmos": [{}, PAPER, {"row_beta2": None}, {"nesterov": False}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
     "muon": [{}, {"nesterov": False}, {"scaling": "original"}, {"normalize": True}],
     "normuon": [{}, {"nesterov": False}],
     "soap": [{}, {"frequency": 2}, {"squares": "momentum"}],

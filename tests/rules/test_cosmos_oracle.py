@@ -38,7 +38,6 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "epsilon outside, large": ((24, 14), {"eps": 1e-2}),
     "epsilon 0": ((24, 14), {"eps": 0.0}),
     "nesterov": ((24, 14), {"nesterov": True}),
-    "three steps ahead": ((24, 14), {"nesterov": 3}),
     "nesterov, inside": ((24, 14), {"nesterov": True, "eps_placement": "inside"}),
     "guard on": ((24, 14), {"residual_guard": 1e-5}),
     "smaller side, wide": ((12, 26), {"side": "smaller"}),

@@ -105,12 +105,10 @@ def wiki_60m_beyond() -> Recipe:
         paper("nesterov=True", lr=1e-3),
         paper("row_beta2=0.95", lr=1e-3),
         paper(*ADDED, lr=1e-3),
-        paper("nesterov=5", "row_beta2=0.95", lr=1e-3),
         paper(*ADDED, lr=1e-3, rank=32),
         paper(*ADDED, express, lr=1e-3),
         paper(*ADDED, express, lr=1e-3, rank=32),
         *variants("normuon", (7e-4, 1e-3), rank=None),
-        *variants("normuon", (1e-3,), rank=None, options=("nesterov=5",)),
         *variants("normuon", (1e-3,), rank=None, options=(express,)),
     ]
     return Recipe("wiki-60m-beyond", "LLaMA-60M on English Wikipedia: additions to COSMOS and NorMuon", "this project",

@@ -35,7 +35,7 @@ class Cosmos(MatrixOptimizer):
         gamma: weight of the MUON half; None is lr / adam_lr, the paper's rule, with at most 2e-3 for adam_lr. It is
             taken once, when a group is added.
         weight_decay: decoupled, times the group's own lr.
-        nesterov: look-ahead momentum in both halves: one step (True, Nesterov), none (False), or a number of steps.
+        nesterov: use Nesterov's momentum in both halves.
         row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves rows alone.
         two_sided: track a basis on both sides (Algorithm 4).
         options: eps_placement, side, ns_steps, ns_coefficients, ns_dtype, momentum_dtype, residual_guard,
@@ -63,7 +63,7 @@ class Cosmos(MatrixOptimizer):
         rank: int = 32,
         gamma: float | None = None,
         weight_decay: float = 0.0,
-        nesterov: float = True,
+        nesterov: bool = True,
         row_beta2: float | None = 0.95,
         two_sided: bool = False,
         **options: Any,
@@ -88,7 +88,7 @@ class CosmosPaper(Cosmos):
         lr: float | Tensor = 5e-4,
         *,
         rank: int = PAPER["rank"],
-        nesterov: float = PAPER["nesterov"],
+        nesterov: bool = PAPER["nesterov"],
         row_beta2: float | None = PAPER["row_beta2"],
         **options: Any,
     ) -> None:

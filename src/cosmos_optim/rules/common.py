@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -24,13 +23,9 @@ def due(t: Tensor, every: int) -> Tensor:
     return (t - 1).remainder(every) == 0
 
 
-def look_ahead(M: Any, G: Any, beta: float, steps: float, alg: Algebra) -> Any:
-    """The momentum so many steps ahead, should the gradient stay G: beta^steps M + (1 - beta^steps) G.
-
-    One step is Nesterov's momentum, none is M.
-    """
-    kept = beta ** float(steps)
-    return alg.blend(kept, M, 1 - kept, G) if steps else M
+def look_ahead(M: Any, G: Any, beta: float, nesterov: bool, alg: Algebra) -> Any:
+    """Return Nesterov's momentum beta M + (1 - beta) G, or M."""
+    return alg.blend(beta, M, 1 - beta, G) if nesterov else M
 
 
 def newton_schulz_of(h: Hyper, *, deflated: bool = False) -> NewtonSchulz:
@@ -39,10 +34,9 @@ def newton_schulz_of(h: Hyper, *, deflated: bool = False) -> NewtonSchulz:
 
 
 def check_momentum(h: Hyper) -> None:
-    """The settings of M that every rule with a momentum of whole matrices shares."""
-    ahead = h["nesterov"]
-    require(isinstance(ahead, (int, float)) and 0 <= ahead < math.inf, "nesterov", ahead,
-            "True, False, or the number of steps to look ahead")  # fmt: skip
+    """Check the settings of M that every rule with a momentum of whole matrices shares."""
+    require(isinstance(h["nesterov"], bool), "nesterov", h["nesterov"],
+            "give True or False (a number of steps to look ahead was measured to be worse than one)")  # fmt: skip
     require(h["momentum_dtype"] in (None, torch.float32, torch.bfloat16), "momentum_dtype", h["momentum_dtype"],
             "torch.float32 or torch.bfloat16")  # fmt: skip
 

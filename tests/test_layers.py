@@ -41,7 +41,6 @@ ORDER = (
     "checkpoint",
     "optimizer",
     "optimizers",
-    "optim",
     "routing.plan",
     "",
 )

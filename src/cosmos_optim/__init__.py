@@ -6,7 +6,7 @@ opt = Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
 print(plan(model))
 """
 
-from cosmos_optim.optim import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
+from cosmos_optim.optimizers import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
 from cosmos_optim.routing.param_groups import param_groups
 from cosmos_optim.routing.plan import Plan, plan
 

@@ -11,7 +11,6 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 
 # From the bottom up. A module belongs to the longest name here that begins its own; "" is the package itself.
 ORDER = (
-    "suggest",
     "cuda.kernels.launch",
     "cuda.pointer_list",
     "cuda.kernels",

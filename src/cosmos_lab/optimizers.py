@@ -58,14 +58,11 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     if overrides:
         own: Any = getattr(build, "func", build)  # of a partial
         params = cosmos_optim.param_groups(model, rule=own.rule, overrides=overrides)
-    return build(
-        params,
-        lr=options.lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        **hyper,
-    )
+    hyper |= {"betas": (options.beta1, options.beta2), "eps": options.eps, "weight_decay": options.weight_decay}
+    try:
+        return build(params, lr=options.lr, **hyper)
+    except TypeError as error:  # an option that this optimizer does not have
+        raise ValueError(str(error)) from error
 
 
 def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:

@@ -8,9 +8,8 @@ they meet here. Hyper-parameters live in `param_groups`, state in `state`, and n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from numbers import Real
-from typing import Any, ClassVar, overload
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,91 +22,84 @@ from cosmos_optim.engine import run as execute
 from cosmos_optim.engine.entries import Entry
 from cosmos_optim.engine.layout import Layout, refuse_deep
 from cosmos_optim.engine.precision import exact_products
-from cosmos_optim.hyperparameters import COMMON, ROUTING, check_keys, check_values, in_one_form, rule_named
+from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, rule_named
 from cosmos_optim.routing.param_groups import as_groups
-from cosmos_optim.rules import RULES, Rule
+from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
-from cosmos_optim.rules.rule import require, require_number, two_sided
-from cosmos_optim.suggest import close_to
+from cosmos_optim.rules.rule import require_number, two_sided
 
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """One rule for the hidden matrices, Adam for the rest.
+    """One rule for the hidden matrices, AdamW for the other parameters.
 
-    rule: of groups that name none; a class attribute, where the arguments do not choose another.
-    soap_lr: bounds the rate of the SOAP half where gamma is not given.
-    params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
-    lr, adam_lr: the rate of that rule's groups, and of Adam's; a group's own "lr" wins.
-    hyper: hyper-parameters for every group whose rule has them, and cuda_graphs: whether steps on a GPU are recorded
-        and replayed (`replays` says what that holds).
+    Args:
+        params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
+        lr: learning rate of the groups with the optimizer's rule; a group's own "lr" wins.
+        adam_lr: learning rate of the AdamW groups; None means lr.
+        cuda_graphs: record the step on a GPU as a CUDA graph and replay it (`replays` holds the recording).
+        options: hyper-parameters for every group with a rule that has them.
     """
 
-    rule: ClassVar[str]
-    soap_lr: ClassVar[float] = SOAP_LR
+    rule: ClassVar[str]  # of groups that do not name one
+    soap_lr: ClassVar[float] = SOAP_LR  # upper bound of adam_lr in gamma = lr / adam_lr
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse unknown arguments with a suggestion, before Python does it without one."""
+        check_arguments(cls, kwargs)
+        return super().__new__(cls)
 
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        *,
         lr: float | Tensor,
-        adam_lr: float | Tensor,
-        hyper: Mapping[str, Any],
+        *,
+        adam_lr: float | Tensor | None = None,
+        cuda_graphs: bool = True,
+        **options: Any,
     ) -> None:
-        rule, hyper = self.rule, dict(hyper)
-        for flag in ("cuda_graphs", "two_sided"):
-            require_number(flag, hyper.get(flag) or False, flag=True)
-        self.replays = Replays(hyper.pop("cuda_graphs", True))
-        both = {"two_sided"} if two_sided(rule) in RULES else set()
-        known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, *both, "cuda_graphs", "lr", "adam_lr"}
-        for key in hyper:
-            if key in ROUTING:
-                raise ValueError(f"{key!r} is an argument of param_groups: give param_groups(model, {key}=...)")
-            if key not in known:
-                meant = " (did you mean 'lr'?)" if key == "learning_rate" else close_to(key, known)
-                raise ValueError(f"{type(self).__name__} has no argument {key!r}{meant}; it has {sorted(known)}")
-        self._setup: dict[str, Any] = {
-            "rule": rule, "adam_lr": adam_lr, "hyper": hyper, "cuda_graphs": self.replays.on,
-        }  # fmt: skip
+        adam_lr = lr if adam_lr is None else adam_lr
+        for flag, value in (("cuda_graphs", cuda_graphs), ("two_sided", options.get("two_sided", False))):
+            require_number(flag, value, flag=True)
+        for name, rate in (("lr", lr), ("adam_lr", adam_lr)):
+            require_number(name, rate)
+        self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
+        self.replays = Replays(cuda_graphs)
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
         self._skips = gradients.Skips()
         self._recorder: dict[str, dict[str, float]] | None = None
-        # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 where every group has it.
-        cycled = {"betas": hyper["betas"]} if "betas" in RULES[rule].hyper and "betas" in hyper else {}
-        for name, rate in (("lr", lr), ("adam_lr", adam_lr)):
-            require_number(name, rate)
-        groups = as_groups(params, rule)
+        # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
+        cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].hyper and "betas" in options else {}
+        groups = as_groups(params, self.rule)
         self._check_rules(groups)
         super().__init__(groups, {"lr": lr, **cycled})
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def _check_rules(self, groups: list[Any]) -> None:
-        """Groups that were made for another optimizer would train with that one's rule, and nothing would show it."""
-        own, name = self._setup["rule"], type(self).__name__
+        """Refuse groups made for another optimizer: they would train with its rule, and nothing would show it."""
+        own, name = self.rule, type(self).__name__
         asked = {group.get("rule", own) if isinstance(group, dict) else own for group in groups}
         others = asked - {"adam", own, two_sided(own)}
         if others and others <= set(RULES) and not asked & ({own, two_sided(own)} - {"adam"}):
             raise ValueError(
-                f"{name} was given groups of rule {' and '.join(sorted(others))} and no matrix for its own: make them "
-                f"with param_groups(model, {own!r}), or give {name} the model"
+                f"{name} was given groups of rule {' and '.join(sorted(others))} and no matrix for its own rule: make "
+                f"them with param_groups(model, {own!r}), or give {name} the model"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: fill in its rule's hyper-parameters, check them, and allocate the state.
 
-        `two_sided` chooses between the two forms of the optimizer's own rule, where it has two.
+        If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
-        both = self._setup["hyper"].get("two_sided", False)
-        name, group = in_one_form(self._setup["rule"], param_group, both)
+        name, group = choose_rule(self.rule, param_group, self._options.get("two_sided", False))
         rule = rule_named(name)
-        group["rule"] = name
         if not rule.elementwise and "layout" not in group:
             refuse_deep(group["params"], rule)
-        self._fill(group, rule)
-        super().add_param_group(group)
+        options = {**self._options, "lr": self.defaults["lr"]}
+        super().add_param_group({**complete(group, rule, options, self.soap_lr), "rule": name})
         group = self.param_groups[-1]
         try:
             self._lay_out(len(self.param_groups) - 1)
@@ -117,29 +109,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
-
-    def _fill(self, group: dict[str, Any], rule: Rule) -> None:
-        """Defaults, then the optimizer's arguments, then the group's own; then the checks."""
-        check_keys(group, rule)
-        given = self._setup["hyper"]
-        for key, default in {**COMMON, **rule.hyper}.items():
-            group.setdefault(key, given.get(key, default))
-            if isinstance(default, Real) and key != "row_beta2":  # which may be None
-                require_number(key, group[key], flag=isinstance(default, bool))
-        adam_lr = self._setup["adam_lr"]
-        group.setdefault("lr", adam_lr if rule.name == "adam" else self.defaults["lr"])
-        require_number("lr", group["lr"])
-        if isinstance(group["lr"], Tensor) and group["lr"].dim() > 0:
-            require(group["lr"].numel() == 1, "lr", group["lr"], "a tensor must have one element")
-            group["lr"] = group["lr"].view(())  # the same memory, as a number
-        check_values(group)
-        rule.check(group)
-        if "gamma" in rule.hyper and group["gamma"] is None:
-            means = "gamma=None takes it from lr and adam_lr: give gamma, or"
-            require(float(adam_lr) > 0, "adam_lr", adam_lr, f"{means} a positive adam_lr")
-            require(float(group["lr"]) > 0, "lr", group["lr"], f"{means} the peak lr")
-            faster = float(adam_lr) > 1.0001 * self.soap_lr  # 2e-3 is more than 2e-3 in a float32 tensor
-            group["gamma"] = float(group["lr"]) / (self.soap_lr if faster else float(adam_lr))
 
     def _lay_out(self, index: int) -> None:
         """Layouts and state of the group's parameters that have none yet."""
@@ -282,23 +251,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return sum(storages.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's gives, with dtypes by their names: its gathering of sharded state takes none."""
+        """Return torch's state_dict with dtypes as text, because torch's gathering of sharded state refuses dtypes."""
         self._meet()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.with_names(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, keeping its dtypes; a checkpoint of another rank, rule or shape is an error."""
+        """Load a checkpoint; one of another rank, rule or shape is an error that says what to build instead."""
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k in ("defaults", "state", "param_groups", "_setup")}
+        kept = {k: v for k, v in self.__dict__.items() if k in ("defaults", "state", "param_groups", "_options")}
         return kept | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = checkpoint.as_default_dict(self.state)
         self._recorder, self._layouts, self._started, self._skips = None, {}, set(), gradients.Skips()
-        self.replays = Replays(self._setup.get("cuda_graphs", True))
+        self.replays = Replays(self._options["cuda_graphs"])
         self._meet()
         self._started = checkpoint.started(self)

@@ -1,51 +1,72 @@
-"""COSMOS and the optimizers the paper compares it with, each a shell that binds its rule to the same engine."""
+"""COSMOS and the optimizers that the paper compares it with: their arguments and what these mean.
+
+Each class names a rule (the update, in rules/) and hands its arguments to `MatrixOptimizer`, which does the rest.
+Letters: W (m, n) matrix, G its gradient, M the moving average of G, N = Nesterov's momentum, NS5 = Newton-Schulz.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.routing.param_groups import as_groups
-from cosmos_optim.rules.cosmos import PAPER
 
 Params = nn.Module | Iterable[Any]
 Rate = float | Tensor
+Betas = tuple[float, float]
+
+
+def arguments(local_variables: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a constructor was called with, given its `locals()`."""
+    return {name: value for name, value in local_variables.items() if name not in ("self", "__class__")}
 
 
 class Cosmos(MatrixOptimizer):
-    r"""SOAP in the leading rank-r eigenspace of each matrix's gradient, MUON on the rest (COSMOS, Algorithm 1).
+    r"""COSMOS: SOAP in the leading rank-r eigenspace of each matrix's gradient, Muon on the rest (Algorithm 1).
 
-    For an m x n matrix W with gradient G, momentum M (looking a step ahead) and tracked eigenbasis U of G'G:
+    For an m x n matrix W with gradient G, Nesterov's momentum N and the tracked eigenbasis U of G'G:
 
-        A = (M U / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps) U'       the SOAP half
-        B = NORM(NS5((M - M U U') / |M - M U U'|))                     the MUON half
-        D = A + gamma B sqrt(m), its rows divided by the root of their average mean square
+        A = (N U / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps) U'       the SOAP half
+        B = NORM(NS5((N - N U U') / |N - N U U'|))                     the Muon half
+        D = A + gamma B sqrt(m), each row divided by the root of its average mean square
         W <- W - lr sqrt(m) NORM(D)                                    so each update has RMS lr
 
-    The look-ahead and the rows' averages are not in the paper; `CosmosPaper` goes without. Embeddings, the output head,
-    norms and biases go to Adam at `adam_lr`.
+    Nesterov's momentum and the row averages are not in the paper; `CosmosPaper` does without them. Embeddings, the
+    output head, norms and biases are trained by AdamW at `adam_lr`.
 
     Args:
-        params: a model, `param_groups(model)`, or what torch.optim takes (then all of them matrices).
-        lr: RMS of a hidden matrix's update.
-        adam_lr: learning rate of the Adam groups.
-        betas: decay of the momentum and of the second moments, for both rules.
-        eps: added to the root of the second moment; 0 is legal.
-        rank: dimension of the tracked subspace, at most n.
-        gamma: weight of the MUON half; None is lr / adam_lr, the paper's rule, with at most 2e-3 for adam_lr. It is
-            taken once, when a group is added.
-        weight_decay: decoupled, times the group's own lr.
-        nesterov: use Nesterov's momentum in both halves.
-        row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves rows alone.
-        two_sided: track a basis on both sides (Algorithm 4).
-        options: eps_placement, side, ns_steps, ns_coefficients, ns_dtype, momentum_dtype, residual_guard,
-            stochastic_rounding, maximize, split_sizes, nonfinite, missing; each may stand in a group too: README.
+        params: a model, `param_groups(model)`, or anything torch.optim takes (then every parameter must be a matrix).
+        lr: learning rate of the hidden matrices: the RMS of their update.
+        adam_lr: learning rate of embeddings, output head, norms and biases.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
 
-    >>> import torch
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+        rank: dimension of the tracked subspace, at most n.
+        gamma: weight of the Muon half; None means lr / min(adam_lr, 2e-3), computed once when a group is added.
+        betas: decay of the momentum and of the second moments, for COSMOS and AdamW.
+        eps: added to the root of the second moment; 0 is allowed.
+        nesterov: use Nesterov's momentum in both halves.
+        row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves the rows as they are.
+        two_sided: track a basis on both sides of a matrix (Algorithm 4).
+        side: the tracked side: "input" (columns), or "smaller", which saves state.
+        eps_placement: "outside" is sqrt(V) + eps; "inside" is sqrt(V + eps), as printed in the paper.
+        residual_guard: share of the momentum's energy below which the Muon half is dropped as noise; 0 is off.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: "ns5" or "polar-express".
+        ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
+        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
+        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> opt = Cosmos(model, lr=5e-4, adam_lr=2e-3)
     >>> model(torch.ones(1, 8)).sum().backward()
@@ -57,167 +78,328 @@ class Cosmos(MatrixOptimizer):
     rule = "cosmos"
 
     def __init__(
-        self,
-        params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 5e-4,
-        *,
-        adam_lr: float | Tensor = 2e-3,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-8,
-        rank: int = 32,
-        gamma: float | None = None,
-        weight_decay: float = 0.0,
-        nesterov: bool = True,
-        row_beta2: float | None = 0.95,
-        two_sided: bool = False,
-        **options: Any,
-    ) -> None:
-        hyper = {"betas": betas, "eps": eps, "rank": rank, "gamma": gamma, "weight_decay": weight_decay,
-                 "nesterov": nesterov, "row_beta2": row_beta2, "two_sided": two_sided, **options}  # fmt: skip
-        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
+        self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
+        rank: int = 32, gamma: float | None = None, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
+        nesterov: bool = True, row_beta2: float | None = 0.95, two_sided: bool = False, side: str = "input",
+        eps_placement: str = "outside", residual_guard: float = 1e-5,
+        ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
 
 
 class CosmosPaper(Cosmos):
-    """COSMOS with the paper's settings: rank 64, no look-ahead, rows left alone, gamma = lr / adam_lr at any rate.
+    """COSMOS with the paper's settings: rank 64, plain momentum, no row averages, gamma = lr / adam_lr at any rate.
 
-    Two things differ from the printed algorithm: epsilon stands outside the root (`eps_placement="inside"` is the
-    paper's), and `residual_guard` is on (0 turns it off). All else is as in `Cosmos`.
+    Two points differ from the printed algorithm: epsilon is outside the root (`eps_placement="inside"` is the
+    paper's), and `residual_guard` is on (0 turns it off).
+
+    Args:
+        params: a model, `param_groups(model)`, or anything torch.optim takes (then every parameter must be a matrix).
+        lr: learning rate of the hidden matrices: the RMS of their update.
+        adam_lr: learning rate of embeddings, output head, norms and biases.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
+
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+        rank: dimension of the tracked subspace, at most n.
+        gamma: weight of the Muon half; None means lr / adam_lr, computed once when a group is added.
+        betas: decay of the momentum and of the second moments, for COSMOS and AdamW.
+        eps: added to the root of the second moment; 0 is allowed.
+        nesterov: use Nesterov's momentum in both halves.
+        row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves the rows as they are.
+        two_sided: track a basis on both sides of a matrix (Algorithm 4).
+        side: the tracked side: "input" (columns), or "smaller", which saves state.
+        eps_placement: "outside" is sqrt(V) + eps; "inside" is sqrt(V + eps), as printed in the paper.
+        residual_guard: share of the momentum's energy below which the Muon half is dropped as noise; 0 is off.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: "ns5" or "polar-express".
+        ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
+        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
+        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+
+    >>> group = CosmosPaper(nn.Linear(8, 16), lr=5e-4, adam_lr=4e-3).param_groups[0]
+    >>> group["rank"], group["nesterov"], group["row_beta2"], group["gamma"]
+    (64, False, None, 0.125)
     """
 
     soap_lr = math.inf
 
     def __init__(
-        self,
-        params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 5e-4,
-        *,
-        rank: int = PAPER["rank"],
-        nesterov: bool = PAPER["nesterov"],
-        row_beta2: float | None = PAPER["row_beta2"],
-        **options: Any,
-    ) -> None:
-        super().__init__(params, lr, rank=rank, nesterov=nesterov, row_beta2=row_beta2, **options)
+        self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
+        rank: int = 64, gamma: float | None = None, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
+        nesterov: bool = False, row_beta2: float | None = None, two_sided: bool = False, side: str = "input",
+        eps_placement: str = "outside", residual_guard: float = 1e-5,
+        ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
 
 
 class Muon(MatrixOptimizer):
-    """MUON (the paper's Algorithm 3): W <- W - lr sqrt(max(m, n)) NS5(N / |N|), N the Nesterov momentum.
+    """Muon (the paper's Algorithm 3): the orthogonalized momentum, W <- W - lr sqrt(max(m, n)) NS5(N / |N|).
 
     Args:
-        lr: with scaling="paper" the RMS of an update is about lr; "original" and "match_rms_adamw" are torch's.
+        params: a model, `param_groups(model, "muon")`, or anything torch.optim takes (then every one a matrix).
+        lr: learning rate of the hidden matrices; with scaling="paper" the RMS of their update is about lr.
+        adam_lr: learning rate of embeddings, output head, norms and biases.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
+
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         momentum: decay of the momentum; the paper's LLaMA runs use 0.9.
-        normalize: scale every update to RMS lr, the paper's normalization ablation; `scaling` is then ignored.
-        adam_lr, betas, eps: for embeddings, head, norms and biases.
-        options: nesterov, ns_steps, ns_coefficients, ns_dtype, momentum_dtype and what every optimizer here takes.
+        nesterov: use Nesterov's momentum.
+        scaling: "paper" is the formula above; "original" and "match_rms_adamw" are those of torch.optim.Muon.
+        normalize: scale every update to RMS lr (the paper's normalization ablation); `scaling` is then ignored.
+        betas: decay of AdamW's two moments.
+        eps: added to the root of AdamW's second moment.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: "ns5" or "polar-express".
+        ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
+        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the state.
+        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+
+    >>> opt = Muon(nn.Linear(8, 16), lr=1e-3)
+    >>> [(group["rule"], group["lr"]) for group in opt.param_groups]
+    [('muon', 0.001), ('adam', 0.002)]
     """
 
     rule = "muon"
 
     def __init__(
-        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95, scaling: str = "paper",
-        normalize: bool = False, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0,
-        **options: Any,
+        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
+        momentum: float = 0.95, nesterov: bool = True, scaling: str = "paper", normalize: bool = False,
+        betas: Betas = (0.9, 0.98), eps: float = 1e-8,
+        ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        hyper = dict(
-            momentum=momentum, scaling=scaling, normalize=normalize, betas=betas, eps=eps, weight_decay=weight_decay,
-            **options,
-        )  # fmt: skip
-        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
+        super().__init__(**arguments(locals()))
 
 
 class NorMuon(MatrixOptimizer):
-    """NorMuon: MUON with a second moment for each row after Newton-Schulz, scaled to RMS lr.
+    """NorMuon (Li et al. 2025): Muon with a second moment for each row after Newton-Schulz.
+
+        B = NS5(N / |N|),  v = b2 v + (1 - b2) mean of each row of B^2,  W <- W - lr B / (sqrt(v) + eps), at RMS lr
 
     Args:
-        beta2: decay of the rows' second moments.
+        params: a model, `param_groups(model, "normuon")`, or anything torch.optim takes (then every one a matrix).
+        lr: learning rate of the hidden matrices: the RMS of their update.
+        adam_lr: learning rate of embeddings, output head, norms and biases.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
+
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+        momentum: decay of the momentum.
+        beta2: decay of the row second moments.
+        nesterov: use Nesterov's momentum.
+        betas: decay of AdamW's two moments.
+        eps: added to the roots of the second moments, of rows and of AdamW.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: "ns5" or "polar-express".
+        ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
+        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
+        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+
+    >>> layer = nn.Linear(8, 16, bias=False)
+    >>> {name: tuple(x.shape) for name, x in NorMuon(layer).state[layer.weight].items()}
+    {'step': (), 'M': (16, 8), 'v': (16, 1)}
     """
 
     rule = "normuon"
 
     def __init__(
-        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, momentum: float = 0.95, beta2: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
+        momentum: float = 0.95, beta2: float = 0.95, nesterov: bool = True,
+        betas: Betas = (0.9, 0.98), eps: float = 1e-8,
+        ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        hyper = dict(momentum=momentum, beta2=beta2, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, lr=lr, adam_lr=adam_lr, hyper=hyper)
+        super().__init__(**arguments(locals()))
 
 
 class SOAP(MatrixOptimizer):
-    """SOAP: Adam in the eigenbasis of the averaged G'G (the paper's Algorithm 2), or of both sides.
+    """SOAP (Vyas et al. 2024; the paper's Algorithm 2): Adam in the eigenbasis U of the averaged G'G, or of both sides.
+
+        V = b2 V + (1 - b2) (G U)^2,  W <- W - lr ((M U / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)) U'
 
     Args:
-        frequency: steps between two turns of the basis. Turned often it needs a warm-up: as long as few gradients were
-            seen, a turn brings momentum to directions whose second moment is still near 0 (docs/algorithm.md).
-        two_sided: a basis on each side, as published SOAP has.
-        squares: "gradient" (published) or "momentum" (the paper's box) is what the second moment averages.
+        params: a model, `param_groups(model, "soap")`, or anything torch.optim takes (then every one a matrix).
+        lr: learning rate of the hidden matrices.
+        adam_lr: learning rate of embeddings, output head, norms and biases; None means lr.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
+
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+        frequency: steps between two updates of the basis. Frequent updates need a warm-up (docs/algorithm.md): after
+            few gradients they bring momentum to directions with a second moment still near 0.
+        two_sided: keep a basis on each side, as published SOAP does.
+        squares: average the squares of the "gradient" (published SOAP) or of the "momentum" (the paper's box).
+        side: the side of a one-sided basis: "input" (columns), or "smaller", which saves state.
+        betas: decay of the momentum and of the second moments, for SOAP and AdamW.
+        eps: added to the root of the second moment; 0 is allowed.
+        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not yet SOAP's.
+
+    >>> opt = SOAP(nn.Linear(8, 16), lr=2e-3, frequency=10, two_sided=True)
+    >>> [group["rule"] for group in opt.param_groups]
+    ['soap-two-sided', 'adam']
     """
 
     rule = "soap"
 
     def __init__(
-        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, frequency: int = 1,
-        two_sided: bool = False, squares: str = "gradient", betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
+        frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "input",
+        betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: Sequence[int] | None = None,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        hyper = dict(
-            frequency=frequency, two_sided=two_sided, squares=squares, betas=betas, eps=eps, weight_decay=weight_decay,
-            **options,
-        )  # fmt: skip
-        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+        super().__init__(**arguments(locals()))
 
 
 class GaLore(MatrixOptimizer):
-    """GaLore: Adam on gradients projected to their leading singular vectors.
+    """GaLore (Zhao et al. 2024): Adam on gradients projected to their leading singular vectors Q.
+
+        W <- W - lr scale Adam(G Q) Q'
 
     Args:
-        rank: of the projection. update_gap: steps between projectors. scale: factor of the update.
+        params: a model, `param_groups(model, "galore")`, or anything torch.optim takes (then every one a matrix).
+        lr: learning rate of the hidden matrices.
+        adam_lr: learning rate of embeddings, output head, norms and biases; None means lr.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
+
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+        rank: columns of Q, at most the shorter side of the matrix.
+        update_gap: steps between two updates of Q.
+        scale: factor of the update.
+        betas: decay of the two moments, for GaLore and AdamW.
+        eps: added to the root of the second moment; 0 is allowed.
+        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not yet GaLore's.
+
+    >>> layer = nn.Linear(8, 16, bias=False)
+    >>> {name: tuple(x.shape) for name, x in GaLore(layer, rank=4).state[layer.weight].items()}
+    {'step': (), 'Q': (8, 4), 'exp_avg': (16, 4), 'exp_avg_sq': (16, 4)}
     """
 
     rule = "galore"
 
     def __init__(
-        self, params: Params, lr: Rate = 1e-2, *, adam_lr: Rate | None = None, rank: int = 128, update_gap: int = 200,
-        scale: float = 0.25, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0,
-        **options: Any,
+        self, params: Params, lr: Rate = 1e-2, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
+        rank: int = 128, update_gap: int = 200, scale: float = 0.25,
+        betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: Sequence[int] | None = None,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        hyper = dict(
-            rank=rank, update_gap=update_gap, scale=scale, betas=betas, eps=eps, weight_decay=weight_decay, **options
-        )
-        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+        super().__init__(**arguments(locals()))
 
 
 class AdamMini(MatrixOptimizer):
-    """Adam-mini: one second moment for each head of queries and keys, each row of other matrices, each token.
+    """Adam-mini (Zhang et al. 2024): AdamW with one second moment for each block of rows.
 
-    Vectors go to Adam: biases as in the authors' package, which has one second moment for the whole of a norm.
+        v = b2 v + (1 - b2) mean of G^2 over the block,  W <- W - lr (M / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    A block is an attention head of queries and keys, a row of any other matrix, a token of an embedding. Vectors are
+    trained by AdamW: biases as in the authors' package, which has one second moment for all of a norm.
 
     Args:
-        head_dim: rows of a head, 64 unless given: the block_rows of all groups that have some. Which parameters are
-            queries and keys is told by name; other naming needs groups with rule="adam-mini" and block_rows.
+        params: a model, `param_groups(model, "adam-mini")`, or anything torch.optim takes (then every one a matrix).
+        lr: learning rate of everything with rows.
+        adam_lr: learning rate of norms and biases; None means lr.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
+
+    Options that rarely need a change; each is also a key of a parameter group, except head_dim and cuda_graphs:
+        head_dim: rows of an attention head (64 if None): the block_rows of the queries and keys, known by their names.
+        block_rows: rows of a block in groups that do not say; queries and keys with unusual names need such a group.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment; 0 is allowed.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not Adam-mini's.
+
+    >>> attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "v_proj": nn.Linear(8, 8, bias=False)})
+    >>> [group["block_rows"] for group in AdamMini(attention, head_dim=4).param_groups]
+    [4, 1]
     """
 
     rule = "adam-mini"
 
     def __init__(
-        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, head_dim: int | None = None,
-        betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
+        head_dim: int | None = None, block_rows: int = 1, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        if head_dim is not None:
-            params = [g | {"block_rows": head_dim} if "block_rows" in g else g for g in as_groups(params, self.rule)]
-        hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+        given = arguments(locals())
+        if given.pop("head_dim") is not None:
+            groups = as_groups(params, self.rule)
+            given["params"] = [g | {"block_rows": head_dim} if "block_rows" in g else g for g in groups]
+        super().__init__(**given)
 
 
 class Adam(MatrixOptimizer):
-    """Adam with decoupled weight decay, for every parameter: torch.optim.AdamW on this library's engine."""
+    """Adam with decoupled weight decay for every parameter: torch.optim.AdamW on this library's engine.
+
+        V = b2 V + (1 - b2) G^2,  W <- W - lr (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
+
+    Args:
+        params: a model, `param_groups(model, "adam")`, or anything torch.optim takes.
+        lr: learning rate.
+        adam_lr: the same as lr, for code that passes both to every optimizer; it wins if both are given.
+        weight_decay: decoupled weight decay, multiplied by the group's lr.
+
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+        betas: decay of the two moments.
+        eps: added to the root of the second moment; 0 is allowed.
+        maximize: ascend instead of descend.
+        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
+        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not Adam's.
+
+    >>> layer = nn.Linear(8, 16, bias=False)
+    >>> sorted(Adam(layer, lr=2e-3).state[layer.weight])
+    ['exp_avg', 'exp_avg_sq', 'step']
+    """
 
     rule = "adam"
 
     def __init__(
-        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-8, weight_decay: float = 0.0, **options: Any,
+        self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
+        betas: Betas = (0.9, 0.98), eps: float = 1e-8,
+        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        hyper = dict(betas=betas, eps=eps, weight_decay=weight_decay, **options)
-        super().__init__(params, lr=lr, adam_lr=lr if adam_lr is None else adam_lr, hyper=hyper)
+        super().__init__(**arguments(locals()))
 
 
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {

@@ -42,3 +42,8 @@ def test_one_rate_for_all(name: str) -> None:
 def test_muon_norm_is_muon_with_normalized_updates() -> None:
     optimizer = build_optimizer(build("tiny"), OptimizerOptions("muon-norm", lr=1e-3, embedding_lr=4e-3))
     assert {group["normalize"] for group in optimizer.param_groups if group["rule"] == "muon"} == {True}
+
+
+def test_an_option_that_the_optimizer_does_not_have_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"Muon has no argument 'nesterof' \(did you mean 'nesterov'\?\)"):
+        build_optimizer(build("tiny"), OptimizerOptions("muon", options=("nesterof=True",)))

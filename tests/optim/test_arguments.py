@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ import torch
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, SOAP, AdamMini, Cosmos, Muon, param_groups
+from cosmos_optim.hyperparameters import COMMON
+from cosmos_optim.rules import RULES
+from cosmos_optim.rules.cosmos import PAPER
 from tests.optim.helpers import decoder, gradient, matrix
 
 
@@ -36,19 +42,76 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"residual_guard": 1.5}, "residual_guard"),
         ({"nonfinite": "ignore"}, "nonfinite"),
         ({"split_sizes": (3, 4)}, "split_sizes"),
-        ({"gama": 0.1}, "did you mean 'gamma'"),
-        ({"learning_rate": 0.1}, "did you mean 'lr'"),
-        ({"overrides": {}}, r"param_groups\(model, overrides"),
-        ({"head": "lm_head"}, r"param_groups\(model, head"),
         ({"lr": True}, "lr=True is not valid: give a number"),
         ({"rank": True}, "rank=True is not valid: give a number"),
         ({"two_sided": "yes"}, "two_sided='yes' is not valid: give True or False"),
         ({"cuda_graphs": "no"}, "cuda_graphs='no' is not valid: give True or False"),
     ],
 )
-def test_wrong_hyper_parameters(kwargs: dict[str, object], message: str) -> None:
+def test_a_wrong_hyper_parameter_is_refused_by_name(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cosmos([matrix((6, 4))], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"gama": 0.1}, r"^Cosmos has no argument 'gama' \(did you mean 'gamma'\?\)$"),
+        ({"learning_rate": 0.1}, "did you mean 'lr'"),
+        ({"overrides": {}}, r"is an argument of param_groups: give param_groups\(model, overrides=...\)"),
+        ({"head": "lm_head"}, r"param_groups\(model, head"),
+        ({"layout": "conv"}, "Cosmos has no argument 'layout': give it in a parameter group"),
+        ({"fused": True}, "Cosmos has no argument 'fused'; it has params, lr, adam_lr, weight_decay, rank"),
+    ],
+)
+def test_an_unknown_argument_is_a_type_error_that_says_what_to_give(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Cosmos([matrix((6, 4))], **kwargs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_option_is_visible_keyword_only_and_documented(name: str) -> None:
+    made = OPTIMIZERS[name]
+    parameters = dict(inspect.signature(made).parameters)
+    assert list(parameters)[:4] == ["params", "lr", "adam_lr", "weight_decay"]
+    some = {"layout", "side", "split_sizes"}  # group keys that are not arguments of every optimizer
+    assert {*COMMON, *RULES[made.rule].hyper, *RULES["adam"].hyper, "cuda_graphs"} - some <= set(parameters)
+    assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+    for argument in parameters:
+        assert re.search(rf"^        {argument}: ", made.__doc__ or "", re.MULTILINE), f"{argument} is not documented"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_defaults_of_a_signature_are_those_of_the_rule(name: str) -> None:
+    made = OPTIMIZERS[name]
+    parameters = inspect.signature(made).parameters
+    changed = PAPER if name == "cosmos-paper" else {}
+    for option, default in {**COMMON, **RULES[made.rule].hyper, **changed}.items():
+        assert option not in parameters or parameters[option].default == default
+
+
+class Labelled(Cosmos):
+    """A subclass with an argument of its own."""
+
+    def __init__(self, params: Any, *, label: str, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.param_groups[0]["name"] = label
+
+
+class Fast(Cosmos):
+    """A subclass without a constructor."""
+
+
+def test_subclasses_may_add_arguments_and_pass_others_on() -> None:
+    p = matrix((6, 4))
+    opt = Labelled([p], label="trunk", rank=2)
+    for again in (opt, copy.deepcopy(opt)):
+        assert (again.param_groups[0]["name"], again.param_groups[0]["rank"]) == ("trunk", 2)
+    with pytest.raises(TypeError, match="gama"):
+        Labelled([p], label="trunk", gama=0.1)
+    with pytest.raises(TypeError, match="Fast has no argument 'gama' .did you mean 'gamma'"):
+        Fast([p], gama=0.1)
+    assert Fast([p], rank=2).param_groups[0]["rank"] == 2
 
 
 def test_wrong_groups() -> None:
@@ -103,7 +166,7 @@ def test_two_sided_however_it_is_asked_for(make: Any, rule: str, given: str) -> 
 
 
 def test_an_argument_that_nothing_would_use_is_refused() -> None:
-    with pytest.raises(ValueError, match="Muon has no argument 'two_sided'"):
+    with pytest.raises(TypeError, match="Muon has no argument 'two_sided'"):
         Muon(decoder(), two_sided=True)
 
 

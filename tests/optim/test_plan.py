@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_optim import Cosmos, Muon, param_groups, plan
+from cosmos_optim import AdamMini, Cosmos, Muon, param_groups, plan
+from cosmos_optim.optimizer import MatrixOptimizer
 from tests.optim.helpers import Decoder, decoder
 
 
@@ -30,17 +31,29 @@ def test_a_plan_refuses_what_the_optimizer_would(overrides: Any, error: type[Exc
 
 
 @pytest.mark.parametrize(
-    ("kind", "hyper", "message"),
+    ("kind", "hyper", "error", "message"),
     [
-        (Cosmos, {"rank": 0}, "rank=0 is not valid"),
-        (Cosmos, {"two_sided": "x"}, "two_sided='x' is not valid"),
-        (Muon, {"two_sided": False}, "'two_sided'"),
+        (Cosmos, {"rank": 0}, ValueError, "rank=0 is not valid"),
+        (Cosmos, {"two_sided": "x"}, ValueError, "two_sided='x' is not valid"),
+        (Cosmos, {"weight_decay": -1.0}, ValueError, "weight_decay=-1.0 is not valid"),
+        (Cosmos, {"lr": "5e-4"}, ValueError, "lr='5e-4' is not valid"),
+        (Cosmos, {"lr": 0.0}, ValueError, "give gamma, or the peak lr"),
+        (Muon, {"two_sided": False}, TypeError, "Muon has no argument 'two_sided'"),
+        (Muon, {"gama": 1.0}, TypeError, "Muon has no argument 'gama'"),
     ],
 )
-def test_and_its_arguments(kind: type[torch.optim.Optimizer], hyper: dict[str, Any], message: str) -> None:
+def test_a_plan_refuses_the_arguments_that_the_optimizer_refuses(
+    kind: type[MatrixOptimizer], hyper: dict[str, Any], error: type[Exception], message: str
+) -> None:
     for make in (lambda: plan(decoder(), kind.rule, **hyper), lambda: kind(decoder(), **hyper)):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             make()
+
+
+def test_a_plan_knows_the_heads_of_adam_mini() -> None:
+    model = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False)})
+    (row,) = plan(model, "adam-mini", head_dim=4).rows
+    assert row.state_bytes == AdamMini(model, head_dim=4).state_bytes()
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -62,7 +75,7 @@ def test_the_plan_names_every_parameter_and_adds_up() -> None:
     assert "cosmos: 2 tensors, 480 parameters" in text
     opt = Cosmos(model, rank=4)
     assert plan(model, rank=4).state_bytes == plan(opt).state_bytes == opt.state_bytes()
-    with pytest.raises(ValueError, match="did you mean 'rank'"):
+    with pytest.raises(TypeError, match="did you mean 'rank'"):
         plan(model, rnak=4)
     with pytest.raises(ValueError, match="no rule 'sopa'"):
         plan(model, "sopa")

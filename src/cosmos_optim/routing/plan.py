@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import sharding as distributed
-from cosmos_optim.hyperparameters import COMMON, check_keys, in_one_form, rule_named
+from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, rule_named
 from cosmos_optim.optimizer import MatrixOptimizer
+from cosmos_optim.optimizers import OPTIMIZERS
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.rules import RULES
-from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.rules.rule import require_number, two_sided
-from cosmos_optim.suggest import close_to
 
 
 @dataclass(frozen=True)
@@ -100,24 +100,33 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     if isinstance(model, MatrixOptimizer):
         return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
-    if rule == "cosmos-paper":
-        rule, hyper = "cosmos", {**PAPER, **hyper}
     routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
-    rule_named(rule)
-    both = hyper.pop("two_sided", False) if two_sided(rule) in RULES else False
-    require_number("two_sided", both, flag=True)
-    known = {*COMMON, *RULES[rule].hyper, *RULES["adam"].hyper, "lr", "adam_lr"}
-    for key in hyper:
-        if key not in known:
-            raise ValueError(f"rule {rule!r} has no hyper-parameter {key!r}{close_to(key, known)}")
+    kind, options = _optimizer(rule, hyper)
     rows = []
-    for place, route in routes(model, rule, **routing):
-        name, settings = in_one_form(rule, {"rule": route.rule, **route.settings}, both)
-        check_keys(settings, rule_named(name))
-        group = {**COMMON, **RULES[name].hyper, **hyper, **settings}
-        RULES[name].check(group)
+    for place, route in routes(model, kind.rule, **routing):
+        group = {"rule": route.rule, **route.settings}
+        if "block_rows" in group and options.get("head_dim"):
+            group["block_rows"] = options["head_dim"]
+        name, group = choose_rule(kind.rule, group, options.get("two_sided", False))
+        group = complete(group, rule_named(name), options, kind.soap_lr)
         rows.append(_row(place.name, place.p, name, route.why, group))
     return Plan(tuple(rows))
+
+
+def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimizer], dict[str, Any]]:
+    """Return the class with that rule and all its arguments, as its constructor would see them."""
+    for rule in (rule for rule in RULES if name == two_sided(rule)):
+        name, given = rule, {"two_sided": True, **given}
+    if name not in OPTIMIZERS:
+        rule_named(name)
+    kind = OPTIMIZERS[name]
+    check_arguments(kind, given)
+    parameters = inspect.signature(kind).parameters.values()
+    options = {p.name: given.get(p.name, p.default) for p in parameters if p.name != "params"}
+    if options["adam_lr"] is None:
+        options["adam_lr"] = options["lr"]
+    require_number("two_sided", options.get("two_sided", False), flag=True)
+    return kind, options
 
 
 def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> Row:

@@ -71,6 +71,8 @@ def check_arguments(optimizer: type, given: Iterable[str]) -> None:
 
 def rule_named(name: str) -> Rule:
     """Return the rule of this name; a ValueError names them all."""
+    if name == "muon-norm":
+        raise ValueError("rule 'muon-norm' is rule 'muon' with normalize=True now")
     if name not in RULES:
         raise ValueError(f"there is no rule {name!r}{suggestion(name, RULES)}; the rules are {sorted(RULES)}")
     return RULES[name]

@@ -254,7 +254,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Return torch's state_dict with dtypes as text, because torch's gathering of sharded state refuses dtypes."""
         self._meet()
         saved = super().state_dict()
-        return saved | {"param_groups": checkpoint.with_names(saved["param_groups"])}
+        return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint; one of another rank, rule or shape is an error that says what to build instead."""

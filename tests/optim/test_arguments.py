@@ -118,6 +118,8 @@ def test_wrong_groups() -> None:
     p = matrix((6, 4))
     with pytest.raises(ValueError, match="did you mean 'cosmos'"):
         Cosmos([{"params": [p], "rule": "cosmo"}])
+    with pytest.raises(ValueError, match="'muon-norm' is rule 'muon' with normalize=True"):
+        Muon([{"params": [p], "rule": "muon-norm"}])
     with pytest.raises(ValueError, match="no hyper-parameter 'rank'"):
         Cosmos([{"params": [p], "rule": "adam", "rank": 3}])
     with pytest.raises(ValueError, match=r"param_groups\(model\)"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper, plan
+from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper, Muon, plan
 from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, snapshot, train
 
 SMALL_RANK = {"rank": 4}
@@ -244,3 +245,61 @@ def test_no_hyper_parameter_on_self() -> None:
     with opt.diagnostics() as seen:
         opt.step()
     assert next(iter(seen.values()))["ratio"] == float("inf")
+
+
+def with_group(saved: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """A checkpoint with other values in its first group; None removes a key."""
+    group = {key: value for key, value in (saved["param_groups"][0] | changed).items() if value is not None}
+    return saved | {"param_groups": [group, *saved["param_groups"][1:]]}
+
+
+def muon_norm_checkpoint(p: torch.nn.Parameter) -> dict[str, Any]:
+    """What MuonNorm wrote, before it became an option of Muon."""
+    opt = Muon([p], momentum=0.9, normalize=True)
+    p.grad = gradient((10, 8), 0)
+    opt.step()
+    return with_group(copy.deepcopy(opt.state_dict()), rule="muon-norm", normalize=None, scaling=None)
+
+
+def test_a_checkpoint_of_muon_norm_continues_in_muon_with_normalize() -> None:
+    p = matrix((10, 8))
+    saved = muon_norm_checkpoint(p)
+    opt = Muon([p], normalize=True)
+    opt.load_state_dict(saved)
+    group = opt.param_groups[0]
+    assert (group["rule"], group["normalize"], group["scaling"], group["momentum"]) == ("muon", True, "paper", 0.9)
+    assert torch.equal(opt.state[p]["M"], saved["state"][0]["M"])
+    before = p.detach().clone()
+    opt.step()
+    rms = (p.detach() - before).square().mean().sqrt()
+    torch.testing.assert_close(rms, torch.tensor(1e-3), rtol=1e-4, atol=0)
+
+
+def test_checkpoints_of_muon_with_and_without_normalize_refuse_each_other() -> None:
+    p = matrix((10, 8))
+    with pytest.raises(ValueError, match="normalize=True, here it has normalize=False: build the optimizer with norm"):
+        Muon([p]).load_state_dict(muon_norm_checkpoint(p))
+    with pytest.raises(ValueError, match="normalize=True, here it has normalize=False"):
+        Muon([p]).load_state_dict(Muon([p], normalize=True).state_dict())
+    old = with_group(Muon([p]).state_dict(), normalize=None)  # written before Muon had the option
+    Muon([p]).load_state_dict(old)
+    with pytest.raises(ValueError, match="normalize=False, here it has normalize=True"):
+        Muon([p], normalize=True).load_state_dict(old)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, True), (1.0, True), (0, False), (True, True), (False, False)])
+def test_nesterov_saved_as_a_number_becomes_a_bool(saved: float, loaded: bool) -> None:
+    p = matrix((10, 8))
+    opt = Cosmos([p], rank=4)
+    opt.load_state_dict(with_group(Cosmos([p], rank=4).state_dict(), nesterov=saved))
+    assert opt.param_groups[0]["nesterov"] is loaded
+
+
+@pytest.mark.parametrize("steps", [5, 2.5])
+def test_a_checkpoint_that_looks_several_steps_ahead_is_refused_with_the_reason(steps: float) -> None:
+    p = matrix((10, 8))
+    opt = Cosmos([p], rank=4)
+    saved = with_group(Cosmos([p], rank=4).state_dict(), nesterov=steps)
+    with pytest.raises(ValueError, match=f"group 0 was saved with nesterov={steps}, .* measured to be worse: set"):
+        opt.load_state_dict(saved)
+    assert opt.param_groups[0]["nesterov"] is True

@@ -118,11 +118,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if p in self._layouts:
                 continue
             if p.dtype not in TRAINED:
-                narrow = f"has dtype {p.dtype}, in which nothing is trained: leave it out, or give a wider copy"
-                hint = "is complex: split it into two real ones" if p.is_complex() else narrow
+                narrow = f"has dtype {p.dtype}, which cannot be trained: freeze it, or optimize a floating-point copy"
+                hint = "is complex: split it into two real parameters" if p.is_complex() else narrow
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
             if p.layout is not torch.strided:
-                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: make it dense by to_dense()")
+                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
             self._layouts[p] = distributed.layout_of(name, p, RULES[group["rule"]], group)
             if p not in self.state and not p.is_meta:
                 self._allocate(p, group)

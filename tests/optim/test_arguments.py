@@ -212,5 +212,5 @@ def test_parameters_in_a_set_are_refused() -> None:
     """Their order changes from run to run, and with it whose state is whose."""
     held = {matrix((4, 4), seed) for seed in range(3)}
     for given in (held, [{"params": held}]):
-        with pytest.raises(TypeError, match="list"):
+        with pytest.raises(TypeError, match="params must be ordered, got a set.*Pass a list"):
             Cosmos(given, rank=2)

@@ -7,7 +7,7 @@ from cosmos_optim.routing.param_groups import routes
 
 
 def rules(model: nn.Module, **kwargs) -> dict[str, str]:
-    return {place.name: route.rule for place, route in routes(model, **kwargs)}
+    return {parameter.name: route.rule for parameter, route in routes(model, **kwargs)}
 
 
 def test_a_head_by_argument_and_a_block_that_is_only_called_output() -> None:
@@ -17,7 +17,7 @@ def test_a_head_by_argument_and_a_block_that_is_only_called_output() -> None:
     assert rules(model)["layers.0.output.weight"] == "cosmos"
     assert rules(model, head="classify")["classify.weight"] == "adam"
     assert rules(model, head=model["classify"])["classify.weight"] == "adam"
-    with pytest.raises(ValueError, match="is no module of this model"):
+    with pytest.raises(ValueError, match="is not a module of this model"):
         rules(model, head="clasify")
 
 
@@ -69,7 +69,7 @@ def normed() -> nn.Module:
 )
 def test_output_heads_however_they_are_wrapped(model: nn.Module, heads: set[str]) -> None:
     """By name, by what the model says, or as the one layer with as many outputs as the embedding has rows."""
-    found = {place.name for place, route in routes(model) if route.rule == "adam" and place.p.dim() > 1}
+    found = {parameter.name for parameter, route in routes(model) if route.rule == "adam" and parameter.p.dim() > 1}
     assert {name for name in found if "embed" not in name} == heads
 
 

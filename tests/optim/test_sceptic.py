@@ -138,7 +138,7 @@ def test_float32_gradients_of_bfloat16_parameters(name: str) -> None:
 def test_what_nothing_can_train_is_refused_by_name() -> None:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         frozen = nn.Parameter(torch.zeros(8, 4, dtype=dtype), requires_grad=False)
-        with pytest.raises(ValueError, match=f"'w' of shape .* has dtype {dtype}.*leave it out"):
+        with pytest.raises(ValueError, match=f"'w' of shape .* has dtype {dtype}, which cannot be trained: freeze it"):
             Cosmos([("w", frozen)])
 
 

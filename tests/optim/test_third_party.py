@@ -20,7 +20,7 @@ def build(name: str, params: object, **kwargs: object) -> torch.optim.Optimizer:
 
 
 def rules(model: nn.Module, **kwargs: object) -> dict[str, tuple[str, dict[str, object]]]:
-    return {place.name: (route.rule, dict(route.settings)) for place, route in routes(model, **kwargs)}
+    return {parameter.name: (route.rule, dict(route.settings)) for parameter, route in routes(model, **kwargs)}
 
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_first_rate_of_zero_would_silence_the_muon_half() -> None:
 def test_labels_of_groups_are_kept_and_a_group_without_params_says_so() -> None:
     opt = Cosmos([{"params": [matrix((6, 4))], "name": "trunk", "lr_scale": 0.5}])
     assert opt.param_groups[0]["name"] == "trunk"
-    with pytest.raises(ValueError, match="lacks 'params'"):
+    with pytest.raises(ValueError, match="has no 'params'"):
         Cosmos([{"lr": 1e-3}])
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model make its output: their matrices are no hidden ones."""
+"""Find the modules that make a model's output: their matrices are not hidden ones and get AdamW."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ NAMES = frozenset({
     "lm_head", "head", "output", "output_layer", "embed_out", "unembed", "unembedding", "classifier", "score",
     "to_logits", "output_projection",
 })  # fmt: skip
-# What wraps a module without changing what it is: parametrizations, adapters' copies.
+# Wrappers that do not change what a module is: parametrizations, and the copies that adapters make.
 WRAPPERS = re.compile(r"\.(parametrizations|modules_to_save|base_layer|original_module)(\.|$).*")
 
 
-def heads_of(model: nn.Module, head: nn.Module | str | None) -> set[str]:
-    """Paths of modules that produce the output."""
+def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
+    """Return the paths of the output heads: of the given one, or of those found, with everything inside."""
     modules = dict(model.named_modules())
     if head is None:
-        return _found_heads(modules)
+        return _search_heads(modules)
     named = {path for path, module in modules.items() if module is head or path == head}
     named |= {path for path in modules for top in named if path.startswith(f"{top}.")}
     if not named:
         raise ValueError(
-            f"head={head!r} is no module of this model: give one of its modules, or a name such as 'lm_head'"
+            f"head={head!r} is not a module of this model: give one of its modules, or a name such as 'lm_head'"
         )
     return named
 
 
-def _found_heads(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Heads are named as such, or returned by `get_output_embeddings`, or the one layer that undoes the embedding."""
-    once = {path: module for path, module in modules.items() if not _repeated(path, modules)}
+def _search_heads(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the modules with a head's name, those from `get_output_embeddings`, and the layer shaped as the embedding.
+
+    The last only if exactly one linear layer has the embedding's shape.
+    """
+    once = {path: module for path, module in modules.items() if not _is_repeated(path, modules)}
     found = set()
     for path, module in once.items():
         if path.rpartition(".")[2] in NAMES:
-            found.add(_last_of(path, module))
+            found.add(_last_layer(path, module))
         ask = getattr(module, "get_output_embeddings", None)  # transformers' models
-        with suppress(NotImplementedError, AttributeError):  # some of them have the method and no head
+        with suppress(NotImplementedError, AttributeError):  # some have the method but no head
             head = ask() if callable(ask) else None
             found |= {other for other, m in modules.items() if m is head and isinstance(head, nn.Module)}
     tables = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
@@ -48,8 +51,8 @@ def _found_heads(modules: Mapping[str, nn.Module]) -> set[str]:
     return found | {path for path in modules if WRAPPERS.sub("", path) in found}
 
 
-def _repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module sits inside a block of which there are several."""
+def _is_repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a module is inside a block that occurs several times."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         holder = modules[".".join(parts[:i])] if part.isdigit() else None
@@ -62,8 +65,8 @@ def _repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
     return False
 
 
-def _last_of(path: str, module: nn.Module) -> str:
-    """The layer that makes the output: of a sequence the last one with a matrix."""
+def _last_layer(path: str, module: nn.Module) -> str:
+    """Return the path of the layer that makes the output: in a sequence, the last one with a matrix."""
     while isinstance(module, nn.Sequential):
         children = [(n, m) for n, m in module.named_children() if any(p.dim() > 1 for p in m.parameters())]
         if not children:

@@ -1,4 +1,4 @@
-"""The plan: every parameter, its rule, rank and state, before a byte is allocated."""
+"""Print the plan: the rule, rank and state of every parameter, before any state is allocated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cosmos_optim.rules.rule import require_number, two_sided
 
 
 @dataclass(frozen=True)
-class Row:
-    """One parameter of a plan."""
+class PlanRow:
+    """One parameter in a plan."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,27 +35,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an optimizer will do with a model. Printing it gives a table."""
+    """The rule and state of every parameter of a model. Printing it gives a table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all state."""
+        """Return the bytes of all state."""
         return sum(row.state_bytes for row in self.rows)
 
     @property
     def state_elements(self) -> int:
-        """Elements of all state."""
+        """Return the number of elements of all state."""
         return sum(row.state_elements for row in self.rows)
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """Return the number of elements of all parameters."""
         return sum(math.prod(row.shape) for row in self.rows)
 
     def totals(self) -> dict[str, tuple[int, int, int]]:
-        """By rule: tensors, parameters, state bytes."""
+        """Return for each rule the number of tensors, of parameters, and of state bytes."""
         totals: dict[str, tuple[int, int, int]] = {}
         for row in self.rows:
             count, size, state = totals.get(row.rule, (0, 0, 0))
@@ -63,6 +63,7 @@ class Plan:
         return totals
 
     def __str__(self) -> str:
+        """Return the table, the totals of each rule, and the total."""
         table = [("parameter", "shape", "rule", "because", "rank", "state")]
         for row in self.rows:
             shape = " x ".join(map(str, row.shape)) or "scalar"
@@ -82,10 +83,12 @@ class Plan:
 
 
 def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any) -> Plan:
-    """The table of parameters, rules and state for a model, or for an optimizer as it is.
+    """Return the table of parameters, rules and state, for a model or for an existing optimizer.
 
-    `rule` is a rule's name, or "cosmos-paper"; `hyper` takes its hyper-parameters, and `overrides` and `head` as
-    `param_groups` does. A model on the meta device is enough.
+    Args:
+        model: a model, also on the meta device, or an optimizer of this package.
+        rule: a name in OPTIMIZERS: a rule, or "cosmos-paper".
+        hyper: arguments of that optimizer, and `overrides` and `head` as `param_groups` takes them.
 
     >>> print(plan(nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32, bias=False)), rank=4))
     parameter     shape  rule    because    rank     state
@@ -103,18 +106,18 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
     kind, options = _optimizer(rule, hyper)
     rows = []
-    for place, route in routes(model, kind.rule, **routing):
+    for parameter, route in routes(model, kind.rule, **routing):
         group = {"rule": route.rule, **route.settings}
         if "block_rows" in group and options.get("head_dim"):
             group["block_rows"] = options["head_dim"]
         name, group = choose_rule(kind.rule, group, options.get("two_sided", False))
         group = complete(group, rule_named(name), options, kind.soap_lr)
-        rows.append(_row(place.name, place.p, name, route.why, group))
+        rows.append(_row(parameter.name, parameter.p, name, route.why, group))
     return Plan(tuple(rows))
 
 
 def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimizer], dict[str, Any]]:
-    """Return the class with that rule and all its arguments, as its constructor would see them."""
+    """Return the optimizer class of that name, and all of its arguments, defaults included."""
     for rule in (rule for rule in RULES if name == two_sided(rule)):
         name, given = rule, {"two_sided": True, **given}
     if name not in OPTIMIZERS:
@@ -129,17 +132,18 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
     return kind, options
 
 
-def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> Row:
+def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> PlanRow:
+    """Return a parameter's row: its state as the optimizer would allocate it."""
     slots = distributed.layout_of(name, p, RULES[rule], dict(group)).slots(group)
     wide = torch.promote_types(p.dtype, torch.float32)
     elements = {key: math.prod(slot.shape) for key, slot in slots.items()}
     size = sum(elements[key] * (slot.dtype or wide).itemsize for key, slot in slots.items())
     rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
-    return Row(name, tuple(p.shape), rule, why, rank, sum(elements.values()), size + 4)
+    return PlanRow(name, tuple(p.shape), rule, why, rank, sum(elements.values()), size + 4)
 
 
 def human(size: int) -> str:
-    """Bytes for people, three digits.
+    """Return a number of bytes for people, with three digits.
 
     >>> human(2887), human(5_900_000_000)
     ('2.82 KiB', '5.49 GiB')

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_optim import AdamMini, Cosmos, Muon, param_groups, plan
+from cosmos_optim import OPTIMIZERS, AdamMini, Cosmos, Muon, param_groups, plan
 from cosmos_optim.optimizer import MatrixOptimizer
 from tests.optim.helpers import Decoder, decoder
 
@@ -79,6 +79,19 @@ def test_the_plan_names_every_parameter_and_adds_up() -> None:
         plan(model, rnak=4)
     with pytest.raises(ValueError, match="no rule 'sopa'"):
         plan(model, "sopa")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_plan_of_a_model_is_the_plan_of_its_optimizer(name: str) -> None:
+    model = decoder()
+    model.query, model.conv = nn.Linear(8, 128), nn.Conv2d(2, 2, 3, groups=2)
+    a, b = plan(model, name).rows, plan(OPTIMIZERS[name](model)).rows
+    assert {(row.name, row.rule, row.state_bytes) for row in a} == {(row.name, row.rule, row.state_bytes) for row in b}
+
+
+def test_the_plan_of_two_sided_rules() -> None:
+    assert {row.rule for row in plan(decoder(), "soap", two_sided=True).rows} == {"soap-two-sided", "adam"}
+    assert {row.rule for row in plan(decoder(), two_sided=True).rows} == {"cosmos-two-sided", "adam"}
 
 
 # The paper's Table 1, in units of d^2, for four d x d and two d x 4d matrices and r = 0.05 d.

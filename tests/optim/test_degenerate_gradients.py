@@ -1,0 +1,128 @@
+"""Gradients with squares that overflow, with few directions, or with a sudden change: training continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cosmos_optim import OPTIMIZERS, Cosmos
+from tests.optim.helpers import gradient, matrix, small_rank
+
+
+@pytest.mark.parametrize("name", ["cosmos", "soap", "galore", "adam-mini", "adam"])
+def test_finite_gradients_whose_squares_overflow_do_not_poison_the_state(name: str) -> None:
+    """Either the step is skipped whole, or everything it leaves is finite."""
+    p = matrix((64, 48))
+    opt = OPTIMIZERS[name]([("w", p)], **small_rank(name, 3))
+    p.grad = gradient((64, 48), 0)
+    opt.step()
+    for scale in (1e17, 1e18, 1e19, 1e20, 1e30, 3e38):
+        p.grad = torch.full((64, 48), scale)
+        opt.step()
+        assert all(value.isfinite().all() for value in (p, *opt.state[p].values())), scale
+    assert opt.state[p]["step"] < 7
+    with pytest.raises(FloatingPointError, match="'w'.*its square"):
+        opt.param_groups[0]["nonfinite"] = "raise"
+        opt.step()
+
+
+def test_tiny_float64_gradients_start_training() -> None:
+    p = matrix((6, 4), dtype=torch.float64)
+    opt = Cosmos([p], rank=2)
+    p.grad = gradient((6, 4), 0, torch.float64) * 1e-60
+    opt.step()
+    assert opt.state[p]["step"] == 1
+
+
+def one_direction(step: int) -> Tensor:
+    return torch.outer(gradient((24,), step), torch.linspace(1, 2, 16))
+
+
+def switching(step: int) -> Tensor:
+    """Another subspace and another size every 20 steps."""
+    side = (step // 20) % 2
+    return gradient((24, 3), step) @ torch.eye(16)[8 * side : 8 * side + 3] * 10.0 ** (12 * side - 6)
+
+
+def one_entry(step: int) -> Tensor:
+    G = torch.zeros(24, 16)
+    G[step % 24, step % 16] = 1
+    return G
+
+
+def sporadic(step: int) -> Tensor:
+    return gradient((24, 16), step) * (step % 7 == 0)
+
+
+@pytest.mark.parametrize("two_sided", [False, True])
+@pytest.mark.parametrize("rank", [4, 15])
+@pytest.mark.parametrize("of", [one_direction, switching, one_entry, sporadic, lambda step: gradient((24, 16), 0)])
+def test_degenerate_gradients_for_long(of: Callable[[int], Tensor], rank: int, two_sided: bool) -> None:
+    """Rank one forever, a sudden change of subspace and size, one entry, mostly zero, the same one again and again."""
+    p = matrix((24, 16))
+    opt = Cosmos([p], lr=1e-3, rank=rank, two_sided=two_sided)
+    for step in range(60):
+        before = p.detach().clone()
+        p.grad = of(step)
+        opt.step()
+        rms = float((p.detach() - before).square().mean().sqrt())
+        assert rms == pytest.approx(1e-3 if p.grad.any() else 0.0, rel=1e-3), step
+    U, S = opt.state[p]["U"], opt.state[p]["S"]
+    torch.testing.assert_close(U.mT @ U, torch.eye(rank), rtol=0, atol=1e-5)
+    assert torch.linalg.eigvalsh(S.double()).min() >= -1e-6 * S.trace()
+
+
+def test_an_expert_without_tokens_at_first_catches_up() -> None:
+    """A stack has one step count and takes its bases at its first gradient. An expert that had none then starts from
+    an arbitrary basis; one power step brings it close to the one it would have had."""
+    torch.manual_seed(0)
+    spectrum = torch.arange(1, 65.0) ** -0.7
+    stack, single = matrix((2, 48, 64)), matrix((48, 64))
+    a, b = Cosmos([("experts", stack)], rank=16), Cosmos([("w", single)], rank=16)
+    for step in range(3):
+        G = torch.randn(2, 48, 64) * spectrum
+        G[1] *= step > 0
+        stack.grad = G
+        with a.diagnostics() as late:
+            a.step()
+        if step > 0:
+            single.grad = G[1].clone()
+            with b.diagnostics() as exact:
+                b.step()
+            assert late["experts[1]"]["energy"] > 0.9 * exact["w"]["energy"]
+
+
+def test_dead_inputs_do_not_hold_the_basis() -> None:
+    """Half of the inputs never vary and the first gradient has rank 2. The columns that it leaves open must not be unit
+    vectors of dead inputs: no power step would find the directions that come later."""
+    torch.manual_seed(0)
+    for dead in (slice(0, 32), slice(32, 64)):
+        p = matrix((48, 64))
+        opt = Cosmos([("w", p)], rank=16)
+        right = torch.randn(12, 64)
+        right[:, dead] = 0
+        for step in range(30):
+            count = 2 if step == 0 else 12
+            p.grad = gradient((48, count), step) @ right[:count]
+            with opt.diagnostics() as seen:
+                opt.step()
+        assert seen["w"]["energy"] > 0.999
+
+
+@pytest.mark.parametrize("rank", [8, 32])
+def test_one_huge_gradient_does_not_hide_the_others(rank: int) -> None:
+    """A spike of 1e6 in one direction: when the momentum has forgotten it, the update follows the gradient again, while
+    the second moment still knows it."""
+    p, constant = nn.Parameter(torch.zeros(48, 32)), gradient((48, 32), 0)
+    opt = Cosmos([p], lr=1.0, rank=rank)
+    for step in range(1, 26):
+        p.grad = constant + gradient((48, 32), step)
+        if step == 5:
+            p.grad += 1e6 * torch.outer(gradient((48,), 0), gradient((32,), 1))
+        before = p.detach().clone()
+        opt.step()
+    update = before - p.detach()
+    assert float((update * constant).sum() / update.norm() / constant.norm()) > 0.4

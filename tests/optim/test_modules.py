@@ -1,0 +1,103 @@
+"""Routing and updates of modules that are not quite nn.Linear: parametrized, recurrent, experts, heads of layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from cosmos_optim import AdamMini, Cosmos, param_groups
+from cosmos_optim.routing.param_groups import routes
+from tests.optim.helpers import decoder, gradient
+
+
+def rules(model: nn.Module, **kwargs: object) -> dict[str, tuple[str, dict[str, object]]]:
+    return {parameter.name: (route.rule, dict(route.settings)) for parameter, route in routes(model, **kwargs)}
+
+
+def test_parametrized_weights_go_where_their_module_says() -> None:
+    model = nn.ModuleDict(
+        {
+            "normed": parametrizations.weight_norm(nn.Linear(4, 8)),
+            "conv": parametrizations.weight_norm(nn.Conv1d(4, 8, 1)),
+            "spectral": parametrizations.spectral_norm(nn.Linear(4, 8)),
+            "table": parametrizations.weight_norm(nn.Embedding(10, 4)),
+        }
+    )
+    found = rules(model)
+    assert found["normed.parametrizations.weight.original0"] == ("adam", {})
+    assert found["normed.parametrizations.weight.original1"] == ("cosmos", {})
+    assert found["conv.parametrizations.weight.original0"] == ("adam", {})
+    assert found["conv.parametrizations.weight.original1"] == ("cosmos", {"layout": "conv"})
+    assert found["spectral.parametrizations.weight.original"] == ("cosmos", {})
+    assert found["table.parametrizations.weight.original1"] == ("adam", {})
+    Cosmos(model, rank=2)
+
+
+def test_recurrent_projections_are_one_block() -> None:
+    found = rules(nn.ModuleDict({"lstm": nn.LSTM(4, 5, proj_size=3)}))
+    assert found["lstm.weight_hr_l0"] == ("cosmos", {})
+    assert found["lstm.weight_hh_l0"] == ("cosmos", {"split_sizes": (5, 5, 5, 5)})
+
+
+class TopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8))
+
+
+class Experts(nn.Module):
+    """As transformers keeps GPT-OSS's: (expert, in, out), with biases."""
+
+    is_transposed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0)))
+        self.up_bias = nn.Parameter(torch.zeros(3, 12))
+
+
+def test_mixtures_of_experts() -> None:
+    """The update of (expert, in, out) stacks is the transpose of the update of (expert, out, in) ones."""
+    model = nn.ModuleDict({"router": TopKRouter(), "experts": Experts()})
+    assert rules(model) == {
+        "router.weight": ("cosmos", {}),
+        "experts.up": ("cosmos", {"layout": "in_out"}),
+        "experts.up_bias": ("adam", {}),
+    }
+    stored, plain = model["experts"].up, nn.Parameter(model["experts"].up.detach().mT.contiguous())
+    a, b = Cosmos(model, lr=0.1, rank=3), Cosmos([plain], lr=0.1, rank=3)
+    assert a.state[stored]["U"].shape == (3, 8, 3)
+    for step in range(3):
+        plain.grad = gradient((3, 12, 8), step)
+        stored.grad = plain.grad.mT.clone()
+        a.step()
+        b.step()
+    torch.testing.assert_close(stored.mT, plain, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="a stack of matrices: leave split_sizes out"):
+        Cosmos([{"params": [plain], "split_sizes": (6, 6)}])
+
+
+def test_a_head_of_several_layers_and_a_tied_name() -> None:
+    model = decoder()
+    model.classify = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+    assert rules(model, head="classify")["classify.0.weight"][0] == "adam"
+    assert rules(model)["classify.0.weight"][0] == "cosmos"
+    model.lm_head.weight = model.embed.weight
+    groups = param_groups(model, overrides={"lm_head.weight": {"rule": "adam", "lr": 0.3}})
+    assert [name for name, _ in groups[0]["params"]] == ["embed.weight"]
+    assert groups[0]["lr"] == 0.3
+
+
+def test_adam_mini_has_a_number_for_each_output() -> None:
+    """Output rows of every convolution and of (in, out) weights, whatever their storage."""
+    model = nn.ModuleDict(
+        {"conv": nn.Conv2d(3, 8, 3), "depthwise": nn.Conv2d(4, 4, 3, groups=4), "query": nn.Linear(6, 8)}
+    )
+    opt = AdamMini(model, head_dim=4)
+    shapes = {name: tuple(opt.state[p]["v"].shape) for name, p in model.named_parameters() if p.dim() > 1}
+    assert shapes == {"conv.weight": (8, 1), "depthwise.weight": (4, 1), "query.weight": (2, 1)}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()

@@ -17,7 +17,7 @@ from cosmos_optim.engine.layout import LAYOUTS
 from cosmos_optim.rules import RULES, Rule
 from cosmos_optim.rules.rule import require, require_number, two_sided
 
-# The hyper-parameters of every group, whatever its rule.
+# The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
     "weight_decay": 0.0,
     "maximize": False,

@@ -11,7 +11,7 @@ from cosmos_optim import OPTIMIZERS
 
 
 class Decoder(nn.Module):
-    """The shapes of a decoder in small: embedding, tall and wide matrices, norm, biases, head."""
+    """A small decoder with the usual shapes: embedding, tall and wide matrices, norm, biases, head."""
 
     def __init__(self, vocab: int = 32, width: int = 12, mlp: int = 20) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Decoder(nn.Module):
 
 
 def small_rank(name: str, rank: int = 4) -> dict[str, int]:
-    """A rank below these matrices' sides, for the optimizers that take one."""
+    """Return a rank below the sides of these matrices, for the optimizers that have one."""
     return {"rank": rank} if "rank" in inspect.signature(OPTIMIZERS[name]).parameters else {}
 
 
@@ -37,19 +37,19 @@ def decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
-    """A loss on a batch of its own for each seed."""
+    """Return the loss on a batch that depends on the seed."""
     x = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(seed))
     return nn.functional.cross_entropy(model(x).float().flatten(0, 1), ((3 * x + 1) % 32).flatten())
 
 
 def backward(model: nn.Module, step: int) -> None:
-    """The gradients of one batch."""
+    """Compute the gradients of one batch."""
     model.zero_grad()
     loss_of(model, step).backward()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Steps numbered by their batch, so that a run can be cut and continued."""
+    """Train on these batches, one step each, so that a run can be cut and continued."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -61,7 +61,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of every parameter and state tensor."""
+    """Return copies of every parameter and state tensor."""
     held = [p.detach().clone() for p in model.parameters()]
     for state in optimizer.state.values():
         held += [value.clone() for value in state.values()]

@@ -1,4 +1,4 @@
-"""The Adam half is torch.optim.AdamW."""
+"""Rule "adam" equals torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from cosmos_optim import Adam, Cosmos
 from tests.optim.helpers import decoder, gradient, matrix, train
 
-# The bar for agreement with torch.optim.AdamW: the order of float32 operations differs by path.
+# Tolerance of the agreement with torch.optim.AdamW: the order of float32 operations differs by path.
 ADAMW = 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
-def test_equals_adamw(dtype: torch.dtype, weight_decay: float, eps: float) -> None:
+def test_adam_equals_torchs_adamw(dtype: torch.dtype, weight_decay: float, eps: float) -> None:
     model, other = decoder(dtype=dtype), decoder(dtype=dtype)
     ours = Adam(model, lr=2e-3, betas=(0.9, 0.98), eps=eps, weight_decay=weight_decay)
     theirs = torch.optim.AdamW(other.parameters(), lr=2e-3, betas=(0.9, 0.98), eps=eps, weight_decay=weight_decay)
@@ -29,7 +29,7 @@ def test_equals_adamw(dtype: torch.dtype, weight_decay: float, eps: float) -> No
 
 
 def test_the_formula_and_the_fused_kernel_agree() -> None:
-    """bf16 parameters and eps=0 take the formula; the same numbers must come out."""
+    """With bf16 parameters or eps=0 the formula runs; the numbers must be the same."""
     p, q = matrix((9, 7)), matrix((9, 7))
     a = Cosmos([{"params": [p], "rule": "adam", "eps": 1e-20}])
     b = Cosmos([{"params": [q], "rule": "adam", "eps": 0.0}])
@@ -41,7 +41,7 @@ def test_the_formula_and_the_fused_kernel_agree() -> None:
     torch.testing.assert_close(p, q, rtol=ADAMW, atol=ADAMW)
 
 
-def test_own_rate_and_betas_of_an_adam_group() -> None:
+def test_an_override_gives_an_adam_group_its_own_rate_and_betas() -> None:
     """The paper's NanoGPT run: embedding at lr 0.3, head at 3e-3, both with beta1 0.8."""
     from cosmos_optim import param_groups
 
@@ -61,9 +61,11 @@ def test_own_rate_and_betas_of_an_adam_group() -> None:
     assert found["norm.weight"] == ("adam", 2e-3, (0.9, 0.98))
 
 
-def test_faster_than_torchs_foreach_form() -> None:
-    """Torch's fused kernel and the look for non-finite gradients before it: measured 2.0 x fused AdamW and 0.41 x the
-    foreach form on an idle core. So the bound is the foreach form; the fused one is not reached on a CPU."""
+def test_adam_is_faster_than_torchs_foreach_adamw() -> None:
+    """Torch's fused kernel after the check for non-finite gradients.
+
+    On an idle core it took 2.0 x the time of fused AdamW and 0.41 x that of the foreach form: that one is the bound.
+    """
     params = [nn.Parameter(torch.randn(300, 300)) for _ in range(40)]
     for p in params:
         p.grad = torch.randn_like(p)

@@ -1,4 +1,4 @@
-"""Arguments and groups that make no sense: refused by name, and nothing is left behind."""
+"""Arguments and groups: every option is visible, and wrong ones are refused by name without a trace."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_defaults_of_a_signature_are_those_of_the_rule(name: str) -> None:
 
 
 class Labelled(Cosmos):
-    """A subclass with an argument of its own."""
+    """A subclass with an additional argument."""
 
     def __init__(self, params: Any, *, label: str, **options: Any) -> None:
         super().__init__(params, **options)
@@ -114,7 +114,7 @@ def test_subclasses_may_add_arguments_and_pass_others_on() -> None:
     assert Fast([p], rank=2).param_groups[0]["rank"] == 2
 
 
-def test_wrong_groups() -> None:
+def test_a_wrong_group_is_refused_with_the_reason() -> None:
     p = matrix((6, 4))
     with pytest.raises(ValueError, match="did you mean 'cosmos'"):
         Cosmos([{"params": [p], "rule": "cosmo"}])
@@ -136,7 +136,7 @@ def test_wrong_groups() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_groups_for_another_optimizer_are_refused(name: str) -> None:
-    """They would train with that one's rule, whatever the class is called."""
+    """They would train with the other optimizer's rule under this one's name."""
     made, model = OPTIMIZERS[name], decoder()
     if made.rule == "cosmos":
         made(param_groups(model))
@@ -150,15 +150,14 @@ def test_groups_for_another_optimizer_are_refused(name: str) -> None:
     assert {group["rule"] for group in opt.param_groups} <= {made.rule, "adam"}
 
 
-def test_rules_may_be_mixed() -> None:
-    """As long as the optimizer's own is among them."""
+def test_groups_may_mix_rules_if_one_has_the_optimizers_own() -> None:
     opt = Cosmos(param_groups(decoder(), overrides={"up.weight": "muon"}))
     assert {group["rule"] for group in opt.param_groups} == {"cosmos", "muon", "adam"}
 
 
 @pytest.mark.parametrize("given", ["model", "groups", "group"])
 @pytest.mark.parametrize(("make", "rule"), [(Cosmos, "cosmos"), (SOAP, "soap")])
-def test_two_sided_however_it_is_asked_for(make: Any, rule: str, given: str) -> None:
+def test_two_sided_reaches_the_rule_from_the_constructor_and_from_a_group(make: Any, rule: str, given: str) -> None:
     model = decoder()
     if given == "group":
         opt = make([{"params": [model.up.weight], "two_sided": True}])
@@ -167,13 +166,13 @@ def test_two_sided_however_it_is_asked_for(make: Any, rule: str, given: str) -> 
     assert {group["rule"] for group in opt.param_groups} - {"adam"} == {f"{rule}-two-sided"}
 
 
-def test_an_argument_that_nothing_would_use_is_refused() -> None:
+def test_an_argument_of_another_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="Muon has no argument 'two_sided'"):
         Muon(decoder(), two_sided=True)
 
 
 @pytest.mark.parametrize("given", ["model", "groups"])
-def test_heads_however_the_parameters_are_given(given: str) -> None:
+def test_head_dim_reaches_queries_and_keys_of_models_and_of_groups(given: str) -> None:
     model = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "up": nn.Linear(8, 8, bias=False)})
     opt = AdamMini(model if given == "model" else param_groups(model, "adam-mini"), head_dim=4)
     assert {tuple(group["param_names"]): group["block_rows"] for group in opt.param_groups} == {
@@ -186,7 +185,7 @@ def test_heads_however_the_parameters_are_given(given: str) -> None:
     [{"lr": "5e-4"}, {"adam_lr": "2e-3"}, {"weight_decay": "0.1"}, {"gamma": "0.5"}, {"eps": "1e-8"}, {"lr": None},
      {"residual_guard": "0"}, {"maximize": "no"}, {"betas": ("0.9", 0.98)}, {"row_beta2": "0.95"}],
 )  # fmt: skip
-def test_text_for_a_number_is_named(kwargs: dict[str, Any]) -> None:
+def test_text_instead_of_a_number_is_refused_by_name(kwargs: dict[str, Any]) -> None:
     """YAML reads 5e-4 as text."""
     ((name, value),) = kwargs.items()
     with pytest.raises(ValueError, match=name):
@@ -209,7 +208,7 @@ def test_a_refused_group_leaves_nothing_behind() -> None:
 
 
 def test_parameters_in_a_set_are_refused() -> None:
-    """Their order changes from run to run, and with it whose state is whose."""
+    """Their order changes from run to run, so saved state would reach the wrong parameters."""
     held = {matrix((4, 4), seed) for seed in range(3)}
     for given in (held, [{"params": held}]):
         with pytest.raises(TypeError, match="params must be ordered, got a set.*Pass a list"):

@@ -13,8 +13,8 @@ from tests.optim.helpers import gradient, matrix, small_rank
 
 
 @pytest.mark.parametrize("name", ["cosmos", "soap", "galore", "adam-mini", "adam"])
-def test_finite_gradients_whose_squares_overflow_do_not_poison_the_state(name: str) -> None:
-    """Either the step is skipped whole, or everything it leaves is finite."""
+def test_finite_gradients_with_squares_that_overflow_leave_finite_state(name: str) -> None:
+    """Either the whole step is skipped, or everything stays finite."""
     p = matrix((64, 48))
     opt = OPTIMIZERS[name]([("w", p)], **small_rank(name, 3))
     p.grad = gradient((64, 48), 0)
@@ -42,7 +42,7 @@ def one_direction(step: int) -> Tensor:
 
 
 def switching(step: int) -> Tensor:
-    """Another subspace and another size every 20 steps."""
+    """Change the subspace and the size every 20 steps."""
     side = (step // 20) % 2
     return gradient((24, 3), step) @ torch.eye(16)[8 * side : 8 * side + 3] * 10.0 ** (12 * side - 6)
 
@@ -60,8 +60,10 @@ def sporadic(step: int) -> Tensor:
 @pytest.mark.parametrize("two_sided", [False, True])
 @pytest.mark.parametrize("rank", [4, 15])
 @pytest.mark.parametrize("of", [one_direction, switching, one_entry, sporadic, lambda step: gradient((24, 16), 0)])
-def test_degenerate_gradients_for_long(of: Callable[[int], Tensor], rank: int, two_sided: bool) -> None:
-    """Rank one forever, a sudden change of subspace and size, one entry, mostly zero, the same one again and again."""
+def test_sixty_degenerate_gradients_leave_updates_and_bases_sound(
+    of: Callable[[int], Tensor], rank: int, two_sided: bool
+) -> None:
+    """Always rank one, a sudden change of subspace and size, one entry, mostly zero, always the same gradient."""
     p = matrix((24, 16))
     opt = Cosmos([p], lr=1e-3, rank=rank, two_sided=two_sided)
     for step in range(60):
@@ -76,8 +78,10 @@ def test_degenerate_gradients_for_long(of: Callable[[int], Tensor], rank: int, t
 
 
 def test_an_expert_without_tokens_at_first_catches_up() -> None:
-    """A stack has one step count and takes its bases at its first gradient. An expert that had none then starts from
-    an arbitrary basis; one power step brings it close to the one it would have had."""
+    """One power step brings an arbitrary first basis close to the right one.
+
+    A stack has one step count and takes all its bases from its first gradient, in which this expert had no tokens.
+    """
     torch.manual_seed(0)
     spectrum = torch.arange(1, 65.0) ** -0.7
     stack, single = matrix((2, 48, 64)), matrix((48, 64))
@@ -95,9 +99,12 @@ def test_an_expert_without_tokens_at_first_catches_up() -> None:
             assert late["experts[1]"]["energy"] > 0.9 * exact["w"]["energy"]
 
 
-def test_dead_inputs_do_not_hold_the_basis() -> None:
-    """Half of the inputs never vary and the first gradient has rank 2. The columns that it leaves open must not be unit
-    vectors of dead inputs: no power step would find the directions that come later."""
+def test_dead_inputs_do_not_capture_the_basis() -> None:
+    """Half of the inputs never vary and the first gradient has rank 2.
+
+    The columns that it leaves open must not be unit vectors of dead inputs: power steps would never find the directions
+    that come later.
+    """
     torch.manual_seed(0)
     for dead in (slice(0, 32), slice(32, 64)):
         p = matrix((48, 64))
@@ -114,8 +121,10 @@ def test_dead_inputs_do_not_hold_the_basis() -> None:
 
 @pytest.mark.parametrize("rank", [8, 32])
 def test_one_huge_gradient_does_not_hide_the_others(rank: int) -> None:
-    """A spike of 1e6 in one direction: when the momentum has forgotten it, the update follows the gradient again, while
-    the second moment still knows it."""
+    """After a spike of 1e6 in one direction the update soon follows the gradient again.
+
+    By then the momentum has forgotten the spike; the second moment has not.
+    """
     p, constant = nn.Parameter(torch.zeros(48, 32)), gradient((48, 32), 0)
     opt = Cosmos([p], lr=1.0, rank=rank)
     for step in range(1, 26):

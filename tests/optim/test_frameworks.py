@@ -18,7 +18,7 @@ def build(name: str, params: object, **kwargs: object) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "muon" not in n])
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
-def test_schedulers_that_cycle_beta1(name: str, scheduler: str) -> None:
+def test_schedulers_can_cycle_beta1(name: str, scheduler: str) -> None:
     model = decoder()
     opt = build(name, model)
     arguments = {"OneCycleLR": {"max_lr": 1e-2, "total_steps": 6}, "CyclicLR": {"base_lr": 1e-4, "max_lr": 1e-3}}
@@ -53,7 +53,7 @@ def test_state_reset_by_hand_starts_over(reset: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_parameters_replaced_in_the_groups() -> None:
+def test_parameters_replaced_in_the_groups_are_trained() -> None:
     """accelerate does this when FSDP2 replaces a model's parameters after the optimizer is built."""
     model, new = decoder(), decoder()
     opt, clean = Cosmos(model, rank=4), Cosmos(decoder(), rank=4)
@@ -67,7 +67,7 @@ def test_parameters_replaced_in_the_groups() -> None:
     assert {float(s["step"]) for s in opt.state.values()} == {2.0}
 
 
-def test_a_checkpoint_without_state_resets() -> None:
+def test_a_checkpoint_without_state_resets_the_state() -> None:
     """torch's optimizers write no state before their first step."""
     model = decoder()
     adam = torch.optim.AdamW(decoder().parameters(), lr=1e-3)
@@ -97,7 +97,7 @@ def test_a_checkpoint_shares_no_lr_tensor_with_its_source() -> None:
     assert float(b.param_groups[0]["lr"]) == pytest.approx(1e-3)
 
 
-def test_a_checkpoint_of_another_structure_says_which_option() -> None:
+def test_the_error_for_a_checkpoint_of_another_structure_names_the_option() -> None:
     p = matrix((6, 8))
     with pytest.raises(ValueError, match=r"split_sizes=\(3, 3\).*build the optimizer with"):
         Muon([p]).load_state_dict(Muon([p], split_sizes=(3, 3)).state_dict())
@@ -105,8 +105,8 @@ def test_a_checkpoint_of_another_structure_says_which_option() -> None:
         Cosmos([p]).load_state_dict(Cosmos([p], side="smaller").state_dict())
 
 
-def test_a_model_on_the_meta_device() -> None:
-    """to_empty gives the model other tensors: without the error nothing would be trained, in silence."""
+def test_a_model_on_the_meta_device_is_refused_when_it_would_not_train() -> None:
+    """to_empty gives the model other tensors: without the error, training would silently change nothing."""
     with torch.device("meta"):
         model = decoder()
     opt = Cosmos(model, rank=4)
@@ -118,7 +118,7 @@ def test_a_model_on_the_meta_device() -> None:
         train(model, opt, range(1))
 
 
-def test_a_parameter_of_another_shape_says_so() -> None:
+def test_a_parameter_that_changed_its_shape_is_an_error() -> None:
     p = matrix((16, 8))
     opt = Cosmos([("w", p)])
     p.data = torch.zeros(12, 8)
@@ -127,13 +127,13 @@ def test_a_parameter_of_another_shape_says_so() -> None:
         opt.step()
 
 
-def test_a_first_rate_of_zero_would_silence_the_muon_half() -> None:
+def test_a_first_rate_of_zero_is_refused_unless_gamma_is_given() -> None:
     with pytest.raises(ValueError, match="lr=0.0.*give gamma, or the peak lr"):
         Cosmos([matrix((6, 4))], lr=0.0)
     assert Cosmos([matrix((6, 4))], lr=0.0, gamma=0.25).param_groups[0]["gamma"] == 0.25
 
 
-def test_labels_of_groups_are_kept_and_a_group_without_params_says_so() -> None:
+def test_labels_of_groups_are_kept_and_a_group_without_params_is_refused() -> None:
     opt = Cosmos([{"params": [matrix((6, 4))], "name": "trunk", "lr_scale": 0.5}])
     assert opt.param_groups[0]["name"] == "trunk"
     with pytest.raises(ValueError, match="has no 'params'"):
@@ -141,7 +141,7 @@ def test_labels_of_groups_are_kept_and_a_group_without_params_says_so() -> None:
 
 
 @pytest.mark.parametrize("lr", [torch.tensor([1e-2]), torch.tensor(1e-2, dtype=torch.float64), 1, 1e-30])
-def test_rates_of_any_kind(lr: float | torch.Tensor) -> None:
+def test_a_rate_trains_alike_as_a_tensor_an_int_or_a_float(lr: float | torch.Tensor) -> None:
     model, other = decoder(), decoder()
     a = Cosmos(model, lr=lr, adam_lr=lr, rank=4, weight_decay=0.1)
     b = Cosmos(other, lr=float(lr), adam_lr=float(lr), rank=4, weight_decay=0.1)
@@ -152,7 +152,7 @@ def test_rates_of_any_kind(lr: float | torch.Tensor) -> None:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
-def test_hooks_averages_and_copies_of_copies() -> None:
+def test_hooks_run_and_copies_of_copies_continue_bit_for_bit() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4)
     calls: list[str] = []

@@ -1,4 +1,4 @@
-"""What a program has set for all of torch: a step works beside it, is not changed by it and leaves it alone."""
+"""Global settings of torch: a step works with any of them, does not depend on them and does not change them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.optim.helpers import backward, decoder, same, small_rank, snapshot, t
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_autocast_and_reduced_matmul_precision_do_not_reach_the_step(name: str) -> None:
+def test_autocast_and_reduced_matmul_precision_do_not_change_the_step(name: str) -> None:
     kwargs = small_rank(name)
     model, other = decoder(), decoder()
     a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)
@@ -31,13 +31,13 @@ def test_autocast_and_reduced_matmul_precision_do_not_reach_the_step(name: str) 
 
 
 def switches() -> list[str]:
-    """How products in float32 are made: by all backends, by cuBLAS, by oneDNN."""
+    """Return the precision of float32 products: of all backends, of cuBLAS, of oneDNN."""
     backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     return [backend.fp32_precision for backend in backends]
 
 
 def at_the_start() -> None:
-    """Torch's global settings as a program finds them."""
+    """Reset torch's global settings to those of a new process."""
     torch.set_float32_matmul_precision("highest")
     for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
         backend.fp32_precision = "none"
@@ -47,7 +47,7 @@ def at_the_start() -> None:
 
 @pytest.fixture
 def untouched() -> Iterator[None]:
-    """Settings of other tests do not come in, and none go out."""
+    """Reset the settings before and after the test."""
     at_the_start()
     yield
     at_the_start()
@@ -63,12 +63,12 @@ def untouched() -> Iterator[None]:
         (torch.backends.mkldnn.matmul, "bf16"),
     ],
 )
-def test_the_precision_of_a_backend_does_not_reach_the_step_and_stays(backend: Any, value: str) -> None:
-    """Torch's newer switches, beside which its older one may not be read."""
+def test_the_precision_of_a_backend_does_not_change_the_step_nor_is_it_changed(backend: Any, value: str) -> None:
+    """With torch's newer switches in use, its older one must not be read."""
     model, other = decoder(), decoder()
     a, b = Cosmos(model, rank=4), Cosmos(other, rank=4)
     train(other, b, range(2))
-    assert switches() == ["none"] * 3  # a step leaves nothing behind
+    assert switches() == ["none"] * 3  # a step changes no setting
     for step in range(2):
         backward(model, step)
         backend.fp32_precision = value
@@ -78,13 +78,13 @@ def test_the_precision_of_a_backend_does_not_reach_the_step_and_stays(backend: A
         backend.fp32_precision = "none"
     assert same(snapshot(model, a), snapshot(other, b))
     torch.backends.fp32_precision = "tf32"
-    assert switches() == ["tf32"] * 3  # what was not set follows
+    assert switches() == ["tf32"] * 3  # a setting that was not set follows the general one
 
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_default_device_and_dtype_do_not_reach_the_step(name: str) -> None:
-    """Scripts set them to build a model where it will live; here they are set to what would show at once."""
+def test_default_device_and_dtype_do_not_change_the_step(name: str) -> None:
+    """Scripts set them to build a model on its device; the values here would fail at once."""
     kwargs = small_rank(name)
     model, other = decoder(), decoder()
     a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)

@@ -1,4 +1,4 @@
-"""Memory that a step must let go of."""
+"""Memory that a step must release."""
 
 import gc
 import weakref
@@ -10,8 +10,8 @@ from cosmos_optim import OPTIMIZERS
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_are_free_once_the_user_lets_go_of_them(name: str) -> None:
-    """Not only when Python collects cycles: after the first step, whose work is larger, nor after the next one."""
+def test_gradients_are_freed_as_soon_as_the_user_drops_them(name: str) -> None:
+    """Without waiting for Python's cycle collector, after the first step (which does more work) and after the next."""
     model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Linear(20, 6))
     opt = OPTIMIZERS[name](model)
     gc.collect()

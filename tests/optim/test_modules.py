@@ -16,7 +16,7 @@ def rules(model: nn.Module, **kwargs: object) -> dict[str, tuple[str, dict[str, 
     return {parameter.name: (route.rule, dict(route.settings)) for parameter, route in routes(model, **kwargs)}
 
 
-def test_parametrized_weights_go_where_their_module_says() -> None:
+def test_parametrized_weights_are_routed_by_their_module() -> None:
     model = nn.ModuleDict(
         {
             "normed": parametrizations.weight_norm(nn.Linear(4, 8)),
@@ -48,7 +48,7 @@ class TopKRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """As transformers keeps GPT-OSS's: (expert, in, out), with biases."""
+    """The experts of GPT-OSS as transformers stores them: (expert, in, out), with biases."""
 
     is_transposed = True
 
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(3, 12))
 
 
-def test_mixtures_of_experts() -> None:
+def test_experts_stored_in_out_are_updated_as_the_transposed_ones() -> None:
     """The update of (expert, in, out) stacks is the transpose of the update of (expert, out, in) ones."""
     model = nn.ModuleDict({"router": TopKRouter(), "experts": Experts()})
     assert rules(model) == {
@@ -79,7 +79,7 @@ def test_mixtures_of_experts() -> None:
         Cosmos([{"params": [plain], "split_sizes": (6, 6)}])
 
 
-def test_a_head_of_several_layers_and_a_tied_name() -> None:
+def test_head_covers_all_its_layers_and_overrides_match_tied_names() -> None:
     model = decoder()
     model.classify = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
     assert rules(model, head="classify")["classify.0.weight"][0] == "adam"
@@ -90,8 +90,8 @@ def test_a_head_of_several_layers_and_a_tied_name() -> None:
     assert groups[0]["lr"] == 0.3
 
 
-def test_adam_mini_has_a_number_for_each_output() -> None:
-    """Output rows of every convolution and of (in, out) weights, whatever their storage."""
+def test_adam_mini_has_a_second_moment_for_each_output_row() -> None:
+    """Output rows of every convolution and of (in, out) weights, for any storage."""
     model = nn.ModuleDict(
         {"conv": nn.Conv2d(3, 8, 3), "depthwise": nn.Conv2d(4, 4, 3, groups=4), "query": nn.Linear(6, 8)}
     )

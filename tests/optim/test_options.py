@@ -14,7 +14,7 @@ from cosmos_optim.rules.cosmos import PAPER
 from tests.optim.helpers import decoder, gradient, loss_of, matrix, small_rank, train
 
 
-def test_diagnostics_by_name_and_only_inside() -> None:
+def test_diagnostics_are_recorded_by_name_and_only_inside_the_block() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4)
     train(model, opt, range(2))
@@ -33,7 +33,7 @@ def test_diagnostics_by_name_and_only_inside() -> None:
     assert len(seen) == count
 
 
-def test_diagnostics_measure_what_they_say() -> None:
+def test_diagnostics_report_the_true_energy_and_drift() -> None:
     p = matrix((10, 6))
     opt = Cosmos([("w", p)], rank=2)
     p.grad = gradient((10, 6), 0)
@@ -45,7 +45,7 @@ def test_diagnostics_measure_what_they_say() -> None:
 
 
 def test_the_guard_keeps_a_low_rank_update_in_the_gradients_row_space() -> None:
-    """With gradient rank 8 and r = 64 the unguarded update is mostly rounding noise, of both halves."""
+    """With gradient rank 8 and r = 64 the unguarded update is mostly rounding noise, from both halves."""
     torch.manual_seed(0)
     left, right = torch.randn(96, 8), torch.randn(8, 80)
     outside = {}
@@ -61,7 +61,7 @@ def test_the_guard_keeps_a_low_rank_update_in_the_gradients_row_space() -> None:
     assert outside[1e-5] < 1e-3
 
 
-def test_the_guard_changes_nothing_where_the_residual_is_real() -> None:
+def test_the_guard_changes_nothing_if_the_residual_is_real() -> None:
     a, b = matrix((24, 16)), matrix((24, 16))
     with_guard, without = Cosmos([a], rank=4), Cosmos([b], rank=4, residual_guard=0.0)
     for step in range(5):
@@ -105,7 +105,7 @@ def test_maximize_mirrors_minimize(name: str) -> None:
 
 
 def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses() -> None:
-    """An update of a tenth of a unit in the last place: to nearest nothing moves, stochastically the mean does."""
+    """Updates of a tenth of the last place: rounded to nearest nothing moves, rounded stochastically the mean does."""
     moved = {}
     for stochastic in (False, True):
         p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
@@ -129,7 +129,7 @@ def test_stochastic_rounding_is_unbiased_and_leaves_exact_values_alone() -> None
     assert torch.equal(stochastic_bfloat16(odd, torch.tensor(1)).float().nan_to_num(7), odd.nan_to_num(7))
 
 
-def test_adam_bf16_stochastic_rounding() -> None:
+def test_adam_rounds_bfloat16_parameters_stochastically() -> None:
     p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     opt = Cosmos([{"params": [p], "rule": "adam", "lr": 2.0**-8 / 10, "stochastic_rounding": True}])
     for _ in range(10):
@@ -151,13 +151,13 @@ def test_gamma_zero_with_full_rank_is_normalized_soap() -> None:
         soap.step()
         direction = other - q.detach()
         expected = 0.1 * direction * (12 * 8) ** 0.5 / direction.norm()
-        # The bases turn by QR of the same matrix up to the 1e-16 shift; both are exact in float64.
+        # Both bases come from the QR of the same matrix, up to the 1e-16 shift; both are exact in float64.
         torch.testing.assert_close(before - p.detach(), expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("two_sided", [False, True])
-def test_rows_without_a_gradient_worth_the_name_stay(two_sided: bool) -> None:
-    """Dead neurons: what epsilon keeps out of both halves must not come back when rows are made equal."""
+def test_rows_with_a_gradient_far_below_epsilon_do_not_move(two_sided: bool) -> None:
+    """Dead neurons: epsilon keeps them out of both halves, and dividing rows by their size must not bring them back."""
     p = matrix((64, 96))
     opt = Cosmos([p], lr=1.0, two_sided=two_sided)
     start = p.detach().clone()
@@ -170,12 +170,12 @@ def test_rows_without_a_gradient_worth_the_name_stay(two_sided: bool) -> None:
     moved = (p.detach() - start).square().mean(1).sqrt() / 15  # about what the other rows do
     assert moved[12:].mean() > 0.9
     assert moved[:4].max() < 0.01
-    assert moved[4:8].max() < (1e-3 if two_sided else 1e-9)  # the left basis has rounding of its own in them
+    assert moved[4:8].max() < (1e-3 if two_sided else 1e-9)  # the left basis adds its own rounding to them
     assert moved[8:12].min() > 0.2
 
 
-def test_compiled_step_runs_without_recompiling() -> None:
-    """torch.compile of a function that steps: lr as a tensor, no recompilation from step to step."""
+def test_a_compiled_step_is_not_recompiled() -> None:
+    """torch.compile of step() with lr as a tensor does not recompile from step to step."""
     model = decoder()
     opt = Cosmos(model, lr=torch.tensor(5e-4), adam_lr=torch.tensor(2e-3), rank=4)
     train(model, opt, range(1))
@@ -194,7 +194,7 @@ def test_compiled_step_runs_without_recompiling() -> None:
 
 
 def test_the_defaults_of_the_classes_are_those_of_the_rule() -> None:
-    """`plan(model)` and groups go by the rule, `Cosmos(model)` by its signature; CosmosPaper changes three of them."""
+    """Groups without an option take the rule's default, `Cosmos(model)` its signature's; CosmosPaper changes three."""
     ours, paper = (kind([matrix((8, 6))]).param_groups[0] for kind in (Cosmos, CosmosPaper))
     assert {key: ours[key] for key in RULES["cosmos"].hyper if key != "gamma"} == {
         key: value for key, value in RULES["cosmos"].hyper.items() if key != "gamma"
@@ -202,8 +202,8 @@ def test_the_defaults_of_the_classes_are_those_of_the_rule() -> None:
     assert {key: value for key, value in paper.items() if key != "params" and ours[key] != value} == PAPER
 
 
-def test_a_fast_embedding_does_not_drag_the_soap_half_along() -> None:
-    """gamma = lr / adam_lr, but as if adam_lr were 2e-3 at most; the paper's rule and a gamma of one's own stay."""
+def test_gamma_counts_adam_lr_as_2e_3_at_most_except_in_cosmos_paper() -> None:
+    """gamma = lr / min(adam_lr, 2e-3), because a fast embedding must not speed up the SOAP half; a given gamma wins."""
     model = nn.Linear(8, 8)
 
     def gamma(kind: type[Cosmos], **rates: float) -> float:

@@ -1,4 +1,4 @@
-"""Output heads: which layers they are, under whatever name and wrapping."""
+"""Output heads: which layers are found, under any name and wrapper."""
 
 import pytest
 from torch import nn
@@ -10,7 +10,7 @@ def rules(model: nn.Module, **kwargs) -> dict[str, str]:
     return {parameter.name: route.rule for parameter, route in routes(model, **kwargs)}
 
 
-def test_a_head_by_argument_and_a_block_that_is_only_called_output() -> None:
+def test_the_argument_head_decides_and_a_block_named_output_is_hidden() -> None:
     layers = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(4, 4)})])
     model = nn.ModuleDict({"classify": nn.Linear(4, 3), "layers": layers})
     assert rules(model)["classify.weight"] == "cosmos"
@@ -22,7 +22,7 @@ def test_a_head_by_argument_and_a_block_that_is_only_called_output() -> None:
 
 
 class Wrapped(nn.Module):
-    """A decoder whose head is made by `make`."""
+    """A decoder with a given head under a given name."""
 
     def __init__(self, name: str, head: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Wrapped(nn.Module):
 
 
 class AsInTransformers(Wrapped):
-    """A head that the model itself names, under a name that nobody could know."""
+    """A model that returns its head, which has an unusual name."""
 
     def __init__(self) -> None:
         super().__init__("vocab_mapping", nn.ModuleDict({"dense": nn.Linear(16, 16), "last": nn.Linear(16, 49)}))
@@ -67,13 +67,13 @@ def normed() -> nn.Module:
         (AsInTransformers(), {"vocab_mapping.last.weight"}),
     ],
 )
-def test_output_heads_however_they_are_wrapped(model: nn.Module, heads: set[str]) -> None:
-    """By name, by what the model says, or as the one layer with as many outputs as the embedding has rows."""
+def test_wrapped_output_heads_are_found(model: nn.Module, heads: set[str]) -> None:
+    """By name, by `get_output_embeddings`, or as the one layer with as many outputs as the embedding has rows."""
     found = {parameter.name for parameter, route in routes(model) if route.rule == "adam" and parameter.p.dim() > 1}
     assert {name for name in found if "embed" not in name} == heads
 
 
-def test_layers_as_wide_as_a_table_are_no_heads_where_there_are_several() -> None:
+def test_several_layers_shaped_as_an_embedding_are_not_heads() -> None:
     model = nn.ModuleDict({"positions": nn.Embedding(64, 16), "a": nn.Linear(16, 64), "b": nn.Linear(16, 64)})
     assert rules(model)["a.weight"] == rules(model)["b.weight"] == "cosmos"
     blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 64)})])

@@ -1,4 +1,4 @@
-"""The plan: complete, right about the state, and as strict as the optimizer."""
+"""A plan lists every parameter, counts the state right, and is as strict as the optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.optim.helpers import Decoder, decoder
         (["up.weight"], TypeError, "must map patterns"),
     ],
 )
-def test_a_plan_refuses_what_the_optimizer_would(overrides: Any, error: type[Exception], message: str) -> None:
+def test_a_plan_refuses_the_overrides_that_the_optimizer_refuses(
+    overrides: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         plan(decoder(), overrides=overrides)
     with pytest.raises(error, match=message):
@@ -50,7 +52,7 @@ def test_a_plan_refuses_the_arguments_that_the_optimizer_refuses(
             make()
 
 
-def test_a_plan_knows_the_heads_of_adam_mini() -> None:
+def test_a_plan_of_adam_mini_counts_its_heads() -> None:
     model = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False)})
     (row,) = plan(model, "adam-mini", head_dim=4).rows
     assert row.state_bytes == AdamMini(model, head_dim=4).state_bytes()
@@ -58,7 +60,7 @@ def test_a_plan_knows_the_heads_of_adam_mini() -> None:
 
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("asked", [{"up.weight": True}, {"up.weight": False, "down.weight": True}, {}])
-def test_a_plan_knows_both_sides(both: bool, asked: dict[str, bool]) -> None:
+def test_a_plan_chooses_the_two_sided_form_as_the_optimizer_does(both: bool, asked: dict[str, bool]) -> None:
     overrides = {name: {"two_sided": answer} for name, answer in asked.items()}
     groups = Cosmos(param_groups(decoder(), overrides=overrides), two_sided=both).param_groups
     rules = {name: group["rule"] for group in groups for name in group["param_names"]}
@@ -89,7 +91,7 @@ def test_the_plan_of_a_model_is_the_plan_of_its_optimizer(name: str) -> None:
     assert {(row.name, row.rule, row.state_bytes) for row in a} == {(row.name, row.rule, row.state_bytes) for row in b}
 
 
-def test_the_plan_of_two_sided_rules() -> None:
+def test_a_plan_with_two_sided_has_the_two_sided_rule() -> None:
     assert {row.rule for row in plan(decoder(), "soap", two_sided=True).rows} == {"soap-two-sided", "adam"}
     assert {row.rule for row in plan(decoder(), two_sided=True).rows} == {"cosmos-two-sided", "adam"}
 
@@ -99,7 +101,7 @@ PAPER_TABLE = {"adam": 24, "adam-mini": 12, "soap": 66, "muon": 12, "cosmos-pape
 
 
 @pytest.mark.parametrize("rule", PAPER_TABLE)
-def test_the_papers_table_of_state_sizes(rule: str) -> None:
+def test_state_sizes_are_those_of_the_papers_table(rule: str) -> None:
     d = 1000
     with torch.device("meta"):
         shapes = [(d, d)] * 4 + [(d, 4 * d), (4 * d, d)]

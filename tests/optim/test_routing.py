@@ -28,7 +28,7 @@ class Conv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
-def test_a_decoder() -> None:
+def test_a_decoder_has_its_hidden_matrices_on_cosmos_and_the_rest_on_adam() -> None:
     assert rules(decoder()) == {
         "embed.weight": "adam",
         "up.weight": "cosmos",
@@ -41,7 +41,7 @@ def test_a_decoder() -> None:
     }
 
 
-def test_tied_head_is_claimed_once_as_an_embedding() -> None:
+def test_a_tied_head_is_routed_once_as_an_embedding() -> None:
     model = decoder()
     model.lm_head.weight = model.embed.weight
     found = rules(model)
@@ -80,7 +80,7 @@ def test_an_override_changes_what_it_names_and_nothing_else() -> None:
     assert decays == {("cosmos", 0.1), ("adam", 0.1), ("adam", 0.0)}
 
 
-def test_an_override_without_a_rule_needs_a_route() -> None:
+def test_an_override_without_a_rule_is_refused_for_an_unknown_parameter() -> None:
     model = decoder()
     model.mixing = nn.Parameter(torch.randn(4, 4))
     with pytest.raises(ValueError, match="'mixing'.*is not known to be"):
@@ -96,14 +96,14 @@ class Experts(nn.Module):
 
 
 class Llama4TextExperts(Experts):
-    """Stored (experts, in, out), and nothing says so."""
+    """Stored (experts, in, out), without a mark that says so."""
 
 
 class Attention(Experts):
-    """Heads in a dimension of their own."""
+    """Heads in a separate dimension."""
 
 
-def test_three_dimensions_are_a_stack_only_where_a_name_says_so() -> None:
+def test_a_3d_parameter_is_a_stack_only_if_a_name_says_so() -> None:
     found = {parameter.name: route for parameter, route in routes(nn.ModuleDict({"embedder": Experts(w1=(4, 8, 6))}))}
     assert found["embedder.w1"].rule == "cosmos"
     found = {parameter.name: route for parameter, route in routes(Llama4TextExperts(gate_up_proj=(4, 6, 16)))}
@@ -117,7 +117,7 @@ def test_three_dimensions_are_a_stack_only_where_a_name_says_so() -> None:
     assert set(rules(nn.ModuleDict({"decomposition": Experts(w=(3, 8, 6))})).values()) == {"cosmos"}
 
 
-def test_subclasses_and_parametrized_tensors_are_what_they_are() -> None:
+def test_subclasses_and_parametrized_tensors_are_routed_as_their_base() -> None:
     class MyLSTM(nn.LSTM):
         pass
 
@@ -143,7 +143,7 @@ def test_a_bare_kernel_is_not_taken_for_a_stack_of_matrices() -> None:
     assert opt.state[stacks]["U"].shape == (2, 3, 6, 4)
 
 
-def test_convolutions_recurrent_and_attention_modules() -> None:
+def test_convolutions_recurrent_and_attention_weights_are_cut_into_matrices() -> None:
     model = nn.ModuleDict(
         {
             "conv": nn.Conv2d(4, 6, 3),
@@ -186,7 +186,7 @@ def test_hf_conv1d_tracks_its_input_side() -> None:
     torch.testing.assert_close(layer.weight.T, linear.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_channels_last_convolution_is_updated_like_any_other() -> None:
+def test_a_channels_last_convolution_is_updated_as_a_contiguous_one() -> None:
     torch.manual_seed(0)
     plain = nn.Conv2d(4, 6, 3, bias=False, dtype=torch.float64)
     last = nn.Conv2d(4, 6, 3, bias=False, dtype=torch.float64)
@@ -202,7 +202,7 @@ def test_channels_last_convolution_is_updated_like_any_other() -> None:
     torch.testing.assert_close(plain.weight, last.weight, rtol=1e-9, atol=1e-10)
 
 
-def test_experts_are_a_batch_and_split_sizes_are_blocks() -> None:
+def test_experts_and_split_blocks_are_updated_as_single_matrices() -> None:
     """A stack, a fused weight and single matrices with the same gradients get the same updates."""
     singles = [nn.Parameter(torch.randn(5, 8, generator=torch.Generator().manual_seed(i))) for i in range(3)]
     stack = nn.Parameter(torch.stack([p.detach() for p in singles]))
@@ -222,7 +222,7 @@ def test_experts_are_a_batch_and_split_sizes_are_blocks() -> None:
     torch.testing.assert_close(fused.detach().view(3, 5, 8), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_uneven_split_sizes() -> None:
+def test_every_block_of_uneven_split_sizes_moves_by_lr() -> None:
     """Grouped-query attention: 8 query rows, 3 key rows, 3 value rows."""
     p = nn.Parameter(torch.randn(14, 6))
     opt = Cosmos([{"params": [("qkv", p)], "split_sizes": (8, 3, 3)}], lr=0.1, rank=4)
@@ -233,7 +233,7 @@ def test_uneven_split_sizes() -> None:
         torch.testing.assert_close(block.square().mean().sqrt(), torch.tensor(0.1), rtol=1e-4, atol=0)
 
 
-def test_what_nobody_claims_is_an_error() -> None:
+def test_an_unknown_parameter_is_an_error_until_an_override_names_its_rule() -> None:
     model = decoder()
     model.mixing = nn.Parameter(torch.randn(4, 4))
     with pytest.raises(ValueError, match="'mixing'.*is not known to be"):
@@ -242,7 +242,7 @@ def test_what_nobody_claims_is_an_error() -> None:
     assert rules(model, overrides={"mix*": "adam"})["mixing"] == "adam"
 
 
-def test_overrides_come_first_in_their_order_and_must_match() -> None:
+def test_the_first_matching_override_wins_and_each_must_match() -> None:
     found = rules(decoder(), overrides={"up.weight": "adam", "*.weight": {"rule": "muon"}})
     assert (found["up.weight"], found["down.weight"], found["embed.weight"]) == ("adam", "muon", "muon")
     with pytest.raises(ValueError, match=r"match no parameter: \['ups.weight'\]"):
@@ -257,8 +257,8 @@ def test_frozen_parameters_are_left_out() -> None:
     assert "up.weight" not in rules(model)
 
 
-def test_what_thaws_joins_under_its_whole_name_and_route() -> None:
-    """A layer by itself could not tell that it is an output head, and two of them would have the same names."""
+def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:
+    """From a layer alone, routing could not see that it is the output head, and two layers would have equal names."""
     model = decoder()
     for layer in (model.lm_head, model.down):
         layer.requires_grad_(False)
@@ -273,14 +273,14 @@ def test_what_thaws_joins_under_its_whole_name_and_route() -> None:
     assert param_groups(model, beside=opt) == []
 
 
-def test_parameters_are_no_model() -> None:
+def test_parameters_instead_of_a_model_are_refused() -> None:
     with pytest.raises(TypeError, match="give the model"):
         plan(decoder().parameters())
     with pytest.raises(TypeError, match="give the model"):
         param_groups(decoder().parameters())
 
 
-def test_flat_shards_are_refused_never_silently_adam() -> None:
+def test_flat_shards_are_refused_and_not_trained_as_vectors() -> None:
     model = decoder()
     model.up.weight = nn.Parameter(model.up.weight.detach().flatten())
     with pytest.raises(ValueError, match=r"'up.weight'.*flat piece of the matrix of a Linear.*FSDP2"):
@@ -291,14 +291,14 @@ def test_flat_shards_are_refused_never_silently_adam() -> None:
         param_groups(model)
 
 
-def test_layernorm_over_two_dimensions_and_position_tables() -> None:
+def test_a_2d_layernorm_and_position_tables_get_adam() -> None:
     model = nn.Module()
     model.norm = nn.LayerNorm((3, 4))
     model.pos_embed = nn.Parameter(torch.zeros(1, 7, 4))
     assert set(rules(model).values()) == {"adam"}
 
 
-def test_biases_and_tables_by_their_names() -> None:
+def test_biases_and_position_tables_are_recognized_by_name() -> None:
     model = Attention(bias_u=(4, 16), attention_biases=(4, 49), rel_pos_h=(27, 16))
     model.position_embeddings = nn.ParameterList([torch.randn(1, 64, 16), torch.randn(64, 1, 16)])
     assert set(rules(nn.ModuleDict({"a": model})).values()) == {"adam"}

@@ -44,15 +44,15 @@ def test_round_trip_through_a_file_continues_bit_for_bit(name: str) -> None:
 
 
 def linears(*names: str) -> torch.nn.Module:
-    """Square layers of the same shape, made in this order."""
+    """Return a model of square layers of the same shape, in this order."""
     model = torch.nn.Module()
     for name in names:
         model.add_module(name, torch.nn.Linear(8, 8, bias=False))
     return model
 
 
-def test_state_follows_the_names_where_the_order_of_the_parameters_has_changed() -> None:
-    """Where both sides have the same names; a checkpoint with others is read by position, as torch reads it."""
+def test_state_follows_the_names_if_the_order_of_the_parameters_changed() -> None:
+    """If both sides have the same names; a checkpoint with other names is read by position, as torch reads it."""
     a, b, c = linears("q", "k"), linears("k", "q"), linears("query", "key")
     first = Cosmos(a, **SMALL_RANK)
     for i, p in enumerate(a.parameters()):
@@ -132,7 +132,7 @@ def test_loading_copies_and_does_not_alias() -> None:
             assert again.state[p][key].data_ptr() != value.data_ptr()
 
 
-def test_names_shapes_and_bytes() -> None:
+def test_state_has_the_papers_letters_and_shapes() -> None:
     p, e = matrix((10, 6)), matrix((3, 10, 6))
     opt = Cosmos([("w", p), ("experts", e)], rank=4)
     assert {k: tuple(v.shape) for k, v in opt.state[p].items()} == {
@@ -158,7 +158,7 @@ def test_storage_is_what_the_plan_says(name: str) -> None:
     assert plan(opt).state_bytes == logical
 
 
-def test_bf16_momentum_halves_it() -> None:
+def test_bf16_momentum_halves_the_state_and_is_kept_by_a_checkpoint() -> None:
     p = matrix((64, 64))
     opt = Cosmos([p], rank=4, momentum_dtype=torch.bfloat16)
     assert opt.state[p]["M"].dtype is torch.bfloat16
@@ -173,7 +173,7 @@ def test_bf16_momentum_halves_it() -> None:
     assert again.state[p]["M"].dtype is torch.bfloat16
 
 
-def test_a_second_moment_of_rows_is_a_number_a_row() -> None:
+def test_row_beta2_adds_one_number_a_row_to_the_state() -> None:
     p, e = matrix((10, 6)), matrix((3, 10, 6))
     plain, opt = Cosmos([p, e], rank=4, row_beta2=None), Cosmos([p, e], rank=4, row_beta2=0.9)
     assert opt.state[p]["v"].shape == (10, 1)
@@ -187,7 +187,7 @@ def test_a_second_moment_of_rows_is_a_number_a_row() -> None:
     assert opt.state[e]["v"].min() > 0
     with pytest.raises(ValueError, match="row_beta2=0.9.*row_beta2=None"):
         plain.load_state_dict(opt.state_dict())
-    faster = Cosmos([p, e], rank=4, row_beta2=0.5)  # another average of the same state: the checkpoint's, as with betas
+    faster = Cosmos([p, e], rank=4, row_beta2=0.5)  # the checkpoint's value wins, as with betas
     faster.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert faster.param_groups[0]["row_beta2"] == 0.9
     for wrong in (1, False, "slow"):
@@ -195,7 +195,7 @@ def test_a_second_moment_of_rows_is_a_number_a_row() -> None:
             Cosmos([p], row_beta2=wrong)
 
 
-def test_a_checkpoint_of_other_settings_names_all_of_them_and_the_class() -> None:
+def test_the_error_for_a_checkpoint_of_other_settings_names_all_of_them() -> None:
     p = matrix((100, 80))
     saved = CosmosPaper([p]).state_dict()
     advice = "build the optimizer with rank=64, row_beta2=None to continue this checkpoint, or a CosmosPaper"
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_other_settings_names_all_of_them_and_the_class() -> Non
         Cosmos([p]).load_state_dict(two_sided)
 
 
-def test_another_rank_is_refused_naming_both() -> None:
+def test_a_checkpoint_of_another_rank_is_refused_with_both_ranks() -> None:
     p = matrix((10, 8))
     saved = Cosmos([p], rank=4).state_dict()
     with pytest.raises(ValueError, match="rank=4.*rank=6"):
@@ -237,7 +237,7 @@ def test_hyper_parameters_travel_with_the_checkpoint() -> None:
     assert (group["lr"], group["gamma"], group["nesterov"]) == (1e-3, 0.7, False)
 
 
-def test_no_hyper_parameter_on_self() -> None:
+def test_hyper_parameters_are_read_from_the_groups_at_each_step() -> None:
     opt = Cosmos([matrix((10, 8))], rank=4)
     opt.param_groups[0]["gamma"] = 0.0
     p = opt.param_groups[0]["params"][0]
@@ -248,13 +248,13 @@ def test_no_hyper_parameter_on_self() -> None:
 
 
 def with_group(saved: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    """A checkpoint with other values in its first group; None removes a key."""
+    """Return a checkpoint with other values in its first group; None removes a key."""
     group = {key: value for key, value in (saved["param_groups"][0] | changed).items() if value is not None}
     return saved | {"param_groups": [group, *saved["param_groups"][1:]]}
 
 
 def muon_norm_checkpoint(p: torch.nn.Parameter) -> dict[str, Any]:
-    """What MuonNorm wrote, before it became an option of Muon."""
+    """Return what MuonNorm wrote before it became an option of Muon."""
     opt = Muon([p], momentum=0.9, normalize=True)
     p.grad = gradient((10, 8), 0)
     opt.step()

@@ -1,4 +1,4 @@
-"""What goes wrong in real runs: each case either works or says what to do, and never poisons the state."""
+"""Steps as real runs take them: odd gradients, shapes, rates and callers work or are refused, and state stays sound."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_zero_gradients_later_decay_the_momentum_and_move_nothing() -> None:
     torch.testing.assert_close(basis.mT @ basis, torch.eye(3), atol=FLOAT32, rtol=0)
 
 
-def test_parameters_without_gradient_are_left_alone() -> None:
+def test_parameters_without_a_gradient_do_not_change() -> None:
     p, q = matrix((6, 4)), matrix((6, 4), 1)
     opt = Cosmos([p, q], rank=2, weight_decay=0.1)
     p.grad = gradient((6, 4), 0)
@@ -82,10 +82,10 @@ def test_a_non_finite_gradient_skips_the_whole_step(bad: float, where: str, step
     train(model, opt, range(step, 4))
     train(other, clean, range(step, 4))
     assert same(snapshot(model, opt), snapshot(other, clean))
-    assert (opt.skipped_steps, copy.deepcopy(opt).skipped_steps) == (1, 0)  # of this object's steps
+    assert (opt.skipped_steps, copy.deepcopy(opt).skipped_steps) == (1, 0)  # a copy counts its own steps
 
 
-def test_raise_names_the_parameter_and_changes_nothing() -> None:
+def test_nonfinite_raise_names_the_parameter_and_changes_nothing() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4, nonfinite="raise")
     train(model, opt, range(2))
@@ -98,7 +98,7 @@ def test_raise_names_the_parameter_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1), (3, 20), (20, 3)])
-def test_rank_beyond_the_matrix_and_thin_matrices(shape: tuple[int, int]) -> None:
+def test_updates_of_thin_matrices_have_rms_lr_at_any_rank(shape: tuple[int, int]) -> None:
     for two_sided in (False, True):
         p = matrix(shape)
         opt = Cosmos([p], lr=0.1, rank=64, two_sided=two_sided)
@@ -122,8 +122,8 @@ def test_an_empty_parameter_is_skipped() -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e18])
 @pytest.mark.parametrize("name", ["cosmos", "muon", "soap", "adam"])
-def test_gradients_of_extreme_size(scale: float, name: str) -> None:
-    """The direction must not depend on the scale (eps would floor it, so eps=0), up to what float32 squares hold."""
+def test_gradients_of_extreme_size_leave_everything_finite(scale: float, name: str) -> None:
+    """The direction must not depend on the scale, within the range of float32 squares (eps=0, because eps does)."""
     p, q = matrix((24, 16)), matrix((24, 16))
     kwargs = {"rank": 4} if name == "cosmos" else {}
     a = OPTIMIZERS[name]([p], lr=1e-2, eps=0.0, **kwargs)
@@ -142,7 +142,7 @@ def test_gradients_of_extreme_size(scale: float, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_narrow_parameters_train(dtype: torch.dtype, name: str) -> None:
+def test_half_precision_parameters_train_with_float32_state(dtype: torch.dtype, name: str) -> None:
     kwargs = small_rank(name)
     model = decoder(dtype=dtype)
     opt = OPTIMIZERS[name](model, **kwargs)
@@ -153,7 +153,7 @@ def test_narrow_parameters_train(dtype: torch.dtype, name: str) -> None:
         assert all(value.dtype is torch.float32 for value in opt.state[p].values())
 
 
-def test_sparse_and_complex_are_refused_by_name() -> None:
+def test_sparse_gradients_and_complex_parameters_are_refused_by_name() -> None:
     table = nn.Embedding(8, 4, sparse=True)
     opt = Cosmos([{"params": [("table", table.weight)], "rule": "adam"}])
     table(torch.tensor([1, 2])).sum().backward()
@@ -176,7 +176,7 @@ def test_a_parameter_added_later_starts_at_step_one() -> None:
     assert opt.param_groups[1]["gamma"] == 0.5
 
 
-def test_lr_as_a_tensor_and_schedulers_leave_gamma_alone() -> None:
+def test_lr_as_a_tensor_trains_as_a_number_and_schedulers_keep_gamma() -> None:
     model, other = decoder(), decoder()
     a = Cosmos(model, lr=torch.tensor(5e-4), adam_lr=torch.tensor(2e-3), rank=4, weight_decay=0.1)
     b = Cosmos(other, lr=5e-4, adam_lr=2e-3, rank=4, weight_decay=0.1)
@@ -192,7 +192,7 @@ def test_lr_as_a_tensor_and_schedulers_leave_gamma_alone() -> None:
     assert isinstance(a.param_groups[0]["lr"], torch.Tensor)
 
 
-def test_closure_is_called_with_gradients_on() -> None:
+def test_a_closure_runs_with_gradients_enabled() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4)
 
@@ -205,7 +205,7 @@ def test_closure_is_called_with_gradients_on() -> None:
     assert opt.step(closure) > opt.step(closure)
 
 
-def test_grad_scaler_skips_on_overflow() -> None:
+def test_grad_scaler_skips_a_step_that_overflows() -> None:
     model, other = decoder(), decoder()
     opt, clean = Cosmos(model, rank=4), Cosmos(other, rank=4)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -222,7 +222,7 @@ def test_grad_scaler_skips_on_overflow() -> None:
         torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-6)
 
 
-def test_found_inf_is_honoured() -> None:
+def test_found_inf_skips_the_step() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4)
     train(model, opt, range(1))
@@ -243,8 +243,8 @@ def test_gradients_are_never_written() -> None:
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))
 
 
-def test_galore_keeps_its_projector_where_the_gradient_is_zero_when_it_is_due() -> None:
-    """An expert without tokens at that step, say: a zero matrix has no leading directions."""
+def test_galore_keeps_its_projector_if_the_gradient_is_zero_when_an_update_is_due() -> None:
+    """For example an expert without tokens at that step: a zero matrix has no leading directions."""
     p = matrix((12, 8))
     opt = GaLore([p], rank=3, update_gap=4)
     for step in range(12):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cosmos_optim import OPTIMIZERS, Cosmos
 from tests.optim.helpers import decoder, gradient, matrix, small_rank, train
 
-# A few steps in float32: other orders of summation, Newton-Schulz triples what they differ by.
+# A few steps in float32: the order of summation differs, and Newton-Schulz triples the difference.
 FLOAT32 = 1e-4
 
 
@@ -58,7 +58,9 @@ def test_strides_do_not_matter(name: str, restride: Callable[[Tensor], Tensor], 
 
 @pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("then", [torch.contiguous_format, torch.channels_last])
-def test_a_convolution_may_change_its_memory_format(first: torch.memory_format, then: torch.memory_format) -> None:
+def test_a_convolution_that_changes_its_memory_format_trains_as_before(
+    first: torch.memory_format, then: torch.memory_format
+) -> None:
     """Between steps, and between a checkpoint and the model it is loaded into."""
     torch.manual_seed(0)
     plain = nn.Conv2d(4, 6, 3, bias=False)
@@ -77,7 +79,7 @@ def test_a_convolution_may_change_its_memory_format(first: torch.memory_format, 
     torch.testing.assert_close(plain.weight, moved.weight, rtol=0, atol=FLOAT32)
 
 
-def test_parameters_in_one_storage_are_updated_apart() -> None:
+def test_parameters_in_one_storage_are_updated_separately() -> None:
     flat = torch.randn(2 * 16 * 8)
     views = [nn.Parameter(flat[:128].view(16, 8)), nn.Parameter(flat[128:].view(16, 8))]
     apart = [nn.Parameter(p.detach().clone()) for p in views]
@@ -95,7 +97,7 @@ def test_parameters_in_one_storage_are_updated_apart() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_model_may_be_cast_after_the_optimizer_is_built(name: str) -> None:
+def test_state_follows_a_model_that_is_cast_later(name: str) -> None:
     """The state follows: at least float32, float64 for float64."""
     model = decoder()
     opt = build(name, model)
@@ -110,7 +112,7 @@ def test_a_model_may_be_cast_after_the_optimizer_is_built(name: str) -> None:
 
 
 @pytest.mark.parametrize(("saved", "here"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
-def test_a_checkpoint_of_another_precision(saved: torch.dtype, here: torch.dtype) -> None:
+def test_a_checkpoint_of_another_precision_continues_in_this_one(saved: torch.dtype, here: torch.dtype) -> None:
     old, new = decoder(dtype=saved), decoder(dtype=here)
     a, b = Cosmos(old, rank=4), Cosmos(new, rank=4)
     train(old, a, range(3))
@@ -123,7 +125,7 @@ def test_a_checkpoint_of_another_precision(saved: torch.dtype, here: torch.dtype
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_float32_gradients_of_bfloat16_parameters(name: str) -> None:
+def test_float32_and_bfloat16_gradients_of_bfloat16_parameters_train_alike(name: str) -> None:
     p, q = matrix((16, 8), dtype=torch.bfloat16), matrix((16, 8), dtype=torch.bfloat16)
     p.grad_dtype = torch.float32
     a, b = build(name, [("w", p)], lr=0.1), build(name, [("w", q)], lr=0.1)
@@ -135,14 +137,14 @@ def test_float32_gradients_of_bfloat16_parameters(name: str) -> None:
     assert torch.equal(p, q)
 
 
-def test_what_nothing_can_train_is_refused_by_name() -> None:
+def test_dtypes_that_cannot_be_trained_are_refused_by_name() -> None:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         frozen = nn.Parameter(torch.zeros(8, 4, dtype=dtype), requires_grad=False)
         with pytest.raises(ValueError, match=f"'w' of shape .* has dtype {dtype}, which cannot be trained: freeze it"):
             Cosmos([("w", frozen)])
 
 
-def test_one_group_of_several_precisions() -> None:
+def test_a_group_of_several_precisions_trains_as_each_alone() -> None:
     params = [matrix((5,), dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32)]
     apart = [nn.Parameter(p.detach().clone()) for p in params]
     together = Cosmos([{"params": params, "rule": "adam"}])

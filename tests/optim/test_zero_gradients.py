@@ -1,4 +1,4 @@
-"""A matrix whose gradient is zero in a step: an expert that got no tokens, alone or in a stack."""
+"""A matrix with a zero gradient in a step: an expert that got no tokens, alone or in a stack."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from cosmos_optim import OPTIMIZERS, Cosmos
 from tests.optim.helpers import small_rank
 
-# Optimizers with updates of one size, whatever the momentum's.
+# Optimizers with updates of a constant size, for a momentum of any size.
 CONSTANT = [("cosmos", {}), ("cosmos-paper", {}), ("muon", {}), ("muon", {"normalize": True}), ("normuon", {})]
 SHAPE = (3, 14, 10)
-MOVED = 5e-3  # half of lr: MUON's update has that RMS but for what five iterations leave of the singular values
+MOVED = 5e-3  # half of lr: Muon's update has RMS lr, except for what five iterations leave of the singular values
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # of float32: products of a stack are summed in another order
 FED = [0, 1, 2, 9]  # steps in which expert 1 has tokens; the others always have
 
@@ -59,7 +59,7 @@ def test_a_stack_moves_as_its_matrices_would_alone(name: str, options: dict[str,
         torch.testing.assert_close(stack.detach(), torch.stack([x.detach() for x in alone]), **CLOSE)
 
 
-def test_two_sided() -> None:
+def test_two_sided_cosmos_moves_only_experts_with_tokens() -> None:
     p = nn.Parameter(start())
     opt = Cosmos([p], lr=0.01, rank=4, two_sided=True)
     for step in range(6):
@@ -71,8 +71,8 @@ def test_two_sided() -> None:
 
 
 @pytest.mark.parametrize("name", ["soap", "galore", "adam"])
-def test_updates_that_follow_the_momentum_go_on(name: str) -> None:
-    """As torch's AdamW: they die away by themselves."""
+def test_updates_that_follow_the_momentum_continue_after_a_zero_gradient(name: str) -> None:
+    """As in torch's AdamW: the updates die away with the momentum."""
     p = nn.Parameter(start()[0])
     opt = OPTIMIZERS[name]([p], lr=0.01, **small_rank(name))
     p.grad = gradients(0)[0]
@@ -83,7 +83,7 @@ def test_updates_that_follow_the_momentum_go_on(name: str) -> None:
     assert not torch.equal(p, before)
 
 
-def test_a_block_of_a_fused_weight() -> None:
+def test_a_block_of_a_fused_weight_without_a_gradient_does_not_move() -> None:
     p = nn.Parameter(start().flatten(0, 1))
     opt = Cosmos([{"params": [p], "split_sizes": (14, 14, 14)}], lr=0.01, rank=4)
     for step in range(5):
@@ -95,8 +95,8 @@ def test_a_block_of_a_fused_weight() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    """Also gradients that would be zero in float32, and stochastic rounding of what does not move."""
+def test_an_expert_without_tokens_does_not_move_in_float64_and_bfloat16(dtype: torch.dtype) -> None:
+    """Also with gradients that would be zero in float32, and with stochastic rounding."""
     p = nn.Parameter(start().to(dtype))
     opt = Cosmos([p], lr=0.05, rank=4, stochastic_rounding=dtype is torch.bfloat16)
     for step in range(5):
@@ -109,7 +109,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         assert not torch.equal(p[0], before[0]) and not torch.equal(p[2], before[2])
 
 
-def test_diagnostics_say_that_nothing_moves() -> None:
+def test_diagnostics_report_no_update_for_an_expert_without_tokens() -> None:
     p = nn.Parameter(start())
     opt = Cosmos([("experts", p)], lr=0.01, rank=4)
     for step in range(4):
@@ -119,7 +119,7 @@ def test_diagnostics_say_that_nothing_moves() -> None:
     assert [seen[f"experts[{i}]"]["update_rms"] for i in range(3)] == pytest.approx([1.0, 0.0, 1.0], rel=1e-4)
 
 
-def test_a_layer_that_was_frozen_with_its_gradient_set_to_zero_stays() -> None:
+def test_a_frozen_layer_with_a_zero_gradient_does_not_move() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     opt = Cosmos(list(model.parameters()), lr=0.01, rank=2)
     for step in range(6):

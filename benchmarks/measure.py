@@ -62,20 +62,20 @@ def transient_bytes(step: Callable[[], Any], device: torch.device) -> int | None
 
 def graph_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
     """GPU memory that recorded steps keep for their work buffers between steps."""
-    return sum(o.replays.bytes for o in optimizers if hasattr(o, "replays"))
+    return sum(o.cuda_graph.bytes for o in optimizers if hasattr(o, "cuda_graph"))
 
 
 @contextmanager
 def unrecorded(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Without recorded steps, inside which the profiler's time stamps are half as long again as the kernels take."""
-    held = [(o.replays, o.replays.on) for o in optimizers if hasattr(o, "replays")]
-    for replays, _ in held:
-        replays.on = False
+    graphs = [(o.cuda_graph, o.cuda_graph.enabled) for o in optimizers if hasattr(o, "cuda_graph")]
+    for graph, _ in graphs:
+        graph.enabled = False
     try:
         yield
     finally:
-        for replays, on in held:
-            replays.on = on
+        for graph, enabled in graphs:
+            graph.enabled = enabled
 
 
 def synchronizations(step: Callable[[], Any], device: torch.device) -> int | None:

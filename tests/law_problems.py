@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules import cosmos
-from cosmos_optim.rules.rule import Hyper, Rule, State
+from cosmos_optim.rules.rule import Rule, Settings
 
 # The paper's, but for the rank, which is drawn.
 PAPER = {name: value for name, value in cosmos.PAPER.items() if name != "rank"}
@@ -56,7 +56,7 @@ class Problem:
 
 def settled(rule: Rule, rank: int) -> dict[str, Any]:
     """The defaults, with a small rank and a number for gamma where the rule has them."""
-    h = dict(rule.hyper)
+    h = dict(rule.defaults)
     return h | {k: v for k, v in {"rank": rank, "gamma": 0.3}.items() if k in h}
 
 
@@ -75,26 +75,26 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(G, draw(st.integers(1, min(m, n))), seed, draw(st.integers(0, 9)))
 
 
-def fresh(rule: Rule, G: Tensor, h: Hyper) -> State:
+def fresh(rule: Rule, G: Tensor, h: Settings) -> Any:
     """The state before the first step, for a stack of matrices `G`."""
     m, n = (G[0].numel(), 1) if rule.elementwise else G.shape[-2:]
     state = {}
     for name, slot in rule.slots(m, n, h).items():
         shape = G.shape if slot.axes == "*" else (*G.shape[:-2], *slot.shape)
         state[name] = torch.zeros(shape, dtype=slot.dtype or G.dtype)
-    return state
+    return rule.State(**state)
 
 
-def advance(rule: Rule, G: Tensor, state: State, step: int, h: Hyper) -> tuple[Tensor, State]:
+def advance(rule: Rule, G: Tensor, state: Any, step: int, h: Settings) -> tuple[Tensor, Any]:
     """One step of the rule, with its first basis at step 1."""
     alg = Algebra(*G.shape[-2:])
     if step == 1 and rule.start is not None:
-        state = state | rule.start(G, state, h=h, alg=alg)
+        state = rule.start(G, state, alg=alg)
     t = torch.full((*G.shape[:-2], 1, 1), float(step), dtype=G.dtype)
-    return rule.direction(G, state, t, h=h, alg=alg)
+    return rule.direction(G, state, t, alg=alg, **rule.arguments(h))
 
 
-def run(rule: Rule, G: Tensor, h: Hyper) -> tuple[Tensor, State]:
+def run(rule: Rule, G: Tensor, h: Settings) -> tuple[Tensor, Any]:
     """The directions of all steps, stacked, and the final state."""
     state, directions = fresh(rule, G[0], h), []
     for step, gradient in enumerate(G, start=1):

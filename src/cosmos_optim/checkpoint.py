@@ -61,7 +61,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         state_dict = hook(optimizer, state_dict) or state_dict
     groups = dtypes_from_text(copy.deepcopy(state_dict["param_groups"]))
     saved = [_translate(i, group) for i, group in enumerate(groups)]
-    optimizer._meet()
+    optimizer._match_layouts()
     _check_groups(optimizer, saved)
     saved = [_in_our_order(group, ours) for ours, group in zip(optimizer.param_groups, saved, strict=True)]
     ids = chain.from_iterable(group["params"] for group in saved)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cosmos_optim.engine.layout import LAYOUTS
 from cosmos_optim.rules import RULES, Rule
-from cosmos_optim.rules.rule import require, require_number, two_sided
+from cosmos_optim.rules.checks import require, require_number
+from cosmos_optim.rules.rule import two_sided
 
 # The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
@@ -99,7 +100,7 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
     options: the optimizer's arguments, `lr` and `adam_lr` among them.
     soap_lr: upper bound of `adam_lr` in gamma = lr / adam_lr.
     """
-    defaults = {**COMMON, **rule.hyper}
+    defaults = {**COMMON, **rule.defaults}
     for key in group:
         if key not in defaults and key not in FOREIGN:
             hint = f"{suggestion(key, defaults)}; it has {sorted(defaults)}"
@@ -112,7 +113,7 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
     filled["lr"] = _rate(filled["lr"])
     _check_common(filled)
     rule.check(filled)
-    if "gamma" in rule.hyper and filled["gamma"] is None:
+    if "gamma" in rule.defaults and filled["gamma"] is None:
         filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
     return filled
 

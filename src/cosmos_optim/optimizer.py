@@ -1,32 +1,34 @@
 """The one optimizer class and the only step().
 
-A step: collect gradients, look for a non-finite one, take first bases where they are missing, run each group's rule
-over stacks of same-shape matrices, decay and write back. Rules, layouts and kernels are told nothing of each other;
-they meet here. Hyper-parameters live in `param_groups`, state in `state`, and nothing a checkpoint needs on `self`.
+A step: collect gradients, look for one that is not finite, and run each group's rule over stacks of equal matrices, by
+`engine.run` on a CPU and `cuda.eager` on a GPU. Rules, layouts and kernels know nothing of each other; they meet here.
+Hyper-parameters are in `param_groups`, state is in `state`, and nothing that a checkpoint needs is on `self`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint
-from cosmos_optim import sharding as distributed
-from cosmos_optim.cuda.graph import Replays
-from cosmos_optim.engine import gradients
-from cosmos_optim.engine import run as execute
-from cosmos_optim.engine.entries import Entry
-from cosmos_optim.engine.layout import Layout, refuse_deep
+from cosmos_optim import checkpoint, sharding
+from cosmos_optim.engine.batching import Entry
+from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
+from cosmos_optim.engine.layout import Layout, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
+from cosmos_optim.engine.run import run
 from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, rule_named
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
+from cosmos_optim.rules.checks import require_number
 from cosmos_optim.rules.cosmos import SOAP_LR
-from cosmos_optim.rules.rule import require_number, two_sided
+from cosmos_optim.rules.rule import two_sided
+
+if TYPE_CHECKING:
+    from cosmos_optim.cuda.graph import GraphedStep
 
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,7 +40,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
         lr: learning rate of the groups with the optimizer's rule; a group's own "lr" wins.
         adam_lr: learning rate of the AdamW groups; None means lr.
-        cuda_graphs: record the step on a GPU as a CUDA graph and replay it (`replays` holds the recording).
+        cuda_graphs: record the step on a GPU as a CUDA graph (`cuda_graph`), which saves most of the host's time.
         options: hyper-parameters for every group with a rule that has them.
     """
 
@@ -65,13 +67,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for name, rate in (("lr", lr), ("adam_lr", adam_lr)):
             require_number(name, rate)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
-        self.replays = Replays(cuda_graphs)
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
-        self._skips = gradients.Skips()
-        self._recorder: dict[str, dict[str, float]] | None = None
+        self._skipped = SkippedSteps()
+        self._record: dict[str, dict[str, float]] | None = None
+        self._graphed: GraphedStep | None = None
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
-        cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].hyper and "betas" in options else {}
+        cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
         groups = as_groups(params, self.rule)
         self._check_rules(groups)
         super().__init__(groups, {"lr": lr, **cycled})
@@ -97,12 +99,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         name, group = choose_rule(self.rule, param_group, self._options.get("two_sided", False))
         rule = rule_named(name)
         if not rule.elementwise and "layout" not in group:
-            refuse_deep(group["params"], rule)
+            refuse_four_dimensions(group["params"], rule)
         options = {**self._options, "lr": self.defaults["lr"]}
         super().add_param_group({**complete(group, rule, options, self.soap_lr), "rule": name})
         group = self.param_groups[-1]
         try:
-            self._lay_out(len(self.param_groups) - 1)
+            self._add_layouts(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             for p in group["params"]:
@@ -110,8 +112,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self.state.pop(p, None)
             raise
 
-    def _lay_out(self, index: int) -> None:
-        """Layouts and state of the group's parameters that have none yet."""
+    def _add_layouts(self, index: int) -> None:
+        """Make the layouts and the state of the group's parameters that have none yet."""
         group = self.param_groups[index]
         names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
@@ -123,26 +125,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
             if p.layout is not torch.strided:
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
-            self._layouts[p] = distributed.layout_of(name, p, RULES[group["rule"]], group)
+            self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group)
             if p not in self.state and not p.is_meta:
                 self._allocate(p, group)
-        distributed.prepare(list(self._layouts.values()))
+        sharding.prepare(list(self._layouts.values()))
 
-    def _meet(self) -> None:
-        """Lay out parameters that other code put into the groups (accelerate does, for FSDP2); forget those it took."""
+    def _match_layouts(self) -> None:
+        """Add layouts of parameters that other code put into the groups (accelerate does, for FSDP2), drop the rest."""
         held = {p for group in self.param_groups for p in group["params"]}
         for p in [p for p in self._layouts if p not in held]:
             del self._layouts[p]
             self.state.pop(p, None)
             self._started.discard(p)
         for index in range(len(self.param_groups)):
-            self._lay_out(index)
+            self._add_layouts(index)
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         layout = self._layouts[p]
         self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **layout.allocate(p, group)}
 
-    def _follow(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
         """Bring the state of a parameter that was moved or cast (model.to(...)) to its device and dtype."""
         layout, state = self._layouts[p], self.state[p]
         layout.dtype = p.dtype
@@ -169,19 +171,27 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def _update(self) -> None:
+        """Check the gradients, and step every parameter that has one."""
         entries = self._collect()
         if not entries:
             return
-        with exact_products(entries[0].p.device):
-            found = gradients.inspect(entries, self._started, getattr(self, "found_inf", None))
-            self._skips.note(found, entries[0].p.device)
-            if found.skip_all:
+        device, layouts = entries[0].p.device, [e.layout for e in entries]
+        max_over_ranks = sharding.max_over_ranks(layouts) if any(x.is_sharded for x in layouts) else None
+        with exact_products(device):
+            check = check_gradients(entries, self._started, getattr(self, "found_inf", None), max_over_ranks)
+            self._skipped.note(check, device)
+            if check.skip_all:
                 return
-            self._started.update(e.p for e, fresh in zip(entries, found.fresh, strict=True) if fresh)
-            execute.run(entries, found, self._recorder, self.replays)
+            self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
+            if any(e.p.is_cuda for e in entries):
+                from cosmos_optim.cuda import eager  # a step on a CPU runs without the kernels
+
+                eager.run(entries, check, self._record, self.cuda_graph)
+            else:
+                run(entries, check, self._record)
 
     def _collect(self) -> list[Entry]:
-        """Every parameter with a gradient, its layout and state."""
+        """Return every parameter with a gradient, with its layout and state."""
         entries = []
         layouts, state = self._layouts, self.state  # each look-up of a tensor hashes it
         for group in self.param_groups:
@@ -189,7 +199,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 layout = layouts.get(p)
                 if layout is None:
-                    self._meet()
+                    self._match_layouts()
                     layout = layouts[p]
                 if p.is_meta:
                     raise ValueError(
@@ -198,7 +208,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     )
                 grad = p.grad
                 if grad is None and group.get("missing") == "zero" and p.requires_grad:
-                    grad = layout.no_gradient(p)
+                    grad = layout.zero_gradient(p)
                 if grad is None or p.numel() == 0:
                     continue
                 if grad.is_sparse:
@@ -206,7 +216,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if p.shape != layout.shape:
                     raise ValueError(
                         f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
-                        f"{tuple(p.shape)} now: build the optimizer after whatever reshapes the model"
+                        f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
                     )
                 mine = state.get(p)
                 if not mine:  # materialized since, or reset by hand
@@ -214,35 +224,47 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     self._started.discard(p)
                     mine = state[p]
                 elif mine["step"].device != p.device or layout.dtype != p.dtype:
-                    self._follow(p, group)
+                    self._move_state(p, group)
                     mine = state[p]
                 entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
         return entries
 
-    # -- what a user asks it ------------------------------------------------------------------------------------------
+    # -- questions a user asks ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def diagnostics(self) -> Iterator[dict[str, dict[str, float]]]:
-        """Record the steps taken inside: for each matrix with a tracked subspace, by name,
+        """Record the steps taken inside. Yields a dict: name of a matrix -> name of a number -> its value.
 
-        energy: the share of the gradient's energy in the subspace; drift: 1 - |U_new' U|^2 / r, how far the subspace
-        turned; update_rms: the RMS of the applied direction; ratio: |A| / |gamma B sqrt(m)|, SOAP half over MUON half.
-        Where parameters are sharded every rank must enter it: the numbers are sums over ranks.
+        update_rms: root mean square of the applied direction. For matrices with a tracked subspace also
+        energy: the share of the gradient's squared norm in the subspace; drift: 1 - |U_new' U|^2 / r, how far the
+        subspace turned; ratio: |A| / |gamma B sqrt(m)|, SOAP half over Muon half.
+
+        If parameters are sharded, every rank must enter it, because the numbers are sums over ranks. On a GPU the
+        numbers are computed with plain torch before the step, which makes that step slower.
         """
         record: dict[str, dict[str, float]] = {}
-        self._recorder = record
+        self._record = record
         try:
             yield record
         finally:
-            self._recorder = None
+            self._record = None
 
     @property
     def skipped_steps(self) -> int:
-        """Steps since this object was made that changed nothing, for a gradient was not finite. Waits for the GPU."""
-        return self._skips.total()
+        """Steps of this object that were skipped because a gradient was NaN or inf. Waits for the GPU."""
+        return self._skipped.total()
+
+    @property
+    def cuda_graph(self) -> GraphedStep:
+        """The step recorded as a CUDA graph: `bytes` of memory it keeps, and whether it is `enabled`."""
+        if self._graphed is None:
+            from cosmos_optim.cuda.graph import GraphedStep
+
+            self._graphed = GraphedStep(enabled=self._options["cuda_graphs"])
+        return self._graphed
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state stored here, shared storage counted once."""
+        """Return the bytes of optimizer state stored here; shared storage counts once."""
         storages = {}
         for p, state in self.state.items():
             for value in state.values():
@@ -252,7 +274,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch's gathering of sharded state refuses dtypes."""
-        self._meet()
+        self._match_layouts()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 
@@ -267,7 +289,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = checkpoint.as_default_dict(self.state)
-        self._recorder, self._layouts, self._started, self._skips = None, {}, set(), gradients.Skips()
-        self.replays = Replays(self._options["cuda_graphs"])
-        self._meet()
+        self._record, self._graphed, self._layouts, self._started = None, None, {}, set()
+        self._skipped = SkippedSteps()
+        self._match_layouts()
         self._started = checkpoint.started(self)

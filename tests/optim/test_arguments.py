@@ -75,7 +75,7 @@ def test_every_option_is_visible_keyword_only_and_documented(name: str) -> None:
     parameters = dict(inspect.signature(made).parameters)
     assert list(parameters)[:4] == ["params", "lr", "adam_lr", "weight_decay"]
     some = {"layout", "side", "split_sizes"}  # group keys that are not arguments of every optimizer
-    assert {*COMMON, *RULES[made.rule].hyper, *RULES["adam"].hyper, "cuda_graphs"} - some <= set(parameters)
+    assert {*COMMON, *RULES[made.rule].defaults, *RULES["adam"].defaults, "cuda_graphs"} - some <= set(parameters)
     assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
     for argument in parameters:
         assert re.search(rf"^        {argument}: ", made.__doc__ or "", re.MULTILINE), f"{argument} is not documented"
@@ -86,7 +86,7 @@ def test_the_defaults_of_a_signature_are_those_of_the_rule(name: str) -> None:
     made = OPTIMIZERS[name]
     parameters = inspect.signature(made).parameters
     changed = PAPER if name == "cosmos-paper" else {}
-    for option, default in {**COMMON, **RULES[made.rule].hyper, **changed}.items():
+    for option, default in {**COMMON, **RULES[made.rule].defaults, **changed}.items():
         assert option not in parameters or parameters[option].default == default
 
 

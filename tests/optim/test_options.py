@@ -196,8 +196,8 @@ def test_a_compiled_step_is_not_recompiled() -> None:
 def test_the_defaults_of_the_classes_are_those_of_the_rule() -> None:
     """Groups without an option take the rule's default, `Cosmos(model)` its signature's; CosmosPaper changes three."""
     ours, paper = (kind([matrix((8, 6))]).param_groups[0] for kind in (Cosmos, CosmosPaper))
-    assert {key: ours[key] for key in RULES["cosmos"].hyper if key != "gamma"} == {
-        key: value for key, value in RULES["cosmos"].hyper.items() if key != "gamma"
+    assert {key: ours[key] for key in RULES["cosmos"].defaults if key != "gamma"} == {
+        key: value for key, value in RULES["cosmos"].defaults.items() if key != "gamma"
     }
     assert {key: value for key, value in paper.items() if key != "params" and ours[key] != value} == PAPER
 

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cosmos_optim import Cosmos
-from cosmos_optim.sharding import collectives as comm
 from cosmos_optim.sharding import overlap as lanes
 from tests.sharding.problems import gradient, placed
 

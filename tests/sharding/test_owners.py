@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from cosmos_optim.sharding import collectives as comm
 from cosmos_optim.sharding.mesh import Cut, Team
 from cosmos_optim.sharding.owner_exchange import Exchange, tiling
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks.sharded_cost import Cost, Shape, columns_sharded, grid_sharded, rows_sharded
 from cosmos_optim import Cosmos
-from cosmos_optim.sharding import collectives as comm
 from cosmos_optim.sharding import sharded_algebra as algebra
 from cosmos_optim.sharding.sharded_algebra import by_sums
 from tests.sharding.problems import gradient, placed

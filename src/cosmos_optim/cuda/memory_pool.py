@@ -15,7 +15,7 @@ from torch import Tensor
 ALIGN = 1024
 
 
-class Slab:
+class MemoryPool:
     """A piece of memory and who holds which part of it. What is taken must not outlive, as a view, the tensor taken."""
 
     def __init__(self, size: int, device: torch.device) -> None:

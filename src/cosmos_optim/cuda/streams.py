@@ -1,13 +1,13 @@
-"""Two chunks at a time on one GPU, so that small and memory-bound kernels hide behind large products.
+"""Two chunks at a time on one GPU, so that small and memory-bound kernels run behind large products.
 
-A chunk runs on one of two lanes of high priority; its Newton-Schulz products run on a third stream of low priority that
-all chunks share. While the products of one chunk fill the machine, the kernels of the next one take the multiprocessors
-that become free. Everything waits for the caller's stream at the start, and the caller's stream for everything at the
-end; streams are forked and joined by events, so that all this can be captured in a CUDA graph.
+A chunk runs on one of two streams of high priority; its Newton-Schulz products run on a third stream of low priority
+that all chunks share. While the products of one chunk fill the GPU, the kernels of the next one take the
+multiprocessors that become free. Everything waits for the caller's stream at the start, and the caller's stream waits
+for everything at the end. Streams are forked and joined by events, so that a CUDA graph can capture all this.
 
-Memory: what a lane allocates is used on the lane and, before the lane waits for it, on the heavy stream; what the heavy
-stream allocates is used there alone, most of it in one slab for all chunks of a step. So the order within each stream
-is enough to keep reuse safe.
+Memory: what a chunk's stream allocates is used on it and, before it waits for the result, on the stream of the
+products. What that stream allocates is used there alone, most of it in one pool for all chunks of a step. So the order
+within each stream is enough to make reuse safe.
 """
 
 from __future__ import annotations
@@ -17,75 +17,75 @@ from contextlib import contextmanager
 
 import torch
 
-from cosmos_optim.cuda.memory_pool import Slab
+from cosmos_optim.cuda.memory_pool import MemoryPool
 
 
-class Lanes:
+class Streams:
     """The streams of one device; without CUDA everything runs in place."""
 
-    _known: dict[torch.device, Lanes] = {}
+    _by_device: dict[torch.device, Streams] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on = device.type == "cuda"
-        self.lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if self.on else []
-        self.heavy_stream = torch.cuda.Stream(device, priority=0) if self.on else None
+        self.chunk_streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if self.on else []
+        self.product_stream = torch.cuda.Stream(device, priority=0) if self.on else None
         self.depth = 0
-        self._slab: Slab | None = None
-        self._room = 0
+        self._pool: MemoryPool | None = None
+        self._pool_bytes = 0
 
     @classmethod
-    def of(cls, device: torch.device) -> Lanes:
-        """The lanes of a device, made once."""
-        if device not in cls._known:
-            cls._known[device] = cls(device)
-        return cls._known[device]
+    def of(cls, device: torch.device) -> Streams:
+        """Return the streams of a device, made once."""
+        if device not in cls._by_device:
+            cls._by_device[device] = cls(device)
+        return cls._by_device[device]
 
     @contextmanager
-    def forked(self, room: int = 0) -> Iterator[None]:
-        """Around all chunks of a step, the largest of which needs so much room in the slab."""
+    def forked(self, pool_bytes: int = 0) -> Iterator[None]:
+        """Surround all chunks of a step, the largest of which needs `pool_bytes` of temporaries."""
         if not self.on:
             yield
             return
-        main = torch.cuda.current_stream(self.device)
-        for stream in self.lanes:
-            stream.wait_stream(main)
+        caller = torch.cuda.current_stream(self.device)
+        for stream in self.chunk_streams:
+            stream.wait_stream(caller)
         self.depth += 1
-        self._room = room
+        self._pool_bytes = pool_bytes
         try:
             yield
         finally:
             self.depth -= 1
-            self._slab = None
-            for stream in self.lanes:
-                main.wait_stream(stream)
+            self._pool = None
+            for stream in self.chunk_streams:
+                caller.wait_stream(stream)
 
     @contextmanager
-    def lane(self, k: int) -> Iterator[None]:
-        """Around chunk k."""
+    def chunk(self, k: int) -> Iterator[None]:
+        """Surround chunk k: it runs on one of the two streams if they are forked, else in place."""
         if not self.depth:
             yield
             return
-        with torch.cuda.stream(self.lanes[k % 2]):
+        with torch.cuda.stream(self.chunk_streams[k % 2]):
             yield
 
-    def slab(self, size: int) -> Slab:
-        """Memory for the products inside `heavy`: the step's, or a new piece where that is too small."""
+    def pool(self, size: int) -> MemoryPool:
+        """Return memory for the products: the step's pool, or a new one if that is too small."""
         if not self.depth:
-            return Slab(size, self.device)
-        if self._slab is None or self._slab.memory.numel() < size:
-            self._slab = None
-            self._slab = Slab(max(size, self._room), self.device)
-        return self._slab
+            return MemoryPool(size, self.device)
+        if self._pool is None or self._pool.memory.numel() < size:
+            self._pool = None  # free it before the next one is made
+            self._pool = MemoryPool(max(size, self._pool_bytes), self.device)
+        return self._pool
 
     @contextmanager
-    def heavy(self) -> Iterator[None]:
-        """Around the large products of a chunk: on the shared stream if chunks overlap, else in place."""
-        if not self.depth or self.heavy_stream is None:
+    def products(self) -> Iterator[None]:
+        """Surround the large products of a chunk: on the shared stream if chunks overlap, else in place."""
+        if not self.depth or self.product_stream is None:
             yield
             return
-        lane = torch.cuda.current_stream(self.device)
-        self.heavy_stream.wait_stream(lane)
-        with torch.cuda.stream(self.heavy_stream):
+        chunk_stream = torch.cuda.current_stream(self.device)
+        self.product_stream.wait_stream(chunk_stream)
+        with torch.cuda.stream(self.product_stream):
             yield
-        lane.wait_stream(self.heavy_stream)
+        chunk_stream.wait_stream(self.product_stream)

@@ -1,8 +1,9 @@
-"""How a parameter is seen as matrices, and where its state lies.
+"""How a parameter is seen as matrices, and where its state is.
 
-A parameter is one matrix, a stack of them (3-D experts), a flattened convolution, a transposed weight ((in, out)
-storage), or row blocks of a fused weight. A `Layout` cuts any tensor shaped like the parameter into 2-D views, and
-allocates and cuts the state that a rule's slots ask for. This class is the whole-tensor form.
+A parameter is one matrix, a stack of them (3-D experts), a flattened convolution, a transposed weight (stored as
+(in, out)), or row blocks of a fused weight. A `Layout` cuts any tensor shaped like the parameter into 2-D views, and
+allocates and cuts the state that a rule asks for. A `Location` says where the matrices of a stack are, and runs a rule
+there. The classes here are for whole tensors; `sharding` has those for parts.
 """
 
 from __future__ import annotations
@@ -16,55 +17,64 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.rules.rule import Hyper, Rule, Slot, State
+from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 LAYOUTS = ("matrix", "conv", "in_out")
 
-# step(algebra, G, state, t, which of the matrices these are) -> (D, new state)
-Step = Callable[[Algebra, Any, State, Tensor, slice], tuple[Any, State]]
+Tensors = dict[str, Tensor]
+# take_step(algebra, G, state, t, which of the stack's matrices these are) -> (D, new state)
+TakeStep = Callable[[Algebra, Tensor, Tensors, Tensor, slice], tuple[Tensor, Tensors]]
+Job = Callable[[], None]
 
 
-class Place:
-    """Where the matrices of a stack lie: whole, on one device. Blocks of equal place and shape may share a stack."""
+class Location:
+    """Where the matrices of a stack are: whole, on one device. Blocks of equal location and shape may share a stack."""
 
     # Bytes of gradients in a stack; None leaves it to the device.
     stack_bytes: int | None = None
 
     @property
     def team(self) -> object:
-        """The processes whose messages a stack needs, if any."""
+        """The processes with which a stack exchanges messages, if any."""
         return None
 
-    def after(self, others: int) -> Place:
-        """The same place where `others` matrices have been given to processes before these."""
+    def after(self, others: int) -> Location:
+        """Return this location, given that `others` matrices have been assigned to processes before these."""
         return self
 
     def numel(self, p: Tensor) -> int:
-        """Elements of a block that count for the size of a stack, the same on every process."""
+        """Return the elements of a block that count for the size of a stack, the same on every process."""
         return p.numel()
 
-    def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
-        """The algebra for blocks of this global shape; `local` is what to use on one device."""
-        return local(m, n, skip=skip)
+    def algebra(self, m: int, n: int) -> Algebra:
+        """Return the algebra for blocks of this global shape."""
+        return Algebra(m, n)
 
-    def run(self, step: Step, alg: Algebra, G: Any, state: State, t: Tensor) -> tuple[Any, State]:
-        """Take the rule's step wherever the matrices must be for it."""
-        return step(alg, G, state, t, slice(None))
+    def run(self, take_step: TakeStep, alg: Algebra, G: Tensor, state: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
+        """Take the rule's step where the rule needs the matrices."""
+        return take_step(alg, G, state, t, slice(None))
+
+    def run_jobs(self, jobs: Sequence[Job], device: torch.device) -> None:
+        """Run the jobs of all stacks of one team."""
+        for job in jobs:
+            job()
 
 
-HERE = Place()
+LOCAL = Location()
 
 
 class Layout:
-    """Views of one whole parameter.
+    """Views of one whole parameter, by the settings of its group.
 
     layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
-    (out, in * kernel)), "in_out" (the stored matrix is the transpose). side: "input", or "smaller" to put the basis on
-    the shorter side. split_sizes: rows of each block of a fused weight.
+    (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
+    side: "input", or "smaller" to put the basis on the shorter side.
+    split_sizes: rows of each block of a fused weight.
     """
 
-    divided: Set[str] = frozenset()  # of "m" and "n", what is cut over processes
-    undivided = 0  # elements of the largest state tensor of one matrix that every process has whole
+    is_sharded = False
+    divided: Set[str] = frozenset()  # which of "m" and "n" are cut over processes
+    undivided = 0  # elements of the largest state tensor of one matrix that every process holds whole
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
@@ -108,19 +118,19 @@ class Layout:
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
     def local(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor that is stored here."""
+        """Return the part of a tensor that is stored here."""
         return tensor
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """A gradient with the placement of its parameter."""
+        """Return a gradient with the placement of its parameter."""
         return grad
 
-    def no_gradient(self, p: Tensor) -> Tensor:
-        """Zeros in place of a gradient that is None."""
+    def zero_gradient(self, p: Tensor) -> Tensor:
+        """Return zeros in place of a gradient that is None."""
         return torch.zeros_like(p)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """A local tensor whose blocks are views of it: itself, or a copy where its strides forbid (channels-last)."""
+        """Return a local tensor with blocks that are views of it: itself, or a copy if its strides forbid that."""
         return tensor.contiguous() if self.flattens else tensor
 
     @property
@@ -129,7 +139,7 @@ class Layout:
         return not self.rule.elementwise and (self.kind == "conv" or len(self.shape) > 3)
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
-        """(m, n) matrices of a local tensor shaped like the parameter; views of it where it is `flat`."""
+        """Return the (m, n) matrices of a local tensor shaped like the parameter, as views if it is `flat`."""
         if self.kind == "conv":
             cut = [tensor.flatten(1)]
         else:
@@ -140,29 +150,29 @@ class Layout:
         return [x.mT for x in cut] if self.flipped else cut
 
     def split_rows(self, x: Tensor) -> list[Tensor]:
-        """Row blocks of a fused weight, as far as they are stored here."""
+        """Return the row blocks of a fused weight, as far as they are stored here."""
         assert self.splits is not None
         return list(x.split(self.splits, dim=0))
 
-    # -- numbers of the blocks ----------------------------------------------------------------------------------------
+    # -- one number for each block ------------------------------------------------------------------------------------
 
     @cached_property
     def count(self) -> int:
-        """Blocks that are stored here, in whole or in part; 1 for a rule that knows none."""
+        """Number of blocks stored here, whole or in part; 1 for an elementwise rule."""
         return 1 if self.rule.elementwise else len(self.blocks_mn)
 
-    def to_all(self, values: Tensor) -> Tensor:
-        """A number for each block here as a number for each block of the parameter, 0 for those of other processes."""
+    def expand_to_all_blocks(self, values: Tensor) -> Tensor:
+        """Turn a number for each block here into one for each block of the parameter, 0 for those held elsewhere."""
         return values
 
-    def from_all(self, values: Tensor) -> Tensor:
-        """Of a number for each block of the parameter those of the blocks here."""
+    def select_local_blocks(self, values: Tensor) -> Tensor:
+        """Select the numbers of the blocks here from one number for each block of the parameter."""
         return values
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def slots(self, h: Hyper) -> dict[str, Slot]:
-        """The parameter's state, a slot a tensor: the rule's slots of one block, widened to all blocks."""
+    def slots(self, h: Settings) -> dict[str, Slot]:
+        """Return the slots of the parameter's state: the rule's slots of one block, widened to all blocks."""
         if self.rule.elementwise:
             return {k: Slot("*", self.shape, s.dtype) for k, s in self.rule.slots(math.prod(self.shape), 1, h).items()}
         each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
@@ -185,26 +195,26 @@ class Layout:
             return Slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
         return Slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
 
-    def allocate(self, p: Tensor, h: Hyper) -> dict[str, Tensor]:
-        """Zero state for the parameter, on its device."""
+    def allocate(self, p: Tensor, h: Settings) -> Tensors:
+        """Allocate zero state for the parameter, on its device."""
         wide = torch.promote_types(p.dtype, torch.float32)
         return {name: self.zeros(p, slot, slot.dtype or wide) for name, slot in self.slots(h).items()}
 
     def zeros(self, p: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """One zero state tensor; what is shaped as the parameter has its memory order too, unless that hides views."""
+        """Allocate one state tensor, with the parameter's memory order if it has its shape and views stay possible."""
         if slot.axes == "*":
             order = torch.contiguous_format if self.flattens else torch.preserve_format
             return torch.zeros_like(p, dtype=dtype, memory_format=order)
         return torch.zeros(slot.shape, dtype=dtype, device=p.device)
 
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
-        """A copy of a loaded state tensor where the parameter is; no slot: a number that every process keeps."""
+        """Copy a loaded state tensor to the parameter's device; a number that all processes keep has no slot."""
         if slot is None:
             return value.to(p.device, copy=True)
         return self.zeros(p, slot, value.dtype).copy_(value)
 
-    def state_blocks(self, state: dict[str, Tensor], h: Hyper) -> list[dict[str, Tensor]]:
-        """The state of each block: views, in the order of `blocks`."""
+    def state_blocks(self, state: Tensors, h: Settings) -> list[Tensors]:
+        """Return the state of each block as views, in the order of `blocks`."""
         cut: dict[str, list[Tensor]] = {}
         for name, slot in self.slots(h).items():
             tensor = self.local(state[name])
@@ -217,18 +227,18 @@ class Layout:
                 cut[name] = self.split_rows(tensor) if slot.axes.startswith("m") else list(tensor.unbind(0))
         return [{name: views[i] for name, views in cut.items()} for i in range(len(self.blocks_mn))]
 
-    def place(self, i: int) -> Place:
-        """Where block i lies."""
-        return HERE
+    def location(self, i: int) -> Location:
+        """Return where block i is."""
+        return LOCAL
 
 
-def refuse_deep(params: Any, rule: Rule) -> None:
-    """Four dimensions are a convolution's kernel far more often than a stack of stacks of matrices."""
+def refuse_four_dimensions(params: Any, rule: Rule) -> None:
+    """Raise ValueError for four dimensions: a convolution's kernel far more often than a stack of stacks."""
     for item in [params] if isinstance(params, Tensor) else params:
         p = item[1] if isinstance(item, tuple) else item
         if isinstance(p, Tensor) and p.dim() > 3:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so rule "
-                f"{rule.name!r} does not know how to cut it: use param_groups(model), or give its group layout='conv', "
+                f"{rule.name!r} cannot tell how to cut it: use param_groups(model), or give its group layout='conv', "
                 "or layout='matrix' for matrices in its last two dimensions"
             )

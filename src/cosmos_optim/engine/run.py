@@ -1,126 +1,172 @@
-"""One step of all parameters: matrices in chunks, beside each other where a GPU can, and all else handed on."""
+"""One step of all parameters with plain torch: matrices in stacks by their rule, the rest elementwise.
+
+`cuda.eager` does the same on a GPU, with kernels for the matrices that they support.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cosmos_optim import sharding as distributed
-from cosmos_optim.cuda.fused import FusedAlgebra
-from cosmos_optim.cuda.kernels.launch import current
-from cosmos_optim.cuda.rehearsal import Rehearsal
-from cosmos_optim.cuda.streams import Lanes
-from cosmos_optim.engine.batching import (
-    Tops,
-    buckets,
-    chunks,
-    local_algebra,
-    room_for,
-    run_chunk,
-    start_chunk,
-    starting_chunks,
-    tops_of,
-)
+from cosmos_optim.engine.batching import Batch, Entry, Matrix, batches, by_group, decay_of, signed_lr
 from cosmos_optim.engine.elementwise import run_elementwise
-from cosmos_optim.engine.entries import Entry, by_group, decay_of, settings
+from cosmos_optim.engine.gradients import GradientCheck
+from cosmos_optim.engine.layout import Job, Tensors
+from cosmos_optim.engine.rounding import write_
+from cosmos_optim.linalg.algebra import Algebra
 
-# A team whose messages the work needs (None: none), the device it is done on, and the work.
-Job = tuple[object, torch.device, Callable[[], None]]
-
-
-class Recorder(Protocol):
-    """Who may take some of the work of a step off the host."""
-
-    def take(
-        self, entries: Sequence[Entry], skip: Tensor | None, peaks: Tensor
-    ) -> tuple[set[Tensor], Callable[[], None] | None]:
-        """The parameters it will step, and how to start that."""
+Record = dict[str, dict[str, float]]
+# A batch's job runs at this location; jobs of one team run together.
+LocatedJob = tuple[Batch, Job]
 
 
-def run(
-    entries: Sequence[Entry], found: Any, record: dict[str, dict[str, float]] | None, recorder: Recorder | None = None
-) -> None:
-    """One step of every entry. Those still waiting for a first gradient are only decayed."""
-    live = [e for e, s in zip(entries, found.started, strict=True) if s]
-    fresh = {e.p for e, f in zip(entries, found.fresh, strict=True) if f}
+def run(entries: Sequence[Entry], check: GradientCheck, record: Record | None) -> None:
+    """Take one step of every entry. Those still waiting for a first gradient are only decayed."""
+    live, fresh = advance(entries, check)
+    copies: list[tuple[Tensor, Tensor]] = []
+    assigned: Counter[object] = Counter()
+    matrices = [e for e in live if not e.rule.elementwise]
+    run_jobs([job for b in batches(matrices, fresh, copies) for job in stack_jobs(b, check, record, assigned)])
+    run_elementwise_groups(live, check.skip)
+    write_back(copies)
+
+
+def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry], set[Tensor]]:
+    """Count the step of every entry that has had a real gradient, and decay the others.
+
+    Return the counted entries, and the parameters for which this gradient is the first.
+    """
+    live = [e for e, started in zip(entries, check.started, strict=True) if started]
+    fresh = {e.p for e, first in zip(entries, check.fresh, strict=True) if first}
     steps = [e.state["step"] for e in live]
-    if live and found.skip is None:
+    if live and check.skip is None:
         torch._foreach_add_(steps, 1.0)
-    elif live:  # without alpha the tensor would be taken as a number, which makes the host wait for it
-        torch._foreach_add_(steps, 1.0 - found.skip.float(), alpha=1.0)
-    for e, started in zip(entries, found.started, strict=True):
+    elif live:  # without alpha the tensor would be read as a number, which makes the host wait for it
+        torch._foreach_add_(steps, 1.0 - check.skip.float(), alpha=1.0)  # type: ignore[union-attr]
+    for e, started in zip(entries, check.started, strict=True):
         if not started and e.group["weight_decay"]:
             e.layout.local(e.p).mul_(decay_of(e.group))
-    copies: list[tuple[Tensor, Tensor]] = []
-    device = entries[0].p.device
-    apart: set[Tensor] = set()
-    replay: Callable[[], None] | None = None
-    if recorder is not None and record is None and found.skip is not None:
-        apart, replay = recorder.take(live, found.skip, found.peaks)
-    with ExitStack() as forks:
-        if replay is not None:  # before all else that the host has to do: the GPU is waiting
-            forks.enter_context(Lanes.of(device).forked())
-            with Lanes.of(device).lane(0):
-                replay()
-        left = [e for e in live if not e.rule.elementwise and e.p not in apart]
-        tops = tops_of(entries, found.peaks) if left else {}
-        starts, jobs, rooms = chunk_jobs(left, fresh, found.skip, tops, record, copies)
-        for where, start in starts:  # before the lanes fork, so that every chunk waits for them
-            with current(where):
-                start()
-        for where, room in rooms.items():  # a model may lie on several GPUs
-            forks.enter_context(Lanes.of(where).forked(room))
-        for k, (where, job) in enumerate([(where, job) for team, where, job in jobs if team is None]):
-            with Lanes.of(where).lane(k):
-                job()
-        for held in by_group(live):  # after the others are asked for: a GPU does both at once
-            if held[0].rule.elementwise:
-                run_elementwise(held, found.skip)
-    distributed.run([(team, job) for team, _, job in jobs if team is not None], device)
-    for home, flat in copies:
-        home.copy_(flat)
+    return live, fresh
 
 
-def chunk_jobs(
-    entries: Sequence[Entry],
-    fresh: set[Tensor],
-    skip: Tensor | None,
-    tops: Tops,
-    record: dict[str, dict[str, float]] | None,
-    copies: list[tuple[Tensor, Tensor]],
-) -> tuple[list[tuple[torch.device, Callable[[], None]]], list[Job], dict[torch.device, int]]:
-    """First bases by kernels, the chunks of these matrices, and the room for products of the largest on each device."""
-    starts: list[tuple[torch.device, Callable[[], None]]] = []
-    jobs: list[Job] = []
-    rooms: dict[torch.device, int] = {}
-    taken: Counter[object] = Counter()
-    rehearsal = Rehearsal(skip, tops)
+def stack_jobs(
+    batch: Batch, check: GradientCheck, record: Record | None, assigned: Counter[object]
+) -> list[LocatedJob]:
+    """Return a job for each stack of a batch. `assigned` counts the matrices that each team has been given so far."""
+    jobs: list[LocatedJob] = []
+    for stack in batch.stacks():
+        location = stack.location.after(assigned[stack.location.team])
+        assigned[stack.location.team] += len(stack.matrices)
+        jobs.append((stack, partial(run_stack, stack, location, check, record)))
+    return jobs
+
+
+def run_jobs(jobs: Sequence[LocatedJob]) -> None:
+    """Run all jobs, those of one team together: its processes all have the same ones, in the same order."""
+    for team in dict.fromkeys(batch.location.team for batch, _ in jobs):
+        together = [(batch, job) for batch, job in jobs if batch.location.team is team]
+        first = together[0][0]
+        first.location.run_jobs([job for _, job in together], first.device)
+
+
+def run_elementwise_groups(entries: Sequence[Entry], skip: Tensor | None) -> None:
+    """Take the step of all parameters with an elementwise rule."""
     for held in by_group(entries):
-        for (m, n), matrices in buckets(held, fresh, copies):
-            local = local_algebra(matrices)
-            made = settings(held[0].group) if local is FusedAlgebra else None
-            if local is FusedAlgebra and matrices[0].fresh and held[0].rule.start is not None:
-                for chunk in starting_chunks(matrices):
-                    rehearsal.add(chunk, m, n, made, start=True)
-                    starts.append((chunk[0].p.device, partial(start_chunk, chunk, m, n, skip, tops)))
-                matrices = [replace(x, fresh=False) for x in matrices]
-            for chunk in chunks(matrices, local):
-                place = chunk[0].place
-                turn = place.after(taken[place.team])
-                taken[place.team] += len(chunk)
-                there = chunk[0].p.device
-                rooms.setdefault(there, 0)
-                if local is FusedAlgebra:
-                    rooms[there] = max(rooms[there], room_for(chunk))
-                    rehearsal.add(chunk, m, n, made, start=False)
-                work = partial(run_chunk, chunk, turn, m, n, skip, record, local, tops)
-                jobs.append((place.team, there, work))
-    rehearsal.run()
-    return starts, jobs, rooms
+        if held[0].rule.elementwise:
+            run_elementwise(held, skip)
+
+
+def write_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy flattened parameters back to where they are stored."""
+    for stored, flat in copies:
+        stored.copy_(flat)
+
+
+def run_stack(stack: Batch, location: Any, check: GradientCheck, record: Record | None) -> None:
+    """Take the step of one stack: load, take first bases if it is new, direction, store, apply."""
+    grad_max = stacked_grad_max(stack, check)
+    D, new = direction_of(stack, location, grad_max, record)
+    store_(stack.state(), new, check.skip)
+    still = grad_max if stack.rule.constant_size else None
+    seeds = stack.steps if stack.group["stochastic_rounding"] else None
+    apply_(stack.params, D, signed_lr(stack.group), decay_of(stack.group), check.skip, grad_max=still, seeds=seeds)
+
+
+def stacked_grad_max(stack: Batch, check: GradientCheck) -> Tensor:
+    """Return the largest |g| of each matrix of a stack, (B,)."""
+    by_parameter = check.grad_max_by_parameter
+    return torch.stack([by_parameter[x.entry.p][x.index] for x in stack.matrices]).to(stack.device)
+
+
+def direction_of(stack: Batch, location: Any, grad_max: Tensor, record: Record | None) -> tuple[Tensor, Tensors]:
+    """Return the direction of a stack and its new state, as stacked tensors; write nothing."""
+    rule, arguments = stack.rule, stack.rule.arguments(stack.group)
+    dtype = torch.promote_types(stack.params[0].dtype, torch.float32)
+    t = torch.stack(stack.steps).to(dtype).view(-1, 1, 1)
+
+    def take_step(alg: Algebra, G: Tensor, tensors: Tensors, t: Tensor, mine: slice) -> tuple[Tensor, Tensors]:
+        state = rule.State(**tensors)
+        if stack.fresh and rule.start is not None:
+            state = rule.start(G, state, alg=alg)
+        D, new = rule.direction(G, state, t, alg=alg, **arguments)
+        if record is not None:
+            values = {} if rule.diagnose is None else rule.diagnose(G, D, state, new, alg=alg)
+            moves = (grad_max[mine] > 0).view(-1, 1, 1) if rule.constant_size else 1.0
+            values["update_rms"] = (alg.norm_sq(D) / (alg.m * alg.n) * moves).sqrt()
+            note(record, stack.matrices[mine], values)
+        return D, {name: tensor for name, tensor in new._asdict().items() if tensor is not None}
+
+    G, state = load(stack.grads, dtype), {name: load(x, dtype) for name, x in stack.state().items()}
+    return location.run(take_step, location.algebra(stack.m, stack.n), G, state, t)
+
+
+def note(record: Record, matrices: Sequence[Matrix], values: dict[str, Tensor]) -> None:
+    """Write numbers of each matrix, (B, 1, 1) by name, into the record."""
+    for key, tensor in values.items():
+        for matrix, value in zip(matrices, tensor.flatten().tolist(), strict=True):
+            record.setdefault(matrix.name, {})[key] = value
+
+
+def load(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Stack matrices of equal shape for computation in `dtype`."""
+    if len(tensors) == 1:
+        return tensors[0].unsqueeze(0).to(dtype)
+    return torch.stack(list(tensors)).to(dtype)
+
+
+def store_(state: dict[str, list[Tensor]], new: Tensors, skip: Tensor | None) -> None:
+    """Write stacked state back to where `load` took it from; if `skip` holds, keep what is there."""
+    for name, tensors in state.items():
+        value = new[name]
+        if skip is not None:
+            value = torch.where(skip, load(tensors, value.dtype), value)
+        torch._foreach_copy_(tensors, list(value.unbind(0)))
+
+
+def apply_(
+    params: Sequence[Tensor], D: Tensor, lr: float | Tensor, decay: float | Tensor, skip: Tensor | None, *,
+    grad_max: Tensor | None = None, seeds: Sequence[Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Update W <- decay W - lr D for each parameter; if `skip` holds, leave it as it is.
+
+    Args:
+        grad_max: the largest |g| of each matrix, (B,). If given, a matrix with a zero gradient is only decayed.
+        seeds: step counts. If given, bfloat16 parameters are rounded stochastically.
+    """
+    D = D * (lr if grad_max is None else (grad_max > 0).to(D.dtype).view(-1, 1, 1) * lr)
+    exact = all(p.dtype == D.dtype for p in params)
+    if exact and skip is None and seeds is None:
+        if isinstance(decay, Tensor) or decay != 1.0:
+            torch._foreach_mul_(list(params), decay)
+        torch._foreach_sub_(list(params), list(D.unbind(0)))
+        return
+    for i, p in enumerate(params):
+        new = p.to(D.dtype) * decay - D[i]
+        if skip is not None:
+            new = torch.where(skip, p.to(D.dtype), new)
+        write_(p, new, None if seeds is None else seeds[i])

@@ -72,7 +72,7 @@ def _unit_columns(Y: Tensor, inner: Inner) -> Tensor:
     return torch.where(norm > 0, Y / norm, torch.zeros_like(Y))
 
 
-def turned(Y: Tensor, U: Tensor) -> Tensor:
+def next_basis(Y: Tensor, U: Tensor) -> Tensor:
     """The basis after U, (..., n, n): the Q of Y = L U, up to the signs of its columns.
 
     By reflections, which a GPU would work through one matrix after the other: there by Cholesky.

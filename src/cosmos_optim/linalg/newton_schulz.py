@@ -16,17 +16,19 @@ directions out of X before it comes here, so that it can, and MUON cannot.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.syrk import ALL, Only
 from cosmos_optim.linalg.coefficients import COEFFICIENTS, STARTS, Row, Start, Step
 
+# Which matrices of a stack a product is for: a flag of each, and the value it must have. No flags: all of them.
+Only = tuple[Tensor | None, bool]
+ALL: Only = (None, True)
 # From this length over width on, the Gram form is cheaper by more than it costs in accuracy.
 GRAM_ASPECT = 1.5
 # Iterations before R must be formed from X again. Rounding of R puts noise of about eps around its zero eigenvalues,
@@ -51,8 +53,13 @@ class NewtonSchulz:
     dtype: torch.dtype | None = None
     deflated: bool = False
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, deflated: bool = False) -> NewtonSchulz:
+        """Return how a parameter group with these settings iterates."""
+        return cls(settings["ns_steps"], settings["ns_coefficients"], settings["ns_dtype"], deflated)
+
     def rows(self) -> list[Row]:
-        """(a, b, c) of each iteration."""
+        """Return (a, b, c) of each iteration."""
         table = COEFFICIENTS[self.coefficients]
         return [table[min(k, len(table) - 1)] for k in range(self.steps)]
 
@@ -253,8 +260,14 @@ def _scaled(row: Row, scale: float) -> Row:
     return a, b / scale**2, c / scale**4
 
 
-def newton_schulz(X: Tensor, ns: NewtonSchulz, products: Products | None = None) -> Tensor:
-    """The iterations of `ns` on X / |X|_F, for any (..., m, n); 0 stays 0.
+def newton_schulz(
+    X: Tensor, ns: NewtonSchulz, products: Products | None = None, norm_sq: Tensor | None = None
+) -> Tensor:
+    """Run the iterations of `ns` on X / |X|_F, for any (..., m, n). A zero matrix stays zero.
+
+    Args:
+        products: how to multiply; torch's batched products by default.
+        norm_sq: |X|^2, (..., 1, 1), if it is known.
 
     >>> X = torch.linspace(1, 2, 6, dtype=torch.float64).view(3, 2) ** 3
     >>> Y = newton_schulz(X, NewtonSchulz(steps=8, coefficients="polar-express"))
@@ -263,16 +276,17 @@ def newton_schulz(X: Tensor, ns: NewtonSchulz, products: Products | None = None)
     """
     dtype, shape = ns.working_dtype(X), X.shape
     scale = HALF_SCALE if dtype is torch.float16 else 1.0
-    wide = X.dtype if X.device.type == "mps" else torch.float64
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide)
-    norm = norm.to(torch.promote_types(X.dtype, torch.float32))
+    if norm_sq is None:
+        wide = X.dtype if X.device.type == "mps" else torch.float64
+        norm_sq = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).square()
+    norm = norm_sq.sqrt().to(torch.promote_types(X.dtype, torch.float32))
     # Divide first and cast after: neither 1e18 nor 1e-30 may leave the range of the narrower type.
     Y = torch.where(norm > 0, X / norm, torch.zeros_like(norm))
-    wider = shape[-2] < shape[-1]
-    Y = (Y.mT if wider else Y).reshape(-1, max(shape[-2:]), min(shape[-2:]))
+    is_wide = shape[-2] < shape[-1]
+    Y = (Y.mT if is_wide else Y).reshape(-1, max(shape[-2:]), min(shape[-2:]))
     Y = (Y * scale).to(dtype)
     products = products or TorchProducts()
     steps, fresh = schedule(ns, Y.shape[-2], Y.shape[-1], dtype, products.selective)
     Y = iterate(Y, steps, products, scale=scale, fresh=fresh)
     Y = Y.to(torch.promote_types(X.dtype, dtype)) / scale
-    return (Y.mT if wider else Y).reshape(shape).to(X.dtype)
+    return (Y.mT if is_wide else Y).reshape(shape).to(X.dtype)

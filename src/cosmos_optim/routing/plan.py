@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import sharding as distributed
+from cosmos_optim import sharding
 from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, rule_named
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.rules import RULES
-from cosmos_optim.rules.rule import require_number, two_sided
+from cosmos_optim.rules.checks import require_number
+from cosmos_optim.rules.rule import two_sided
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
 
 def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> PlanRow:
     """Return a parameter's row: its state as the optimizer would allocate it."""
-    slots = distributed.layout_of(name, p, RULES[rule], dict(group)).slots(group)
+    slots = sharding.layout_of(name, p, RULES[rule], dict(group)).slots(group)
     wide = torch.promote_types(p.dtype, torch.float32)
     elements = {key: math.prod(slot.shape) for key, slot in slots.items()}
     size = sum(elements[key] * (slot.dtype or wide).itemsize for key, slot in slots.items())

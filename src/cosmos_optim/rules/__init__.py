@@ -1,4 +1,4 @@
-"""The update rules by name. Each is one pure function over an Algebra."""
+"""The update rules by name. Each is one pure function over an `Algebra`."""
 
 from cosmos_optim.rules import adam, adam_mini, cosmos, galore, muon, soap
 from cosmos_optim.rules.rule import Rule, Slot

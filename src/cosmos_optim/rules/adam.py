@@ -1,4 +1,4 @@
-"""Adam with decoupled decay (Loshchilov and Hutter 2019), for what is not a hidden matrix.
+"""Adam with decoupled weight decay (Loshchilov and Hutter 2019), for everything that is not a hidden matrix.
 
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  D = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
@@ -8,27 +8,36 @@ State names are torch.optim.AdamW's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.rules.common import correction, quotient
-from cosmos_optim.rules.rule import Hyper, Probe, Rule, Slot, State, check_betas, check_eps
+from cosmos_optim.linalg.normalization import bias_correction, quotient
+from cosmos_optim.rules.checks import check_betas, check_eps
+from cosmos_optim.rules.rule import Rule, Settings, Slot
 
-HYPER: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8}
+DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8}
+
+
+class AdamState(NamedTuple):
+    """Both moments, shaped as the parameter."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 def direction(
-    G: Tensor, state: State, t: Tensor, *, h: Hyper, alg: Algebra | None = None, probe: Probe | None = None
-) -> tuple[Tensor, State]:
-    """One Adam step for a tensor of any shape."""
-    (b1, b2), eps = h["betas"], h["eps"]
-    m = torch.lerp(state["exp_avg"], G, 1 - b1)
-    v = b2 * state["exp_avg_sq"] + (1 - b2) * G * G
-    D = quotient(m / correction(b1, t), (v / correction(b2, t)).sqrt() + eps)
-    return D, {"exp_avg": m, "exp_avg_sq": v}
+    G: Tensor, state: AdamState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
+    alg: Algebra | None = None,
+) -> tuple[Tensor, AdamState]:  # fmt: skip
+    """Return the direction of one Adam step, for a tensor of any shape, and the new state."""
+    b1, b2 = betas
+    m = torch.lerp(state.exp_avg, G, 1 - b1)
+    v = b2 * state.exp_avg_sq + (1 - b2) * G * G
+    D = quotient(m / bias_correction(b1, t), (v / bias_correction(b2, t)).sqrt() + eps)
+    return D, AdamState(m, v)
 
 
 def fused_(
@@ -37,35 +46,30 @@ def fused_(
     state: dict[str, list[Tensor]],
     steps: Sequence[Tensor],
     *,
-    h: Hyper,
-    lr: float | Tensor,
-    weight_decay: float,
-    maximize: bool,
+    settings: Settings,
     skip: Tensor | None,
 ) -> None:
-    """The same step in one kernel, for whole tensors that all have one dtype; steps have been advanced already."""
+    """Take the same step in one kernel, for tensors that all have one dtype; `steps` have been advanced already."""
+    lr, betas = settings["lr"], settings["betas"]
     if isinstance(lr, Tensor):
         lr = lr.to(params[0].device)
     torch._fused_adamw_(
         list(params), list(grads), state["exp_avg"], state["exp_avg_sq"], [], list(steps),
-        lr=lr, beta1=h["betas"][0], beta2=h["betas"][1], weight_decay=weight_decay, eps=h["eps"],
-        amsgrad=False, maximize=maximize, grad_scale=None, found_inf=None if skip is None else skip.float(),
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=settings["weight_decay"], eps=settings["eps"],
+        amsgrad=False, maximize=settings["maximize"], grad_scale=None,
+        found_inf=None if skip is None else skip.float(),
     )  # fmt: skip
 
 
-def slots(m: int, n: int, h: Hyper) -> dict[str, Slot]:
-    """Two averages, shaped as the parameter."""
+def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+    """Return two moments, shaped as the parameter."""
     return {"exp_avg": Slot("*", (m, n)), "exp_avg_sq": Slot("*", (m, n))}
 
 
-def check(h: Hyper) -> None:
-    """Hyper-parameters within their ranges."""
+def check(h: Settings) -> None:
+    """Check that hyper-parameters are within their ranges."""
     check_betas(h)
     check_eps(h)
 
 
-RULE = Rule(
-    "adam", HYPER, slots, direction, check=check, elementwise=True, fused=fused_,
-    laws=frozenset({"row_permutation", "scale_invariance", "batched_equals_single", "deterministic",
-                    "grad_untouched", "odd"}),
-)  # fmt: skip
+RULE = Rule("adam", DEFAULTS, AdamState, slots, direction, check=check, elementwise=True, fused=fused_)

@@ -1,30 +1,42 @@
-"""COSMOS: the paper's Algorithm 1 (one-sided) and Algorithm 4 (two-sided).
+"""COSMOS: the paper's Algorithm 1 (one-sided) and Algorithm 4 (two-sided). This file defines both.
 
-Letters, per matrix, all with any leading batch dimensions:
+Letters, for each matrix, all with any leading batch dimensions:
 
-    G (m, n)  gradient                       M (m, n)  its moving average (momentum)
+    G (m, n)  gradient                       M (m, n)  momentum: its moving average
     U (n, r)  leading eigenbasis of G'G      S (r, r)  second moment G'G in that basis
-    V (m, r)  second moment of G U           P (m, r)  the SOAP half in the basis, A = P U'
-    X (m, n)  residual momentum              B (m, n)  the MUON half
-    v (m, 1)  mean squares of D's rows (not in the paper; not with `row_beta2=None`)
-    two-sided only: O (m, r) basis of GG', R (r, r) its second moment, V (r, r)
+    V (m, r)  second moment of G U           P (m, r)  SOAP half in the basis: A = P U'
+    X (m, n)  residual momentum              B (m, n)  Muon half
+    v (m, 1)  mean squares of D's rows (not in the paper; None if `row_beta2` is None)
+    two-sided only: O (m, q) basis of GG', R (q, q) its second moment, V (q, r)
 
-docs/algorithm.md sets each line beside the paper's and lists the deviations.
+The numbers at the line ends are the paper's. docs/algorithm.md compares each line with the paper's and lists the
+deviations. On a GPU `cuda/step.py` does the same by kernels; tests hold it equal to `direction`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.algebra import Algebra, sum_of_squares
-from cosmos_optim.linalg.moments import Adam
+from cosmos_optim.linalg.algebra import Algebra, norm_sq
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+from cosmos_optim.linalg.normalization import bias_correction, normalize_rows, quotient, unit_rms
 from cosmos_optim.linalg.subspace import first_basis, power_step
-from cosmos_optim.rules.common import check_momentum, check_newton_schulz, look_ahead, newton_schulz_of
-from cosmos_optim.rules.rule import Hyper, Probe, Rule, Slot, State, check_betas, check_eps, require, require_number
+from cosmos_optim.rules.checks import (
+    check_betas,
+    check_eps,
+    check_momentum,
+    check_newton_schulz,
+    require,
+    require_fraction,
+    require_integer,
+    require_number,
+)
+from cosmos_optim.rules.rule import Rule, Settings, Slot
 
-HYPER: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.98),
     "eps": 1e-8,
     "rank": 32,
@@ -38,98 +50,180 @@ HYPER: dict[str, Any] = {
     "residual_guard": 1e-5,
     "row_beta2": 0.95,
 }
-SOAP_LR = 2e-3  # with gamma=None the SOAP half, which moves at about lr / gamma, is no faster, whatever `adam_lr` is
-ROW_FLOOR = 1e-4  # added to the root mean squares of D's rows, which are of order 1, where rows are divided by them
-# Where the paper has other values. The defaults are those that docs/results.md found best.
+# The paper's values, if they differ. The defaults are those that docs/results.md found best.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
+# If gamma is None, the SOAP half, which moves at about lr / gamma, is limited to this rate, whatever `adam_lr` is.
+SOAP_LR = 2e-3
+# Rows of D have a root mean square of order 1. One far below this has a gradient below `eps`: it is noise, and dividing
+# it by its own size would make it as large as any other row.
+ROW_FLOOR = 1e-4
+DEFLATED = NewtonSchulz(deflated=True)
+
+
+class CosmosState(NamedTuple):
+    """State of one matrix, one-sided: M (m, n), U (n, r), S (r, r), V (m, r), v (m, 1) or None."""
+
+    M: Tensor
+    U: Tensor
+    S: Tensor
+    V: Tensor
+    v: Tensor | None = None
+
+
+class TwoSidedState(NamedTuple):
+    """State of one matrix, two-sided: M (m, n), U (n, r), S (r, r), O (m, q), R (q, q), V (q, r), v (m, 1) or None."""
+
+    M: Tensor
+    U: Tensor
+    S: Tensor
+    O: Tensor
+    R: Tensor
+    V: Tensor
+    v: Tensor | None = None
 
 
 # fmt: off
 def direction(
-    G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
-) -> tuple[Any, State]:
-    """Algorithm 1. The numbers at the line ends are the paper's."""
-    (b1, b2), M, U_old, S, V = h["betas"], state["M"], state["U"], state["S"], state["V"]
-    M = alg.lerp(M, G, 1 - b1)                                              # L4
-    U = power_step(G, U_old, S, b2, alg)                                    # L5   QR(b2 U S + (1-b2) G'G U)
-    GU = alg.mm(G, U)
-    S, real = alg.second_moment(S, U, U_old, GU, b2, guarded(h))            # L6   U'(b2 U_old S U_old' + (1-b2) G'G) U
-    N = momentum(M, G, h, alg)
+    G: Tensor, state: CosmosState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
+    eps_placement: str = "outside", gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95,
+    residual_guard: float = 1e-5, ns: NewtonSchulz = DEFLATED, alg: Algebra | None = None,
+) -> tuple[Tensor, CosmosState]:
+    """Return the direction D of W <- W - lr D, and the new state: Algorithm 1. t counts steps from 1.
+
+    >>> G = torch.randn(6, 4)
+    >>> zeros = CosmosState(*(torch.zeros(shape) for shape in ((6, 4), (4, 2), (2, 2), (6, 2), (6, 1))))
+    >>> D, state = direction(G, start(G, zeros), torch.tensor(1.0))
+    >>> print(f"root mean square {D.square().mean().sqrt():.4f}")
+    root mean square 1.0000
+    """
+    alg = alg or Algebra(*G.shape[-2:])
+    (b1, b2), (M, U_old, S, V, v), ahead = betas, state, int(nesterov)
+    e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
+    c1, c2 = bias_correction(b1, t + ahead), bias_correction(b2, t)
+
+    M = torch.lerp(M, G, 1 - b1)                                        # L4   b1 M + (1 - b1) G
+    U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)
+    GU, C = alg.mm(G, U), alg.un(U, U_old)
+    E = alg.tn((1 - b2) * GU, GU)
+    S = symmetric(b2 * C @ S @ C.mT + E)                                # L6   U'(b2 U_old S U_old' + (1 - b2) G'G) U
+    V = b2 * V + (1 - b2) * GU * GU                                     # L7
+    N = torch.add(b1 * M, G, alpha=1 - b1) if nesterov else M           #      Paper: N = M
     NU = alg.mm(N, U)
-    V, P = alg.adapt(V, GU, NU, real, t, adam(h))                           # L7   b2 V + (1-b2) GU*GU,  L8  A = P U'
-    X = alg.residual(N, NU, U)                                              #      M - M U U'
-    B = alg.polar(X, newton_schulz_of(h, deflated=True))                    # L9
-    b = alg.muon_gain(X, NU, B, h["gamma"], h["residual_guard"])            #      gamma NORM sqrt(m)
-    D = alg.combine(b, B, P, U)                                             # L10  A + gamma B sqrt(m)
-    D, rows = even_rows(D, state, h, alg)                                   #      not in the paper
-    if probe is not None:
-        C = alg.un(U, U_old)
-        probe(G=G, GU=GU, C=C, soap=alg.energy_m(P), muon=b.square() * alg.energy(B), alg=alg)
-    return alg.unit_rms(D), {"M": M, "U": U, "S": S, "V": V} | rows         # L11  NORM sqrt(m)
+    root = ((V + e_in) / c2).sqrt() + e_out                             #      Paper: sqrt((V + eps) / (1 - b2^t))
+    P = quotient(NU / c1, root) * tracked(S, E, residual_guard)         # L8   A = P U'
+    X = N - NU @ U.mT                                                   #      M - M U U'
+    X_sq = alg.norm_sq(X)
+    B = unit_rms(alg.polar(X, X_sq, ns), alg)                           # L9   NORM(NS5(X / |X|)) sqrt(m)
+    B = B * above_noise(X_sq, alg.norm_sq_m(NU), residual_guard)        #      Not in the paper
+    D = gamma * B + P @ U.mT                                            # L10
+    D, v = normalize_rows(D, v, row_beta2, max(eps, ROW_FLOOR), alg)    #      Not in the paper
+    return unit_rms(D, alg), CosmosState(M, U, S, V, v)                 # L11  NORM(D) sqrt(m)
 
 
 def direction_two_sided(
-    G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
-) -> tuple[Any, State]:
-    """Algorithm 4, its misprints mended (docs/algorithm.md). The numbers at the line ends are the paper's."""
-    (b1, b2), M, U_old, O_old = h["betas"], state["M"], state["U"], state["O"]
-    M = alg.lerp(M, G, 1 - b1)                                              # L4
-    U = power_step(G, U_old, state["S"], b2, alg)                           # L5
-    O = power_step(G.mT, O_old, state["R"], b2, alg.T)                      # L6   (paper: R O; meant: O R)
-    GU, OG = alg.mm(G, U), alg.T.mm(G.mT, O)
-    S, real = alg.second_moment(state["S"], U, U_old, GU, b2, guarded(h))   # L7
-    R, real_O = alg.T.second_moment(state["R"], O, O_old, OG, b2, guarded(h))  # L8
-    N = momentum(M, G, h, alg)
-    NU = alg.tn(O, alg.mm(N, U))
-    V, P = alg.adapt(state["V"], alg.tn(O, GU), NU, real * real_O.mT, t, adam(h))  # L9, L10  A = O P U'
-    X = alg.residual(N, O @ NU, U)                                          #      (paper: O'O M; meant: O O'M)
-    B = alg.polar(X, newton_schulz_of(h, deflated=True))                    # L11
-    b = alg.muon_gain(X, O @ NU, B, h["gamma"], h["residual_guard"])
-    D = alg.combine(b, B, O @ P, U)                                         # L12
-    D, rows = even_rows(D, state, h, alg)
-    if probe is not None:
-        C = alg.un(U, U_old)
-        probe(G=G, GU=GU, C=C, soap=sum_of_squares(P), muon=b.square() * alg.energy(B), alg=alg)
-    return alg.unit_rms(D), {"M": M, "U": U, "O": O, "S": S, "R": R, "V": V} | rows  # L13  (paper: without sqrt(m))
+    G: Tensor, state: TwoSidedState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
+    eps_placement: str = "outside", gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95,
+    residual_guard: float = 1e-5, ns: NewtonSchulz = DEFLATED, alg: Algebra | None = None,
+) -> tuple[Tensor, TwoSidedState]:
+    """Return the direction D and the new state: Algorithm 4, with its misprints corrected (docs/algorithm.md)."""
+    alg = alg or Algebra(*G.shape[-2:])
+    (b1, b2), (M, U_old, S, O_old, R, V, v), ahead = betas, state, int(nesterov)
+    e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
+    c1, c2 = bias_correction(b1, t + ahead), bias_correction(b2, t)
+
+    M = torch.lerp(M, G, 1 - b1)                                        # L4   b1 M + (1 - b1) G
+    U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)
+    O = power_step(G.mT, O_old, R, b2, alg.T)                           # L6   QR(b2 O R + (1 - b2) GG'O); paper: R O
+    GU, C = alg.mm(G, U), alg.un(U, U_old)
+    GO, C_O = alg.T.mm(G.mT, O), alg.T.un(O, O_old)
+    E, E_O = alg.tn((1 - b2) * GU, GU), alg.T.tn((1 - b2) * GO, GO)
+    S = symmetric(b2 * C @ S @ C.mT + E)                                # L7   U'(b2 U_old S U_old' + (1 - b2) G'G) U
+    R = symmetric(b2 * C_O @ R @ C_O.mT + E_O)                          # L8   O'(b2 O_old R O_old' + (1 - b2) GG') O
+    OGU = alg.tn(O, GU)
+    V = b2 * V + (1 - b2) * OGU * OGU                                   # L9
+    N = torch.add(b1 * M, G, alpha=1 - b1) if nesterov else M           #      Paper: N = M
+    ONU = alg.tn(O, alg.mm(N, U))
+    root = ((V + e_in) / c2).sqrt() + e_out                             #      Paper: sqrt((V + eps) / (1 - b2^t))
+    P = quotient(ONU / c1, root) * tracked(S, E, residual_guard) * tracked(R, E_O, residual_guard).mT  # L10  A = O P U'
+    X = N - O @ ONU @ U.mT                                              #      M - O O'M U U'; paper: O'O M
+    X_sq = alg.norm_sq(X)
+    B = unit_rms(alg.polar(X, X_sq, ns), alg)                           # L11  NORM(NS5(X / |X|)) sqrt(m)
+    B = B * above_noise(X_sq, norm_sq(ONU), residual_guard)             #      Not in the paper
+    D = gamma * B + O @ P @ U.mT                                        # L12
+    D, v = normalize_rows(D, v, row_beta2, max(eps, ROW_FLOOR), alg)    #      Not in the paper
+    return unit_rms(D, alg), TwoSidedState(M, U, S, O, R, V, v)         # L13  Paper: without sqrt(m)
+
 
 # fmt: on
 
 
-def momentum(M: Any, G: Any, h: Hyper, alg: Algebra) -> Any:
-    """The momentum both halves use: M, or with `nesterov` its look-ahead."""
-    return look_ahead(M, G, h["betas"][0], h["nesterov"], alg)
+def symmetric(S: Tensor) -> Tensor:
+    """Remove the antisymmetric part that rounding leaves: (S + S') / 2."""
+    return (S + S.mT) / 2
 
 
-def even_rows(D: Any, state: State, h: Hyper, alg: Algebra) -> tuple[Any, State]:
-    """With `row_beta2`, NorMuon's second moment of each row before the last normalization; its state.
+def tracked(S: Tensor, E: Tensor, guard: float) -> Tensor:
+    """Return (..., 1, r): 1 for basis columns that hold gradient, 0 for columns that hold rounding only.
 
-    Rows of D are of order 1. One far below that has a gradient below `eps`: what is left of it is noise, which its own
-    size as the divisor would make as large as any other row.
+    Paper: every column counts. If the gradient has fewer than r directions, the other columns would get quotients of
+    rounding noise by rounding noise, as large as any real one; in exact arithmetic they are 0/0. A column is real if it
+    holds a share of the past (S) or of this gradient (E): after one huge gradient, the past alone would hide everything
+    else for hundreds of steps. `guard` = 0 keeps all.
     """
-    if h["row_beta2"] is None:
-        return D, {}
-    D, v = alg.even_rows(D, state["v"], h["row_beta2"], max(h["eps"], ROW_FLOOR))
-    return D, {"v": v}
+    floor = noise_floor(S.dtype, guard)
+    past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (S, E))
+    return ((past > floor * past.sum(-1, keepdim=True)) | (now > floor * now.sum(-1, keepdim=True))).to(S.dtype)
 
 
-def adam(h: Hyper) -> Adam:
-    """The constants of L8. What looks a step ahead is an average over a step more."""
-    b1, b2 = h["betas"]
-    return Adam(b1, b2, h["eps"], inside=h["eps_placement"] == "inside", ahead=float(h["nesterov"]))
+def noise_floor(dtype: torch.dtype, guard: float) -> float:
+    """Return the share of a trace below which a column holds only rounding; without the guard -1, which all exceed."""
+    return (64 * torch.finfo(dtype).eps) ** 2 if guard > 0 else -1.0
 
 
-def guarded(h: Hyper) -> bool:
-    """Whether noise is kept out of both halves.
+def above_noise(X_sq: Tensor, NU_sq: Tensor, guard: float) -> Tensor:
+    """Return 1 if the residual X holds more than `guard` of the momentum's energy, else 0: below that it is rounding.
 
-    Paper: the residual is normalized whatever its energy. Where the gradient has no more than r directions that
-    residual is rounding noise, and normalizing it would make noise most of the update; so are the tracked directions
-    beyond the gradient's.
+    Paper: the residual is normalized whatever its size. If the gradient has at most r directions, it is rounding noise,
+    and normalizing it would make noise most of the update.
     """
-    return bool(h["residual_guard"] > 0)
+    return (X_sq > guard * (X_sq + NU_sq)).float()
 
 
-def slots(m: int, n: int, h: Hyper) -> dict[str, Slot]:
-    """M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n), and v (m, 1) if rows have a second moment."""
+def start(G: Any, state: CosmosState, *, alg: Algebra | None = None) -> CosmosState:
+    """Return the state with U_0, the leading eigenvectors of the first G'G (the paper omits the initialization)."""
+    alg = alg or Algebra(*G.shape[-2:])
+    return state._replace(U=first_basis(G, state.U.shape[-1], alg, like=state.U))
+
+
+def start_two_sided(G: Any, state: TwoSidedState, *, alg: Algebra | None = None) -> TwoSidedState:
+    """Return the state with U_0 and O_0, the leading eigenvectors of the first G'G and GG'."""
+    alg = alg or Algebra(*G.shape[-2:])
+    U = first_basis(G, state.U.shape[-1], alg, like=state.U)
+    return state._replace(U=U, O=first_basis(G.mT, state.O.shape[-1], alg.T, like=state.O))
+
+
+def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, alg: Algebra) -> dict[str, Tensor]:
+    """Describe a step by its gradient, direction, old and new state.
+
+    energy: |G U|^2 / |G|^2, the share of the gradient in the subspace. drift: 1 - |U'U_old|^2 / r, how far the subspace
+    turned. ratio: |A| / |gamma B sqrt(m)|, SOAP half over Muon half: B has no part in the basis, so the halves of D,
+    with the factors of its rows taken out, are what lies inside the basis and outside of it.
+    """
+    G_sq, C = alg.norm_sq(G), alg.un(new.U, old.U)
+    if new.v is not None:
+        D = D * (new.v.sqrt() + ROW_FLOOR)
+    DU = alg.mm(D, new.U)
+    soap = norm_sq(alg.tn(new.O, DU)) if isinstance(new, TwoSidedState) else alg.norm_sq_m(DU)
+    muon = (alg.norm_sq(D) - soap).clamp_min(0)
+    return {
+        "energy": torch.where(G_sq > 0, alg.norm_sq_m(alg.mm(G, new.U)) / G_sq, 0 * G_sq),
+        "drift": (1 - norm_sq(C) / C.shape[-1]).clamp_min(0),
+        "ratio": (soap / muon).sqrt(),
+    }
+
+
+def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+    """Return M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n), and v (m, 1) unless row_beta2 is None."""
     r = min(h["rank"], n)
     rows = {} if h["row_beta2"] is None else {"v": Slot("mo", (m, 1))}
     return {
@@ -140,64 +234,33 @@ def slots(m: int, n: int, h: Hyper) -> dict[str, Slot]:
     } | rows
 
 
-def slots_two_sided(m: int, n: int, h: Hyper) -> dict[str, Slot]:
-    """The one-sided state with O (m, q), R (q, q), q = min(rank, m), and V (q, r)."""
+def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
+    """Return the one-sided state with O (m, q), R (q, q), q = min(rank, m), and V (q, r)."""
     one, q = slots(m, n, h), min(h["rank"], m)
     r = one["S"].shape[0]
     return one | {"O": Slot("mq", (m, q)), "R": Slot("qq", (q, q)), "V": Slot("qr", (q, r))}
 
 
-def start(G: Any, state: State, *, h: Hyper, alg: Algebra) -> State:
-    """U_0: the leading eigenvectors of the first G'G (the paper omits the initialization)."""
-    U = state["U"]
-    return {"U": first_basis(G, U.shape[-1], alg, like=U)}
-
-
-def start_two_sided(G: Any, state: State, *, h: Hyper, alg: Algebra) -> State:
-    """U_0 and O_0: the leading eigenvectors of the first G'G and GG'."""
-    O = state["O"]
-    return start(G, state, h=h, alg=alg) | {"O": first_basis(G.mT, O.shape[-1], alg.T, like=O)}
-
-
-def check(h: Hyper) -> None:
-    """Hyper-parameters within their ranges."""
+def check(h: Settings) -> None:
+    """Check that hyper-parameters are within their ranges."""
     check_betas(h)
     check_eps(h)
-    require(isinstance(h["rank"], int) and h["rank"] >= 1, "rank", h["rank"], "it must be a positive integer")
+    require_integer("rank", h)
     if h["gamma"] is not None:
         require_number("gamma", h["gamma"])
-        require(h["gamma"] >= 0, "gamma", h["gamma"], "0 or positive, or None for the rule")
+        require(h["gamma"] >= 0, "gamma", h["gamma"], "give 0 or a positive number, or None for lr / adam_lr")
     require(h["eps_placement"] in ("outside", "inside"), "eps_placement", h["eps_placement"], "'outside' or 'inside'")
     require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
-    beta = h["row_beta2"]
-    number = isinstance(beta, (int, float)) and not isinstance(beta, bool)
-    require(beta is None or (number and 0 <= beta < 1), "row_beta2", beta, "it must lie in [0, 1); None is off")
+    if h["row_beta2"] is not None:
+        require_fraction("row_beta2", h["row_beta2"])
     check_momentum(h)
     check_newton_schulz(h)
 
 
-LAWS = frozenset(
-    {
-        "row_permutation",
-        "scale_invariance",
-        "unit_rms",
-        "orthonormal_basis",
-        "psd_second_moment",
-        "residual_orthogonal",
-        "batched_equals_single",
-        "deterministic",
-        "grad_untouched",
-        "odd",
-    }
+RULE = Rule(
+    "cosmos", DEFAULTS, CosmosState, slots, direction, start, check, diagnose, deflates=True, constant_size=True
 )
-RULE = Rule("cosmos", HYPER, slots, direction, start, check, LAWS, lazy=True, constant_size=True)
 TWO_SIDED = Rule(
-    "cosmos-two-sided",
-    HYPER,
-    slots_two_sided,
-    direction_two_sided,
-    start_two_sided,
-    check,
-    LAWS - {"residual_orthogonal"},
-    constant_size=True,
-)
+    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start_two_sided, check, diagnose,
+    deflates=True, constant_size=True,
+)  # fmt: skip

@@ -1,21 +1,32 @@
-"""Muon (the paper's Algorithm 3, with its normalization ablation as an option), and NorMuon.
+"""Muon (the paper's Algorithm 3), also with its updates normalized (the paper's ablation), and NorMuon.
 
-Letters: G (m, n) gradient, M (m, n) momentum, N its Nesterov look-ahead, B the orthogonalized momentum.
+Letters: G (m, n) gradient, M (m, n) momentum, N (m, n) its Nesterov form, B (m, n) the orthogonalized momentum,
+v (m, 1) mean squares of B's rows (NorMuon).
 
-The paper sums, M = mu M + G and N = mu M + G. Here M is the average, M + (1 - mu)(G - M): the same matrix times
-1 - mu, and Newton-Schulz does not see a factor.
+The paper sums: M = mu M + G and N = mu M + G. Here M is the average, M + (1 - mu)(G - M): the same matrix times 1 - mu,
+and Newton-Schulz ignores a factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.rules.common import check_momentum, check_newton_schulz, look_ahead, newton_schulz_of
-from cosmos_optim.rules.rule import Hyper, Probe, Rule, Slot, State, check_eps, require
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+from cosmos_optim.linalg.normalization import normalize_rows, unit_rms
+from cosmos_optim.rules.checks import (
+    check_eps,
+    check_momentum,
+    check_newton_schulz,
+    require,
+    require_fraction,
+    require_number,
+)
+from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 # The paper's sqrt(m) assumes that m is the longer side. The other two are torch.optim.Muon's.
 SCALINGS: dict[str, Callable[[int, int], float]] = {
@@ -32,67 +43,91 @@ _ITERATION: dict[str, Any] = {
     "ns_dtype": None,
     "momentum_dtype": None,
 }
-HYPER: dict[str, Any] = {**_ITERATION, "scaling": "paper", "normalize": False}
-HYPER_NORMUON: dict[str, Any] = {**_ITERATION, "beta2": 0.95, "eps": 1e-8}
+DEFAULTS: dict[str, Any] = {**_ITERATION, "scaling": "paper", "normalize": False}
+DEFAULTS_NORMUON: dict[str, Any] = {**_ITERATION, "beta2": 0.95, "eps": 1e-8}
+NS5 = NewtonSchulz()
 
 
-def orthogonal_momentum(G: Any, state: State, *, h: Hyper, alg: Algebra) -> tuple[Any, Any]:
-    """M and B = NS5(N / |N|)."""
-    mu = h["momentum"]
-    M = alg.lerp(state["M"], G, 1 - mu)  # L4
-    N = look_ahead(M, G, mu, h["nesterov"], alg)  # L5
-    return M, alg.polar(N, newton_schulz_of(h))  # L6
+class MuonState(NamedTuple):
+    """The momentum (m, n)."""
+
+    M: Tensor
 
 
+class NorMuonState(NamedTuple):
+    """The momentum (m, n), and mean squares of the rows of B, (m, 1)."""
+
+    M: Tensor
+    v: Tensor
+
+
+# fmt: off
 def direction(
-    G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
-) -> tuple[Any, State]:
-    """Take Algorithm 3's direction; with `normalize`, line 7 becomes sqrt(m) NORM(B): every update has RMS lr."""
-    M, B = orthogonal_momentum(G, state, h=h, alg=alg)
-    if h["normalize"]:
-        return alg.unit_rms(B), {"M": M}
-    return alg.scale(B, t.new_full((1, 1, 1), SCALINGS[h["scaling"]](alg.m, alg.n))), {"M": M}  # L7
+    G: Tensor, state: MuonState, t: Tensor | None = None, *, momentum: float = 0.95, nesterov: bool = True,
+    scaling: str = "paper", normalize: bool = False, ns: NewtonSchulz = NS5, alg: Algebra | None = None,
+) -> tuple[Tensor, MuonState]:
+    """Return the direction and the new state: Algorithm 3.
+
+    With `normalize`, line 7 is replaced by sqrt(m) NORM(B), so that every update has root mean square lr.
+
+    >>> D, state = direction(torch.randn(6, 4), MuonState(torch.zeros(6, 4)), normalize=True)
+    >>> print(f"root mean square {D.square().mean().sqrt():.4f}")
+    root mean square 1.0000
+    """
+    alg = alg or Algebra(*G.shape[-2:])
+    M = torch.lerp(state.M, G, 1 - momentum)                                    # L4   mu M + (1 - mu) G
+    N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M       # L5
+    B = alg.polar(N, alg.norm_sq(N), ns)                                        # L6   NS5(N / |N|)
+    D = unit_rms(B, alg) if normalize else SCALINGS[scaling](alg.m, alg.n) * B  # L7   sqrt(m) B
+    return D, MuonState(M)
 
 
 def direction_normuon(
-    G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
-) -> tuple[Any, State]:
-    """NorMuon (Li et al. 2025): B's rows divided by the root of their running mean square, then RMS 1."""
-    M, B = orthogonal_momentum(G, state, h=h, alg=alg)
-    D, v = alg.even_rows(B, state["v"], h["beta2"], h["eps"])
-    return alg.unit_rms(D), {"M": M, "v": v}
+    G: Tensor, state: NorMuonState, t: Tensor | None = None, *, momentum: float = 0.95, nesterov: bool = True,
+    beta2: float = 0.95, eps: float = 1e-8, ns: NewtonSchulz = NS5, alg: Algebra | None = None,
+) -> tuple[Tensor, NorMuonState]:
+    """Return the direction and the new state of NorMuon (Li et al. 2025): rows of equal size, then RMS 1."""
+    alg = alg or Algebra(*G.shape[-2:])
+    M = torch.lerp(state.M, G, 1 - momentum)
+    N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M
+    B = alg.polar(N, alg.norm_sq(N), ns)
+    D, v = normalize_rows(B, state.v, beta2, eps, alg)
+    assert v is not None
+    return unit_rms(D, alg), NorMuonState(M, v)
 
 
-def slots(m: int, n: int, h: Hyper) -> dict[str, Slot]:
-    """The momentum."""
+# fmt: on
+
+
+def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+    """Return the momentum."""
     return {"M": Slot("mn", (m, n), h["momentum_dtype"])}
 
 
-def slots_normuon(m: int, n: int, h: Hyper) -> dict[str, Slot]:
-    """The momentum and a number a row."""
+def slots_normuon(m: int, n: int, h: Settings) -> dict[str, Slot]:
+    """Return the momentum, and one number for each row."""
     return slots(m, n, h) | {"v": Slot("mo", (m, 1))}
 
 
-def check(h: Hyper) -> None:
-    """Hyper-parameters within their ranges."""
-    require(0 <= h["momentum"] < 1, "momentum", h["momentum"], "it must lie in [0, 1)")
+def check(h: Settings) -> None:
+    """Check that hyper-parameters are within their ranges."""
+    require_fraction("momentum", h["momentum"])
     check_momentum(h)
     check_newton_schulz(h)
     if "scaling" in h:
         require(h["scaling"] in SCALINGS, "scaling", h["scaling"], f"one of {sorted(SCALINGS)}")
+        require_number("normalize", h["normalize"], flag=True)
 
 
-def check_normuon(h: Hyper) -> None:
-    """MUON's, and its second moment's."""
+def check_normuon(h: Settings) -> None:
+    """Check Muon's hyper-parameters, and those of the second moment."""
     check(h)
     check_eps(h)
-    require(0 <= h["beta2"] < 1, "beta2", h["beta2"], "it must lie in [0, 1)")
+    require_fraction("beta2", h["beta2"])
 
 
-LAWS = frozenset({"row_permutation", "scale_invariance", "batched_equals_single", "deterministic", "grad_untouched",
-                  "odd"})  # fmt: skip
-_HOW: dict[str, Any] = {"lazy": True, "constant_size": True}
-MUON = Rule("muon", HYPER, slots, direction, check=check, laws=LAWS, **_HOW)
+MUON = Rule("muon", DEFAULTS, MuonState, slots, direction, check=check, constant_size=True)
 NORMUON = Rule(
-    "normuon", HYPER_NORMUON, slots_normuon, direction_normuon, check=check_normuon, laws=LAWS | {"unit_rms"}, **_HOW
-)
+    "normuon", DEFAULTS_NORMUON, NorMuonState, slots_normuon, direction_normuon,
+    check=check_normuon, constant_size=True,
+)  # fmt: skip

@@ -1,33 +1,33 @@
-"""What a rule is: the state it keeps for one m x n matrix, and the direction it takes.
+"""What a rule is: the state that it keeps for one m x n matrix, and the direction that it takes.
 
 A rule is pure. It knows nothing of parameters, devices, processes or kernels: it gets stacked tensors (any leading
-batch dimensions) and an `Algebra`, and returns the direction `D` of the step `W <- W - lr D` with its new state.
+batch dimensions) and an `Algebra`, and returns the direction D of the step W <- W - lr D, and its new state.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 
-Hyper = Mapping[str, Any]
-State = dict[str, Any]
-Probe = Callable[..., None]
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Slot:
     """One state tensor of an m x n matrix.
 
-    `axes` has one letter a dimension: "m" and "n" are the matrix's rows and columns and are sharded as the parameter
-    is, every other letter is replicated. "*" alone means: shaped as the parameter, whatever its shape.
-    `dtype` None is the parameter's dtype, but at least float32.
+    axes: one letter for each dimension. "m" and "n" are the matrix's rows and columns, and are sharded as the parameter
+        is; any other letter is replicated. "*" alone means: the shape of the parameter.
+    dtype: None is the parameter's dtype, but at least float32.
     """
 
     axes: str
@@ -35,22 +35,21 @@ class Slot:
     dtype: torch.dtype | None = None
 
 
-class Direction(Protocol):
-    """`direction(G, state, t, h=..., alg=...) -> (D, new state)`; t (..., 1, 1) counts real gradients from 1."""
-
-    def __call__(
-        self, G: Any, state: State, t: Tensor, *, h: Hyper, alg: Algebra, probe: Probe | None = None
-    ) -> tuple[Any, State]: ...
+# direction(G, state, t, *, alg, ...) -> (D, new state). t (..., 1, 1) counts real gradients from 1; further arguments
+# are the rule's own hyper-parameters.
+Direction = Callable[..., tuple[Tensor, Any]]
 
 
 class Start(Protocol):
-    """`start(G, state, h=..., alg=...) -> state`: what must be taken from the first non-zero gradient."""
+    """Signature of `start(G, state, *, alg)`: returns the state with the bases that the first gradient gives."""
 
-    def __call__(self, G: Any, state: State, *, h: Hyper, alg: Algebra) -> State: ...
+    def __call__(self, G: Any, state: Any, *, alg: Algebra) -> Any: ...
 
 
-def no_check(h: Hyper) -> None:
-    """A rule without hyper-parameters of its own has nothing to check."""
+class Diagnose(Protocol):
+    """Signature of `diagnose(G, D, old, new, *, alg)`: returns numbers that describe a step, (..., 1, 1) each."""
+
+    def __call__(self, G: Tensor, D: Tensor, old: Any, new: Any, *, alg: Algebra) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -58,62 +57,47 @@ class Rule:
     """A named update rule.
 
     name: what a parameter group's "rule" says.
-    hyper: its hyper-parameters with their defaults.
-    slots: (m, n, hyper) -> the state of one matrix. For an elementwise rule m is the number of elements, n is 1.
+    defaults: its hyper-parameters with their defaults, as a parameter group holds them.
+    State: the NamedTuple of its state; a field that is None has no tensor.
+    slots: (m, n, settings) -> the state of one matrix. For an elementwise rule m is the number of elements, n is 1.
     direction: the update, see `Direction`.
-    start: the first basis, where the rule has one.
+    start: takes the first bases, if the rule has any.
     check: raises ValueError for wrong hyper-parameters.
-    laws: names of the laws in tests/test_laws.py which the rule obeys.
-    lazy: touches m x n operands only through the Algebra, so that fused kernels may stand in for plain tensors.
-    elementwise: takes parameters of any shape and no Algebra.
-    constant_size: the update is as large as ever while the momentum dies away, so that a matrix whose gradient is zero
-        must be left where it is (but for weight decay).
+    diagnose: numbers for `optimizer.diagnostics()`, if the rule has any.
+    deflates: whether it removes the leading directions of a matrix before Newton-Schulz.
+    elementwise: whether it takes parameters of any shape and no Algebra.
+    constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient must then
+        be left where it is, except for weight decay.
     shardable: which sides of a matrix may be cut over processes: "both", "rows" (columns whole) or "none".
-    fused: an in-place kernel over lists of whole tensors that does the same as `direction` and the step.
+    fused: an in-place kernel over lists of whole tensors that does what `direction` and the step do.
     """
 
     name: str
-    hyper: Hyper
-    slots: Callable[[int, int, Hyper], dict[str, Slot]]
+    defaults: Settings
+    State: type[Any]
+    slots: Callable[[int, int, Settings], dict[str, Slot]]
     direction: Direction
     start: Start | None = None
-    check: Callable[[Hyper], None] = no_check
-    laws: frozenset[str] = field(default_factory=frozenset)
-    lazy: bool = False
+    check: Callable[[Settings], None] = lambda settings: None
+    diagnose: Diagnose | None = None
+    deflates: bool = False
     elementwise: bool = False
     constant_size: bool = False
-    fused: Callable[..., None] | None = None
     shardable: str = "both"
+    fused: Callable[..., None] | None = None
+
+    @cached_property
+    def _argument_names(self) -> list[str]:
+        return [name for name in inspect.signature(self.direction).parameters if name in self.defaults]
+
+    def arguments(self, settings: Settings) -> dict[str, Any]:
+        """Return the named arguments of `direction` from a group's settings."""
+        named = {name: settings[name] for name in self._argument_names}
+        if "ns_steps" in self.defaults:
+            named["ns"] = NewtonSchulz.of(settings, deflated=self.deflates)
+        return named
 
 
 def two_sided(rule: str) -> str:
-    """The rule of that name with a basis on each side."""
+    """Return the name of the form of a rule with a basis on each side."""
     return f"{rule}-two-sided"
-
-
-def require(condition: bool, name: str, value: object, wanted: str) -> None:
-    """Raise the ValueError for a hyper-parameter out of its range."""
-    if not condition:
-        raise ValueError(f"{name}={value!r} is not valid: {wanted}")
-
-
-def require_number(name: str, value: object, *, flag: bool = False) -> None:
-    """Raise the ValueError for what should be a number and is not; a `flag` may be yes or no, too."""
-    hint = " (YAML reads 5e-4 as text, and 5.0e-4 as a number)" if isinstance(value, str) else ""
-    answer = type(value).__name__ in ("bool", "bool_")  # numpy's, too
-    right = flag if answer else isinstance(value, (Real, Tensor))
-    require(right, name, value, f"give {'True or False, or ' if flag else ''}a number{hint}")
-
-
-def check_betas(h: Hyper) -> None:
-    """Both averages must be contractions."""
-    betas = h["betas"]
-    require(isinstance(betas, (tuple, list)) and len(betas) == 2, "betas", betas, "give two numbers (beta1, beta2)")
-    for i, beta in enumerate(betas):
-        require_number(f"betas[{i}]", beta)
-        require(0.0 <= beta < 1.0, f"betas[{i}]", beta, "it must lie in [0, 1)")
-
-
-def check_eps(h: Hyper) -> None:
-    """Zero is legal: a vanishing quotient 0/0 counts as 0."""
-    require(h["eps"] >= 0.0, "eps", h["eps"], "it must be 0 or positive")

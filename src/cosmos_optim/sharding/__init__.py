@@ -1,12 +1,12 @@
-"""Sharded parameters: told from whole ones here, and by nothing but themselves.
+"""Sharded parameters. They are recognized here, by nothing but themselves; this file imports the rest on demand.
 
-    comm      the messages, all of them, counted
-    shards    placements of a DTensor -> which part lies where
-    owners    whole matrices on one rank, and back
-    algebra   the sums of a rule over ranks
-    place     a stack of sharded matrices and how its rule runs
-    sharded   views and state of a sharded parameter
-    lanes     messages of one stack while another computes
+    mesh               a DTensor's placements -> which part is where
+    collectives        the messages between processes
+    overlap            messages of one stack while another computes
+    owner_exchange     whole matrices on one rank, and back
+    sharded_algebra    the sums of a rule over ranks
+    location           where a stack of sharded matrices is, and how its rule runs
+    sharded_layout     views and state of a sharded parameter
 
 Nothing here knows a rule by name.
 """
@@ -14,19 +14,17 @@ Nothing here knows a rule by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cosmos_optim.engine.layout import Layout
 from cosmos_optim.rules.rule import Rule
-from cosmos_optim.sharding import overlap as lanes
 
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
-    """The layout of a parameter, read from the parameter."""
+    """Return the layout of a parameter, read from the parameter."""
     _refuse_flat(name, p)
     if _is_dtensor(p):
         from cosmos_optim.sharding.sharded_layout import ShardedLayout
@@ -36,51 +34,43 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
 
 
 def prepare(layouts: Sequence[Layout]) -> None:
-    """Make the process groups that a step needs; ValueError where its ranks could not agree. All ranks call it."""
-    if "torch.distributed.tensor" in sys.modules:
-        from cosmos_optim.sharding import sharded_layout as sharded
+    """Make the process groups that a step needs. All ranks must call it; ValueError if they could not agree."""
+    if any(layout.is_sharded for layout in layouts):
+        from cosmos_optim.sharding import sharded_layout
 
-        sharded.prepare(layouts)
+        sharded_layout.prepare(layouts)
 
 
-def agree(values: Tensor, layouts: Sequence[Any]) -> Tensor:
-    """The largest of each value over all processes that share these parameters.
+def max_over_ranks(layouts: Sequence[Layout]) -> Callable[[Tensor], Tensor]:
+    """Return the elementwise maximum over all processes that share these parameters, as a function.
 
     Replicas without a mesh (DDP) have equal gradients and need no message.
     """
-    if "torch.distributed.tensor" not in sys.modules:
-        return values
-    from cosmos_optim.sharding import collectives as comm
+    from cosmos_optim.sharding import collectives
     from cosmos_optim.sharding.sharded_layout import widest_groups
 
-    for group in widest_groups(layouts):
-        values = comm.largest(values, group)
-    return values
+    groups = widest_groups(layouts)
 
+    def maximum(values: Tensor) -> Tensor:
+        for group in groups:
+            values = collectives.maximum(values, group)
+        return values
 
-def run(jobs: Sequence[tuple[object, lanes.Job]], device: torch.device) -> None:
-    """All jobs, each with the team whose messages it needs; on a GPU two of one team at a time.
-
-    Only jobs of one team share lanes: its ranks all have the same ones, so that they take the same turns.
-    """
-    overlap = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    for team in dict.fromkeys(team for team, _ in jobs):
-        mine = [job for other, job in jobs if other is team]
-        lanes.run(mine, device, width=2 if overlap and team is not None else 1)
+    return maximum
 
 
 def _is_dtensor(p: Tensor) -> bool:
-    """A DTensor cannot exist before its module is imported, which takes seconds: do not import it to look."""
+    """Return whether p is a DTensor. Importing that class takes seconds, and none can exist before it is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(p, module.DTensor)
 
 
 def _refuse_flat(name: str, p: Tensor) -> None:
-    """FSDP1 and ZeRO leave flat parts of matrices, in which neither rows nor columns can be told."""
+    """Raise ValueError for the flat parts of matrices that FSDP1 and ZeRO make: rows and columns are lost in them."""
     for mark, engine in (("_fsdp_flattened", "FSDP1"), ("_is_flat_param", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")):
         if hasattr(p, mark):
             raise ValueError(
-                f"parameter {name!r} of shape {tuple(p.shape)} is a flat partition made by {engine} (placement: 1-D): "
-                "its rows and columns cannot be told. Shard the model by torch.distributed.fsdp.fully_shard (FSDP2), "
+                f"parameter {name!r} of shape {tuple(p.shape)} is a flat partition made by {engine} (placement: 1-D), "
+                "in which rows and columns are lost. Shard the model by torch.distributed.fsdp.fully_shard (FSDP2), "
                 "by tensor parallelism, or not at all (DDP)"
             )

@@ -1,30 +1,30 @@
-"""Where the matrices of a sharded stack lie, and which way their rule runs: on the shards, or whole on owners."""
+"""Where the matrices of a sharded stack are, and how their rule runs: on the shards, or on whole matrices at owners."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cosmos_optim.engine.layout import Place, Step
+from cosmos_optim.engine.layout import Job, Location, TakeStep, Tensors
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.rules.rule import State
+from cosmos_optim.sharding import overlap
 from cosmos_optim.sharding.mesh import Cut, Interval, Team, team_of
-from cosmos_optim.sharding.owner_exchange import Exchange, Tiling, tiling
+from cosmos_optim.sharding.owner_exchange import Exchange, ShardMap, shard_map
 from cosmos_optim.sharding.sharded_algebra import ShardedAlgebra
 
-# Gradients of one stack on one rank. Larger than on a single device, for a stack is a round of messages; but COSMOS
-# works in ten times as much, and two stacks run at a time.
+# Bytes of gradients in one stack on one rank. More than on a single device, because each stack costs a round of
+# messages; but COSMOS needs ten times as much to work in, and two stacks run at a time.
 STACK_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class ShardedPlace(Place):
-    """A matrix whose rows and columns are cut over a mesh: the rule runs on the shards."""
+class ShardedLocation(Location):
+    """A matrix with rows and columns cut over a mesh: the rule runs on the shards."""
 
     rows: Cut
     cols: Cut
@@ -42,14 +42,14 @@ class ShardedPlace(Place):
         return self.whole_team
 
     @cached_property
-    def T(self) -> ShardedPlace:
-        """The place of the transposed matrix."""
+    def T(self) -> ShardedLocation:
+        """The location of the transposed matrix."""
         return replace(self, rows=self.cols, cols=self.rows, row_team=self.col_team, col_team=self.row_team)
 
     @cached_property
-    def tiles(self) -> Tiling:
+    def parts(self) -> ShardMap:
         """Every rank's part of the matrix."""
-        return tiling((self.rows, self.cols), self.mesh_shape, self.team)
+        return shard_map((self.rows, self.cols), self.mesh_shape, self.team)
 
     @cached_property
     def my_columns(self) -> Interval:
@@ -62,86 +62,96 @@ class ShardedPlace(Place):
         m, n = self.rows.high - self.rows.low, self.cols.high - self.cols.low
         return (self.col_team is None and m >= n) or (self.row_team is None and n >= m)
 
-    def after(self, others: int) -> ShardedPlace:
-        """The same place with the next ranks in turn as owners: stacks of few matrices keep different ranks busy."""
+    def after(self, others: int) -> ShardedLocation:
+        """Return this location with the next ranks as owners, so that small stacks keep different ranks busy."""
         first = others % self.team.size
         if first not in self._turns:
             self._turns[first] = replace(self, first=first)
         return self._turns[first]
 
     @cached_property
-    def _turns(self) -> dict[int, ShardedPlace]:
+    def _turns(self) -> dict[int, ShardedLocation]:
         return {}
 
-    def journey(self, count: int) -> Exchange:
-        """To the owners of `count` such matrices and back."""
-        if count not in self._journeys:
-            self._journeys[count] = Exchange(self.team, count, self.travelling, self.first)
-        return self._journeys[count]
+    def exchange(self, count: int) -> Exchange:
+        """Return the exchange of `count` such matrices with their owners."""
+        if count not in self._exchanges:
+            self._exchanges[count] = Exchange(self.team, count, self.exchanged, self.first)
+        return self._exchanges[count]
 
     @cached_property
-    def travelling(self) -> list[Tiling]:
-        """What an owner needs."""
-        return [self.tiles]
+    def exchanged(self) -> list[ShardMap]:
+        """What an owner needs of each matrix."""
+        return [self.parts]
 
     @cached_property
-    def _journeys(self) -> dict[int, Exchange]:
+    def _exchanges(self) -> dict[int, Exchange]:
         return {}
 
     @cached_property
     def _largest(self) -> int:
-        return max(torch.Size(shape).numel() for tiles in self.travelling for shape in tiles.shapes)
+        return max(torch.Size(shape).numel() for parts in self.exchanged for shape in parts.shapes)
 
     def numel(self, p: Tensor) -> int:
-        """Elements of the largest part of what travels."""
+        """Return the elements of the largest part that is exchanged."""
         return self._largest
 
-    def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
-        """Local products and sums over ranks."""
-        return ShardedAlgebra(local(m, n, skip=skip), self)
+    def algebra(self, m: int, n: int) -> Algebra:
+        """Return local products and sums over ranks."""
+        return ShardedAlgebra(m, n, self)
+
+    def run_jobs(self, jobs: Sequence[Job], device: torch.device) -> None:
+        """Run the jobs of all stacks of this team; on a GPU two at a time, so that messages and products overlap.
+
+        Only jobs of one team overlap: its ranks all have the same ones, so they take the same turns.
+        """
+        at_once = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        overlap.run(jobs, device, width=2 if at_once else 1)
 
 
 @dataclass(frozen=True)
-class OwnedPlace(ShardedPlace):
-    """A matrix whose rule wants it whole: gradient and state travel to an owner, direction and new state back.
+class OwnerLocation(ShardedLocation):
+    """A matrix with a rule that needs it whole: gradient and state go to an owner, direction and new state come back.
 
     state: the cuts of each state tensor; all of them are divided over the whole team.
     """
 
     state: tuple[tuple[str, tuple[Cut, ...]], ...] = ()
 
-    def algebra(self, m: int, n: int, *, skip: Tensor | None, local: type[Algebra]) -> Algebra:
-        """Plain: the rule sees whole matrices."""
-        return local(m, n, skip=skip)
+    def algebra(self, m: int, n: int) -> Algebra:
+        """Return the plain algebra: the rule sees whole matrices."""
+        return Algebra(m, n)
 
     @cached_property
-    def travelling(self) -> list[Tiling]:
+    def exchanged(self) -> list[ShardMap]:
         """The gradient and the state."""
-        return [self.tiles, *(tiling(cuts, self.mesh_shape, self.team) for _, cuts in self.state)]
+        return [self.parts, *(shard_map(cuts, self.mesh_shape, self.team) for _, cuts in self.state)]
 
-    def run(self, step: Step, alg: Algebra, G: Any, state: State, t: Tensor) -> tuple[Any, State]:
-        """Step on the matrices owned here."""
+    def run(self, take_step: TakeStep, alg: Algebra, G: Tensor, state: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
+        """Take the step on the matrices owned here."""
         names = [name for name, _ in self.state]
-        journey = self.journey(G.shape[0])
-        whole, *values = journey.to_owners([G, *(state[name] for name in names)])
+        exchange = self.exchange(G.shape[0])
+        whole, *values = exchange.to_owners([G, *(state[name] for name in names)])
         new = dict(zip(names, values, strict=True))
         if whole.shape[0]:
-            whole, new = step(alg, whole, new, t[journey.mine], journey.mine)
-        D, *values = journey.to_shards([whole, *(new[name] for name in names)])
+            whole, new = take_step(alg, whole, new, t[exchange.mine], exchange.mine)
+        D, *values = exchange.to_shards([whole, *(new[name] for name in names)])
         return D, dict(zip(names, values, strict=True))
 
 
-def sharded_place(mesh: DeviceMesh, rows: Cut, cols: Cut) -> ShardedPlace:
-    """The place of a matrix on a mesh. Makes groups of processes where they are missing: every rank must ask alike."""
+def sharded_location(mesh: DeviceMesh, rows: Cut, cols: Cut) -> ShardedLocation:
+    """Return the location of a matrix on a mesh. Makes missing process groups, so every rank must call it alike."""
     team = team_of(mesh, sorted({*rows.over, *cols.over}))
     assert team is not None, "nothing is cut"
-    return ShardedPlace(
+    return ShardedLocation(
         rows, cols, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), team,
         team_of(mesh, rows.over), team_of(mesh, cols.over),
     )  # fmt: skip
 
 
-def owned_place(mesh: DeviceMesh, rows: Cut, cols: Cut, state: tuple[tuple[str, tuple[Cut, ...]], ...]) -> OwnedPlace:
-    """The same for a rule that wants whole matrices."""
-    base = sharded_place(mesh, rows, cols)
-    return OwnedPlace(**{f.name: getattr(base, f.name) for f in fields(base)}, state=state)
+def owner_location(
+    mesh: DeviceMesh, rows: Cut, cols: Cut, state: tuple[tuple[str, tuple[Cut, ...]], ...]
+) -> OwnerLocation:
+    """Return the location for a rule that needs whole matrices."""
+    base = sharded_location(mesh, rows, cols)
+    return OwnerLocation(**{f.name: getattr(base, f.name) for f in fields(base)}, state=state)

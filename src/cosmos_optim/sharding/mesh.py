@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cosmos_optim.sharding import collectives as comm
+from cosmos_optim.sharding import collectives
 
 Interval = tuple[int, int]
 WORKS = (
@@ -179,7 +179,7 @@ def _group_by_itself(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]) ->
     held = len(dist.distributed_c10d._world.pg_names)
     counts = torch.tensor([held, -held], dtype=torch.float32, device=mesh.device_type)
     for dim in dims:
-        counts = comm.largest(counts, mesh.get_group(dim))
+        counts = collectives.maximum(counts, mesh.get_group(dim))
     most, least = counts.tolist()
     if most != -least:
         raise ValueError(

@@ -48,7 +48,7 @@ _mine = threading.local()
 _streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
-def rest() -> None:
+def let_others_run() -> None:
     """Let the other lane run until it rests; at once back where there is none."""
     floor: _Floor | None = getattr(_mine, "floor", None)
     if floor is not None:

@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from cosmos_optim.sharding import collectives as comm
+from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.mesh import Cut, Interval, Team
 
 Parts = tuple[Interval, ...]
@@ -45,7 +45,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class ShardMap:
     """The parts of one whole matrix (or state tensor) on the ranks of a team, in the team's order."""
 
     parts: tuple[Parts, ...]
@@ -92,30 +92,30 @@ class Tiling:
         return axis
 
 
-def tiling(cuts: Sequence[Cut], mesh_shape: Sequence[int], team: Team) -> Tiling:
+def shard_map(cuts: Sequence[Cut], mesh_shape: Sequence[int], team: Team) -> ShardMap:
     """The parts that these cuts give to each rank of a team."""
-    return Tiling(tuple(tuple(cut.part(mesh_shape, at) for cut in cuts) for at in team.at))
+    return ShardMap(tuple(tuple(cut.part(mesh_shape, at) for cut in cuts) for at in team.at))
 
 
 class Exchange:
-    """The journey of `count` matrices to their owners and back, each made of tensors with these tilings.
+    """The journey of `count` matrices to their owners and back, each made of tensors with these maps.
 
     first: the rank from which on some ranks own a matrix more than others.
     """
 
-    def __init__(self, team: Team, count: int, tilings: Sequence[Tiling], first: int = 0) -> None:
-        self.team, self.tilings = team, tilings
+    def __init__(self, team: Team, count: int, maps: Sequence[ShardMap], first: int = 0) -> None:
+        self.team, self.maps = team, maps
         k = team.size
         self.counts = [count // k + ((j - first) % k < count % k) for j in range(k)]
         ends = list(accumulate(self.counts))
         self.owned = [slice(end - held, end) for end, held in zip(ends, self.counts, strict=True)]
         self.mine = self.owned[team.me]
         # Elements of one matrix on each rank, and neighbours with equal parts: those are moved by one copy.
-        self.sizes = [sum(torch.Size(t.shapes[i]).numel() for t in tilings) for i in range(k)]
-        rows = all(t.axis is not None for t in tilings)
-        grids = [t.grid for t in tilings]
+        self.sizes = [sum(torch.Size(t.shapes[i]).numel() for t in maps) for i in range(k)]
+        rows = all(t.axis is not None for t in maps)
+        grids = [t.grid for t in maps]
         self.grids = [] if rows or None in grids else [grid for grid in grids if grid is not None]
-        alike = [tuple(t.shapes[i] for t in tilings) if rows else i for i in range(k)]
+        alike = [tuple(t.shapes[i] for t in maps) if rows else i for i in range(k)]
         self.runs = [[i for i, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
 
     def to_owners(self, stacks: Sequence[Tensor]) -> list[Tensor]:
@@ -128,23 +128,23 @@ class Exchange:
             flat = stacks[0].reshape(-1)
         else:
             flat = torch.cat([stack[own].reshape(-1) for own in self.owned for stack in stacks])
-        arrived = comm.exchange(flat, send, receive, self.team.group)
+        arrived = collectives.exchange(flat, send, receive, self.team.group)
         if not owned:  # most ranks, where there are more of them than matrices
-            return [arrived.new_empty(0, *t.whole) for t in self.tilings]
+            return [arrived.new_empty(0, *t.whole) for t in self.maps]
         if self.grids:
             parts = self._columns(arrived.view(self.team.size, -1), 0, owned)
             return [grid.join(part, owned) for grid, part in zip(self.grids, parts, strict=True)]
-        pieces: list[list[Tensor]] = [[] for _ in self.tilings]
+        pieces: list[list[Tensor]] = [[] for _ in self.maps]
         offset = 0
         for run in self.runs:
             size = receive[run[0]]
             rows = arrived[offset : offset + len(run) * size].view(len(run), size)
             offset += len(run) * size
-            for t, found, part in zip(self.tilings, pieces, self._columns(rows, run[0], owned), strict=True):
+            for t, found, part in zip(self.maps, pieces, self._columns(rows, run[0], owned), strict=True):
                 shape = (len(run), owned, *t.shapes[run[0]])
                 axis = 1 + (t.axis or 0)
                 found.append(part.reshape(shape).movedim(0, axis).flatten(axis, axis + 1))
-        return [_join(found, t, self.runs) for t, found in zip(self.tilings, pieces, strict=True)]
+        return [_join(found, t, self.runs) for t, found in zip(self.maps, pieces, strict=True)]
 
     def to_shards(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """The way back: (owned, *whole) tensors -> stacks (count, *part)."""
@@ -152,8 +152,8 @@ class Exchange:
         owned = self.counts[here]
         send = [owned * size for size in self.sizes]
         receive = [self.counts[j] * self.sizes[here] for j in range(self.team.size)]
-        arrived = comm.exchange(self._outgoing(wholes), send, receive, self.team.group)
-        shapes = [t.shapes[here] for t in self.tilings]
+        arrived = collectives.exchange(self._outgoing(wholes), send, receive, self.team.group)
+        shapes = [t.shapes[here] for t in self.maps]
         if len(shapes) == 1:
             return [arrived.view(sum(self.counts), *shapes[0])]
         stacks: list[list[Tensor]] = [[] for _ in shapes]
@@ -170,17 +170,17 @@ class Exchange:
         if self.grids:
             cuts = [[grid.cut(x) for grid, x in zip(self.grids, wholes, strict=True)]]
         else:
-            cuts = [[_cut(x, t, run).reshape(len(run), -1) for x, t in zip(wholes, self.tilings, strict=True)]
+            cuts = [[_cut(x, t, run).reshape(len(run), -1) for x, t in zip(wholes, self.maps, strict=True)]
                     for run in self.runs]  # fmt: skip
         rows = [(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(-1) for parts in cuts]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _columns(self, rows: Tensor, rank: int, count: int) -> tuple[Tensor, ...]:
         """Cut the bytes of one rank (each row) into the tensors they hold."""
-        return rows.split([count * torch.Size(t.shapes[rank]).numel() for t in self.tilings], dim=1)
+        return rows.split([count * torch.Size(t.shapes[rank]).numel() for t in self.maps], dim=1)
 
 
-def _cut(x: Tensor, t: Tiling, run: list[int]) -> Tensor:
+def _cut(x: Tensor, t: ShardMap, run: list[int]) -> Tensor:
     """The parts of whole tensors x (owned, *whole) for a run of ranks: (run, owned, *part)."""
     if t.axis is None:
         for axis, (start, length) in enumerate(t.parts[run[0]]):
@@ -193,7 +193,7 @@ def _cut(x: Tensor, t: Tiling, run: list[int]) -> Tensor:
     return parts.movedim(t.axis + 1, 0)
 
 
-def _join(pieces: list[Tensor], t: Tiling, runs: list[list[int]]) -> Tensor:
+def _join(pieces: list[Tensor], t: ShardMap, runs: list[list[int]]) -> Tensor:
     """The pieces (owned, *part) of all runs as whole tensors: one row of pieces, or a grid of them."""
     if t.axis is not None:
         return torch.cat(pieces, dim=t.axis + 1) if len(pieces) > 1 else pieces[0]

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cosmos_optim.engine.layout import HERE, Layout, Place
+from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.rules.rule import Rule, Slot
-from cosmos_optim.sharding import collectives as comm
-from cosmos_optim.sharding.location import ShardedPlace, owned_place, sharded_place
+from cosmos_optim.sharding import collectives
+from cosmos_optim.sharding.location import ShardedLocation, owner_location, sharded_location
 from cosmos_optim.sharding.mesh import WORKS, Cut, agreeing, cuts_of, whole
 
 # Which sides of a matrix may be cut for a rule that says so.
@@ -29,6 +29,8 @@ class ShardedLayout(Layout):
     Every state tensor is a DTensor on the parameter's mesh: what has the parameter's rows or columns is cut as they
     are, the rest is replicated. Where the rule wants whole matrices, all of it is cut over all the ranks.
     """
+
+    is_sharded = True
 
     def __init__(self, name: str, p: DTensor, rule: Rule, group: dict[str, Any]) -> None:
         self.mesh, self.placements = p.device_mesh, tuple(p.placements)
@@ -51,7 +53,8 @@ class ShardedLayout(Layout):
         if here != expected:
             raise ValueError(f"its part on this rank has shape {here}, not the {expected} of torch.chunk. {WORKS}")
         for dim in range(self.mesh.ndim):
-            if self.mesh.size(dim) > 1 and not p.is_meta and not comm.reaches(p.device, self.mesh.get_group(dim)):
+            group = self.mesh.get_group(dim)
+            if self.mesh.size(dim) > 1 and not p.is_meta and not collectives.reaches(p.device, group):
                 raise ValueError(
                     f"it is on {p.device}, but the mesh talks over {self.mesh.device_type}: CPU offload needs process "
                     "groups for both, init_process_group('cpu:gloo,cuda:nccl')"
@@ -92,30 +95,30 @@ class ShardedLayout(Layout):
         self.undivided = max(whole_ones, default=0)
 
     @cached_property
-    def places(self) -> list[Place]:
+    def locations(self) -> list[Location]:
         """Where each block lies. Groups of processes that are missing are made: all ranks must ask together."""
-        return [self._place_of_block(i) if self.divided else HERE for i in range(len(self.sizes_mn))]
+        return [self._location_of_block(i) if self.divided else LOCAL for i in range(len(self.sizes_mn))]
 
     def _rows(self, i: int, cut: Cut | None = None) -> Cut:
         """The cut of the rows of block i."""
         cut = cut or self.by_role["m"]
         return cut.block(sum(self.splits[:i]), sum(self.splits[: i + 1])) if self.splits else cut
 
-    def _place_of_block(self, i: int) -> ShardedPlace:
+    def _location_of_block(self, i: int) -> ShardedLocation:
         rows, cols = self._rows(i), self.by_role["n"]
         if not self.owned:
-            return sharded_place(self.mesh, rows, cols)
+            return sharded_location(self.mesh, rows, cols)
         state: list[tuple[str, tuple[Cut, ...]]] = []
         for name, (slot, whole_cuts) in self.state_cuts.items():
             cuts = [rows, cols] if slot.axes == "*" else whole_cuts[self._lead(slot) :]
             if self.splits and slot.axes.startswith("m"):
                 cuts[0] = self._rows(i, cuts[0])
             state.append((name, tuple(cuts)))
-        return owned_place(self.mesh, rows, cols, tuple(state))
+        return owner_location(self.mesh, rows, cols, tuple(state))
 
-    def place(self, i: int) -> Place:
+    def location(self, i: int) -> Location:
         """Where block i lies."""
-        return self.places[i % len(self.places)]
+        return self.locations[i % len(self.locations)]
 
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class ShardedLayout(Layout):
             return grad
         return grad.redistribute(self.mesh, self.placements)
 
-    def no_gradient(self, p: Tensor) -> Tensor:
+    def zero_gradient(self, p: Tensor) -> Tensor:
         """Zeros in place of a gradient that is None, without asking the other ranks."""
         zeros = torch.zeros_like(self.local(p))
         return DTensor.from_local(zeros, self.mesh, self.placements, run_check=False, shape=p.shape, stride=p.stride())
@@ -145,7 +148,7 @@ class ShardedLayout(Layout):
 
     # -- numbers of the blocks ----------------------------------------------------------------------------------------
 
-    def to_all(self, values: Tensor) -> Tensor:
+    def expand_to_all_blocks(self, values: Tensor) -> Tensor:
         """A number for each block here as a number for each block of the parameter, 0 for those of other processes."""
         if not any(cut.over for cut in self.stack):
             return values
@@ -154,7 +157,7 @@ class ShardedLayout(Layout):
         here.copy_(values.view(here.shape))
         return everywhere.flatten()
 
-    def from_all(self, values: Tensor) -> Tensor:
+    def select_local_blocks(self, values: Tensor) -> Tensor:
         """Of a number for each block of the parameter those of the blocks here."""
         if not any(cut.over for cut in self.stack):
             return values
@@ -254,7 +257,7 @@ def prepare(layouts: Sequence[Layout]) -> None:
             )
     for layout in sharded:
         if not layout.rule.elementwise:
-            _ = layout.places
+            _ = layout.locations
 
 
 def widest_groups(layouts: Sequence[object]) -> list[dist.ProcessGroup]:

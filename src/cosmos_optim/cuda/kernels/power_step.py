@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import INTERPRET, jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.reductions import largest, measure, total
+from cosmos_optim.cuda.kernels.reductions import largest, total
 from cosmos_optim.cuda.kernels.thin_qr import plan, warps
 from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_tile, thin_rows, undo
 
@@ -34,11 +34,10 @@ def _scaled(  # type: ignore[no-untyped-def]
         tl.store(peak + batch, top)
 
 
-def scaled(Y: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scaled(Y: Tensor, S: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), 1 for a zero matrix."""
     batch, k, r = Y.shape
     Y, S, R = Y.contiguous(), S.contiguous(), power_of_two(r)
-    squares, peaks = measure(Y)
     parts = torch.empty(2, batch, k, R, dtype=torch.float16, device=Y.device)
     c, peak = (torch.empty(batch, dtype=torch.float32, device=Y.device) for _ in range(2))
     block, count = max(1, 2048 // R), squares.shape[1]

@@ -116,7 +116,7 @@ def _overlap(  # type: ignore[no-untyped-def]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
 
-def overlap(X: Tensor, U: Tensor, r: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     """X U (B, m, r) and |X - X U U'|^2 by row blocks (B, blocks), for a float16 stack X of any strides.
 
     `rows` (B, m) float32 takes the same by rows: who will ask for them is not known yet, and they cost nothing.
@@ -127,12 +127,12 @@ def overlap(X: Tensor, U: Tensor, r: int, rows: Tensor | None = None) -> tuple[T
     blocks = -(-m // how.rows)
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     E = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
-    rows = torch.empty(batch, m, dtype=torch.float32, device=U.device) if rows is None else rows
+    rows = torch.empty(batch, m, dtype=torch.float32, device=U.device)
     _overlap[(blocks, batch)](
         x=X, u=U, y=Y, e=E, rows=rows, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1),
         sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, WIDE=INTERPRET, **how.options,
     )  # fmt: skip
-    return Y, E
+    return Y, E, rows
 
 
 def project_torch(X: Tensor, U: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import INTERPRET, jit, tl
-from cosmos_optim.cuda.kernels.thin_qr import gram_parts
 from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_parts, mac_tile, thin_rows, undo
 
 # Blocks of a Gram matrix on their way at a time.
@@ -55,9 +54,8 @@ def _moment(  # type: ignore[no-untyped-def]
     tl.store(real + batch * r + j, keep.to(tl.float32), mask=j < r)
 
 
-def second_moment(S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
+def second_moment(S: Tensor, turns: Tensor, now: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
     """The new S (B, r, r), and (B, 1, r): 1 where its diagonal or E's exceeds `floor` of the trace, else 0."""
-    turns, now = gram_parts(U, U_old), gram_parts(Y, Y, gain=1 - beta)
     batch, r = S.shape[:2]
     R, S = turns.shape[-1], S.contiguous()
     out, real = torch.empty_like(S), S.new_empty(batch, 1, r)

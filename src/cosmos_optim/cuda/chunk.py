@@ -1,0 +1,96 @@
+"""One chunk of matrices through its schedule: gather the thin state, step, scatter it back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.cuda.first_basis import first_basis
+from cosmos_optim.cuda.kernels.gather import gather, scatter_
+from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.step import SCHEDULES, newton_schulz_memory
+from cosmos_optim.engine.batching import Batch, decay_of, signed_lr
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+
+# Bytes of work buffers that may be in use at a time.
+WORK_BYTES = 1000 << 20
+
+
+class DeviceInputs(NamedTuple):
+    """What a recorded step reads from the device: where the gradients of a chunk are, its learning rate and decay."""
+
+    addresses: Tensor
+    lr: Tensor
+    decay: Tensor
+
+
+def run_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: DeviceInputs | None = None) -> None:
+    """Take the step of a chunk. `inputs` replaces what the host knows, for a step that is recorded."""
+    W, M = Matrices.of(chunk.params), Matrices.of(chunk.state()["M"])
+    G = Matrices.of(chunk.grads, None if inputs is None else inputs.addresses)
+    if inputs is None:
+        lr, decay = signed_lr(chunk.group), decay_of(chunk.group)
+    else:
+        lr, decay = inputs.lr, inputs.decay
+    steps = torch.stack(chunk.steps)
+    rounded = chunk.group["stochastic_rounding"] and W.dtype is torch.bfloat16
+    thin = thin_state(chunk)
+    stacks = dict(zip(thin, gather(list(thin.values())), strict=True)) if thin else {}
+    new = SCHEDULES[chunk.rule.name](
+        W, G, chunk.rule.State(M=M, **stacks), steps.float().view(-1, 1, 1), lr=lr, decay=decay,
+        grad_max=grad_max.float(), skip=skip, seeds=steps.int() if rounded else None,
+        **chunk.rule.arguments(chunk.group),
+    )  # fmt: skip
+    if thin:
+        scatter_(list(thin.values()), [getattr(new, name) for name in thin], skip)
+
+
+def start_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None) -> None:
+    """Take the first bases of a chunk."""
+    U = chunk.state()["U"]
+    (stack,) = gather([U])
+    scatter_([U], [first_basis(Matrices.of(chunk.grads), stack, grad_max.float())], skip)
+
+
+def thin_state(chunk: Batch) -> dict[str, list[Tensor]]:
+    """Return the state of a chunk except M, by name."""
+    return {name: tensors for name, tensors in chunk.state().items() if name != "M"}
+
+
+def rank_of(batch: Batch) -> int:
+    """Return the columns of the tracked basis, 1 without one."""
+    state: dict[str, Any] = batch.matrices[0].state
+    return state["U"].shape[-1] if "U" in state else 1
+
+
+def matrices_in_a_chunk(batch: Batch) -> int:
+    """Return how many matrices keep the work buffers within `WORK_BYTES`."""
+    m, n = batch.params[0].shape
+    return max(1, WORK_BYTES // bytes_per_matrix(m, n, rank_of(batch)))
+
+
+def bases_in_a_chunk(batch: Batch) -> int:
+    """Return the same for first bases, which need thin factors alone: few large stacks, or the host is too slow."""
+    m, n = batch.params[0].shape
+    return max(1, WORK_BYTES // thin_bytes(m, n, rank_of(batch)))
+
+
+def bytes_per_matrix(m: int, n: int, r: int) -> int:
+    """Return the transient memory of one matrix in a chunk: work buffers, Gram matrices, thin factors.
+
+    Two chunks are in work at a time; their products run one after the other.
+    """
+    return 2 * (2 * m * n + thin_bytes(m, n, r)) + newton_schulz_memory(1, m, n, NewtonSchulz())
+
+
+def thin_bytes(m: int, n: int, r: int) -> int:
+    """Return the bytes of the thin factors of one matrix, and of what kernels make of them on the way."""
+    return 4 * r * 9 * (m + n)
+
+
+def product_bytes(chunk: Batch) -> int:
+    """Return the bytes that the products of a chunk need beside its work buffers."""
+    m, n = chunk.params[0].shape
+    return newton_schulz_memory(len(chunk.matrices), m, n, NewtonSchulz.of(chunk.group))

@@ -1,0 +1,165 @@
+"""One step of all parameters on GPUs: a recorded graph for what it holds, kernels and plain torch for the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.cuda.chunk import (
+    DeviceInputs,
+    bases_in_a_chunk,
+    matrices_in_a_chunk,
+    product_bytes,
+    run_chunk,
+    start_chunk,
+)
+from cosmos_optim.cuda.kernels.launch import current
+from cosmos_optim.cuda.precompile import Precompiler
+from cosmos_optim.cuda.streams import Streams
+from cosmos_optim.cuda.support import supported
+from cosmos_optim.engine.batching import Batch, Entry, batches, settings_key
+from cosmos_optim.engine.gradients import GradientCheck
+from cosmos_optim.engine.layout import LOCAL, Job
+from cosmos_optim.engine.run import (
+    LocatedJob,
+    Record,
+    advance,
+    direction_of,
+    run_elementwise_groups,
+    run_jobs,
+    stack_jobs,
+    stacked_grad_max,
+    write_back,
+)
+
+if TYPE_CHECKING:
+    from cosmos_optim.cuda.graph import GraphedStep
+
+
+@dataclass
+class Jobs:
+    """The work of a step on matrices.
+
+    starts: first bases, which every chunk waits for.
+    jobs: chunks and stacks, each with its batch.
+    pool_bytes: by device, the temporaries of the largest chunk's products.
+    """
+
+    starts: list[tuple[torch.device, Job]] = field(default_factory=list)
+    jobs: list[LocatedJob] = field(default_factory=list)
+    pool_bytes: dict[torch.device, int] = field(default_factory=dict)
+
+
+def run(entries: Sequence[Entry], check: GradientCheck, record: Record | None, graph: GraphedStep) -> None:
+    """Take one step of every entry. Those still waiting for a first gradient are only decayed."""
+    live, fresh = advance(entries, check)
+    device = entries[0].p.device
+    in_graph: set[Tensor] = set()
+    replay: Callable[[], None] | None = None
+    if record is None:
+        in_graph, replay = graph.prepare(check)
+    copies: list[tuple[Tensor, Tensor]] = []
+    with ExitStack() as forks:
+        if replay is not None:  # before everything else that the host has to do: the GPU is waiting
+            forks.enter_context(Streams.of(device).forked())
+            with Streams.of(device).chunk(0):
+                replay()
+        left = [e for e in live if not e.rule.elementwise and e.p not in in_graph]
+        work = plan_jobs(left, fresh, check, record, copies)
+        for where, start in work.starts:  # before the streams fork, so that every chunk waits for them
+            with current(where):
+                start()
+        for where, size in work.pool_bytes.items():  # a model may be on several GPUs
+            forks.enter_context(Streams.of(where).forked(size))
+        alone = [(batch, job) for batch, job in work.jobs if batch.location.team is None]
+        for k, (batch, job) in enumerate(alone):
+            with Streams.of(batch.device).chunk(k):
+                job()
+        run_elementwise_groups(live, check.skip)  # after the others are launched: a GPU does both at once
+    run_jobs([(batch, job) for batch, job in work.jobs if batch.location.team is not None])
+    write_back(copies)
+
+
+def plan_jobs(
+    entries: Sequence[Entry],
+    fresh: set[Tensor],
+    check: GradientCheck,
+    record: Record | None,
+    copies: list[tuple[Tensor, Tensor]],
+) -> Jobs:
+    """Cut the matrices into chunks for the kernels and stacks for plain torch, and compile what is missing."""
+    work, precompiler, assigned = Jobs(), Precompiler(), Counter[object]()
+    for batch in batches(entries, fresh, copies):
+        work.pool_bytes.setdefault(batch.device, 0)
+        if not supported(batch):
+            work.jobs += stack_jobs(batch, check, record, assigned)
+            continue
+        if batch.fresh and batch.rule.start is not None:
+            for chunk in batch.split(bases_in_a_chunk(batch)):
+                precompiler.add(chunk.device, kind_of(chunk, "start"), [partial(start_empty, chunk, check.skip)])
+                work.starts.append((chunk.device, partial(start, chunk, check)))
+        batch = batch.started()
+        for chunk in batch.split(matrices_in_a_chunk(batch)):
+            precompiler.add(chunk.device, kind_of(chunk, "step"), [partial(run_empty, chunk, check.skip)])
+            work.pool_bytes[chunk.device] = max(work.pool_bytes[chunk.device], product_bytes(chunk))
+            work.jobs.append((chunk, partial(step, chunk, check, record)))
+    precompiler.run()
+    return work
+
+
+def start(chunk: Batch, check: GradientCheck) -> None:
+    """Take the first bases of a chunk."""
+    start_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
+
+
+def step(chunk: Batch, check: GradientCheck, record: Record | None) -> None:
+    """Take the step of a chunk; first, if a record is wanted, compute its numbers by the definition."""
+    if record is not None:
+        for one in chunk.split(1):
+            direction_of(one, LOCAL, stacked_grad_max(one, check), record)
+    run_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
+
+
+# -- the same on empty matrices, for the compiler --------------------------------------------------------------------
+
+
+def kind_of(chunk: Batch, work: str) -> tuple[object, ...]:
+    """Return what decides which kernels a chunk launches."""
+    x = chunk.matrices[0]
+    memory = [(name, t.dtype, t.shape, t.stride()) for name, t in (("", x.p), ("G", x.grad), *x.state.items())]
+    return (chunk.rule.name, work, *memory, len(chunk.matrices), settings_key(chunk.group))
+
+
+def empty_copy(chunk: Batch) -> Batch:
+    """Return a chunk of the same kind with memory of its own and nothing in it."""
+
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    x = chunk.matrices[0]
+    state = {name: empty(t) for name, t in x.state.items()}
+    return replace(chunk, matrices=[replace(x, p=empty(x.p), grad=empty(x.grad), state=state)] * len(chunk.matrices))
+
+
+def start_empty(chunk: Batch, skip: Tensor | None) -> None:
+    """Go through `start_chunk` on empty matrices."""
+    copy = empty_copy(chunk)
+    start_chunk(copy, torch.zeros(len(copy.matrices), dtype=torch.float32, device=copy.device), skip)
+
+
+def run_empty(chunk: Batch, skip: Tensor | None) -> None:
+    """Go through `run_chunk` on empty matrices, as the host launches it and as a graph records it."""
+    copy, count = empty_copy(chunk), len(chunk.matrices)
+    grad_max = torch.zeros(count, dtype=torch.float32, device=copy.device)
+    number = torch.zeros((), dtype=torch.float64, device=copy.device)
+    address = copy.grads[0].data_ptr()
+    addresses = torch.full((count,), address, dtype=torch.int64, device=copy.device)
+    for inputs in (None, DeviceInputs(addresses, number, number)):
+        run_chunk(copy, grad_max, skip, inputs)

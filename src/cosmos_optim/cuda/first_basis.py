@@ -1,0 +1,60 @@
+"""The first bases of lists of matrices, by kernels: `linalg.subspace.first_basis` on an algebra that reads lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.cuda.kernels import jacobi
+from cosmos_optim.cuda.kernels.correlate import correlate
+from cosmos_optim.cuda.kernels.launch import power_of_two
+from cosmos_optim.cuda.kernels.project import project
+from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split
+from cosmos_optim.cuda.kernels.thin_qr import orthonormal, thin_gram
+from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.subspace import OVERSAMPLING
+from cosmos_optim.linalg.subspace import first_basis as subspace_first_basis
+
+
+class ListAlgebra(Algebra):
+    """The operations of `first_basis` on lists of matrices; thin factors are stacked tensors."""
+
+    def __init__(self, m: int, n: int, grad_max: Tensor) -> None:
+        super().__init__(m, n)
+        self.grad_max = grad_max
+
+    def mm(self, X: Any, U: Tensor) -> Tensor:
+        """Return X U."""
+        return project(X, split(U, torch.float16, scale=BASIS_SCALE), U.shape[-1], self.grad_max)
+
+    def tn(self, X: Any, Y: Tensor) -> Tensor:
+        """Return X'Y, of a list or of a thin factor X."""
+        if isinstance(X, Tensor):
+            return self.un(X, Y)
+        Y_max = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
+        return correlate(X, split(Y, torch.float16, peak=Y_max), Y_max, Y.shape[-1], self.grad_max)
+
+    def un(self, A: Tensor, B: Tensor) -> Tensor:
+        """Return A'B of thin factors."""
+        return thin_gram(A, B)
+
+    def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
+        """Return orthonormal columns with the span of Y."""
+        return orthonormal(Y, fallback)
+
+    def _eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
+        """Return eigenvalues and eigenvectors; up to 64 columns in one launch, and the host waits for nothing."""
+        return jacobi.eigh(A) if jacobi.supports(A.shape[-1]) else super()._eigh(A)
+
+
+def first_basis(G: Matrices, U: Tensor, grad_max: Tensor) -> Tensor:
+    """Return the leading eigenvectors of each G'G, (B, n, r), like U.
+
+    The kernels work on powers of two, so the columns up to the next one are free, and one more would cost as much as r.
+    """
+    (m, n), r = G.shape, U.shape[-1]
+    oversampling = min(OVERSAMPLING, power_of_two(r) - r)
+    return subspace_first_basis(G, r, ListAlgebra(m, n, grad_max), like=U, oversampling=oversampling)

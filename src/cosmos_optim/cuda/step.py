@@ -1,0 +1,165 @@
+"""COSMOS and the Muon family on a GPU: schedules of kernels over lists of matrices, one kernel call a line.
+
+The definitions are `rules.cosmos.direction`, `rules.muon.direction` and `direction_normuon`; tests hold these schedules
+equal to them. Letters are theirs. A step on B matrices (m, n) reads and writes, of what is as large as a matrix:
+
+    G  read 3 times            project, correlate, momentum_ (with M)
+    M  read twice, written     momentum_, residual
+    X  written                 residual, in half precision; then Newton-Schulz makes B of it
+    B  read twice              overlap, update_
+    W  read and written        update_
+
+Thin factors U, S, V, P, v are stacked, (B, ...). A sum of squares, or another sum over rows, leaves its kernel in
+parts, one for each block of rows: (B, parts) or (B, parts, ...). `total` adds them over the GPUs that share the rows of
+a matrix; on one GPU it returns its argument, and the kernel that needs the sum adds the parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.cuda.kernels.correlate import correlate
+from cosmos_optim.cuda.kernels.gains import finish, muon_gain, norms
+from cosmos_optim.cuda.kernels.momentum import momentum_
+from cosmos_optim.cuda.kernels.power_step import power_sum, scaled
+from cosmos_optim.cuda.kernels.project import overlap, project
+from cosmos_optim.cuda.kernels.reductions import measure
+from cosmos_optim.cuda.kernels.residual import residual, work_buffer
+from cosmos_optim.cuda.kernels.row_norm import even_rows, row_squares
+from cosmos_optim.cuda.kernels.second_moment import second_moment
+from cosmos_optim.cuda.kernels.soap_half import adapt
+from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split, split_both
+from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
+from cosmos_optim.cuda.kernels.thin_qr import gram_parts, orthonormal
+from cosmos_optim.cuda.kernels.update import update_
+from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
+from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.streams import Streams
+from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, gram_count, iterate, schedule
+from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState, noise_floor
+from cosmos_optim.rules.muon import SCALINGS, MuonState, NorMuonState
+
+Number = float | Tensor
+Total = Callable[[Tensor], Tensor]
+# |X|^2 of a zero matrix counts as this, so that what is divided by it stays finite; then it meets a zero.
+LEAST_NORM_SQ = 1e-30
+
+
+def on_one_gpu(parts: Tensor) -> Tensor:
+    """Return a sum over rows as it is: this GPU holds all of them."""
+    return parts
+
+
+# fmt: off
+def cosmos_step_(
+    W: Matrices, G: Matrices, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
+    skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
+    betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
+    residual_guard: float, ns: NewtonSchulz,
+) -> CosmosState:
+    """Take one step of COSMOS: write W and M, and return the new thin state. Arguments are `rules.cosmos.direction`'s.
+
+    Args:
+        lr, decay: W <- decay W - lr D; numbers, or scalars on the device.
+        grad_max: the largest |g| of each matrix, (B,). A matrix with a zero gradient is only decayed.
+        skip: a flag on the device; if it holds, nothing is written.
+        seeds: (B,) int32; if given, bfloat16 parameters are rounded stochastically.
+    """
+    (b1, b2), (M, U_old, S, V, v), r = betas, state, state.U.shape[-1]
+    (m, n), guard, a = W.shape, residual_guard, b1 if nesterov else 1.0
+    unit = math.sqrt(m * n)                                                                 # |D| if its RMS is 1
+
+    Y = project(G, split(U_old, torch.float16, scale=BASIS_SCALE), r, grad_max)             # L5   G U
+    Y_sq, Y_max = measure(Y)
+    Y, Y_max, c = scaled(Y, S, total(Y_sq), Y_max)                                          #      G U / c
+    HU = total(correlate(G, Y, Y_max, r, grad_max))                                         #      G'G U / c
+    Y, Y_columns = power_sum(U_old, S, HU, c, b2)                                           #      b2 U S + (1-b2) G'G U
+    U = orthonormal(Y, U_old, Y_columns)                                                    #      QR
+    U_half, U_wide = split_both(U)
+
+    GU, MU, M_max = momentum_(M, G, 1 - b1, (U_half, U_wide), r, skip, grad_max)            # L4, with G U and M U
+    C, E = gram_parts(U, U_old), total(gram_parts(GU, GU, gain=1 - b2))
+    S, tracked = second_moment(S, C, E, b2, noise_floor(S.dtype, guard))                    # L6
+    NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
+    V, P, minus_NU, (P_sq, NU_sq) = adapt(
+        V, GU, NU, tracked, t, betas=betas, eps=eps, inside=eps_placement == "inside", ahead=int(nesterov))  # L7, L8
+    X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max, torch.float16)     #      N - N U U'
+
+    del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      before the products
+    B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L9
+    BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_half, r)                            #      rounding inside U
+    B_sq, P_sq = total(B_sq), total(P_sq)
+    b = muon_gain(total(X_sq), X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)   #      gamma NORM sqrt(m)
+
+    rows, sums = None, {"left": B_sq, "squares": P_sq}
+    if row_beta2 is not None:                                                               #      Not in the paper
+        v, rows, D_sq = even_rows(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
+        sums = {"squares": total(D_sq)}
+    k, PU = finish(b, norm_sq, lr, decay, P=P, BU=BU, rows=rows, top=grad_max, root=unit, **sums)  # L10, L11: factors
+    update_(W, B, PU, U_wide, k, skip, seeds, rows)                                         #      W <- decay W - lr D
+    return CosmosState(M, U, S, V, v)
+
+
+def muon_step_(
+    W: Matrices, G: Matrices, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
+    skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
+    momentum: float, nesterov: bool, ns: NewtonSchulz, scaling: str = "paper", normalize: bool = False,
+    beta2: float | None = None, eps: float = 0.0,
+) -> MuonState | NorMuonState:
+    """Take one step of Muon, or of NorMuon if `beta2` is given: write W and M, and return the new thin state."""
+    M, (m, n), a = state.M, W.shape, momentum if nesterov else 1.0
+    unit = math.sqrt(m * n)
+
+    _, _, M_max = momentum_(M, G, 1 - momentum, None, 1, skip)                              # L4
+    X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max, torch.float16)                 # L5   N
+    B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L6   NS5(N / |N|)
+
+    b = rows = B_sq = D_sq = v = None
+    if beta2 is not None:                                                                   #      NorMuon
+        B_rows = row_squares(B if m >= n else B.mT)
+        v, rows, D_sq = even_rows(state.v, B_rows, norm_sq, n, beta2, eps)
+        D_sq = total(D_sq)
+    elif normalize:                                                                         # L7   sqrt(m) NORM(B)
+        B_sq = total(torch.linalg.vector_norm(B, dim=(1, 2), dtype=torch.float64).square()[:, None])
+    else:                                                                                   # L7   sqrt(m) B
+        b = t.new_full((1, 1, 1), SCALINGS[scaling](m, n))
+    root = 0.0 if b is not None else unit                                                   #      0: D keeps its size
+    k, _ = finish(b, norm_sq, lr, decay, rows=rows, top=grad_max, left=B_sq, squares=D_sq, root=root)
+    update_(W, B, None, None, k, skip, seeds, rows)                                         #      W <- decay W - lr D
+    return MuonState(M) if v is None else NorMuonState(M, v)
+
+
+# fmt: on
+
+# The rules that have a schedule, by name.
+SCHEDULES: dict[str, Callable[..., Any]] = {"cosmos": cosmos_step_, "muon": muon_step_, "normuon": muon_step_}
+
+
+def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Tensor]:
+    """Return B, times a norm, and the square of that norm. X (B, long, short) is overwritten.
+
+    The products run on the stream of low priority, where the temporaries of all chunks share one pool of memory.
+    """
+    norm_sq, weight = norms(X_sq, HALF_SCALE**2, LEAST_NORM_SQ)
+    symmetric = supports(X)
+    steps, fresh = schedule(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
+    # The chunk's stream reads the result, so the result must be its memory: the other stream reuses its own too early.
+    batch, long, short = X.shape
+    out = X if len(fresh) > 1 else work_buffer(batch, long, short, torch.float16, X.device)
+    streams = Streams.of(X.device)
+    with streams.products():
+        pool = streams.pool(newton_schulz_memory(batch, long, short, ns))
+        products = SymmetricProducts(pool.like) if symmetric else TorchProducts()
+        return iterate(X, steps, products, weight=weight, scale=HALF_SCALE, fresh=fresh, out=out), norm_sq
+
+
+def newton_schulz_memory(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
+    """Return the bytes of temporaries of Newton-Schulz on such a stack in half precision."""
+    long, short = max(m, n), min(m, n)
+    fresh = gram_count(long, short, ns.steps, torch.float16)
+    return newton_schulz_bytes(batch, long, short, 2, fresh, ns.steps)

@@ -1,0 +1,40 @@
+"""Which matrices the schedules take; plain torch runs the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.cuda.chunk import rank_of, thin_state
+from cosmos_optim.cuda.kernels.gather import movable
+from cosmos_optim.cuda.kernels.launch import available
+from cosmos_optim.cuda.pointer_list import uniform
+from cosmos_optim.cuda.self_check import kernels_work
+from cosmos_optim.cuda.step import SCHEDULES
+from cosmos_optim.engine.batching import Batch
+from cosmos_optim.engine.layout import LOCAL
+
+# The kernels keep a block of a thin factor in registers.
+MAX_RANK = 256
+# Below this many rows or columns kernels save nothing.
+MIN_SIDE = 16
+
+
+def supported(batch: Batch) -> bool:
+    """Return whether the kernels can run a batch: its rule, device, shapes and memory allow it, and they work here."""
+    first = batch.matrices[0].p
+    if batch.rule.name not in SCHEDULES or batch.location is not LOCAL or not first.is_cuda:
+        return False
+    if not available(first.device) or batch.group["ns_dtype"] not in (None, torch.float16):
+        return False
+    state = batch.state()
+    if not all(uniform(x) for x in (batch.params, batch.grads, state["M"])):
+        return False
+    if not all(movable(tensors) for tensors in thin_state(batch).values()):
+        return False
+    return shape_supported(first, rank_of(batch)) and kernels_work(first, batch.rule, rank_of(batch))
+
+
+def shape_supported(p: Tensor, rank: int) -> bool:
+    """Return whether a matrix is large enough, and larger than its basis: else a basis would look like a matrix."""
+    return min(p.shape) >= MIN_SIDE and 1 <= rank <= MAX_RANK and rank < min(p.shape)

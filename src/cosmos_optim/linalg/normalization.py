@@ -1,0 +1,45 @@
+"""Scale factors that several rules share.
+
+Shapes: X, D (..., m, n) a matrix or a stack of them, v (..., m, 1) a number for each row, t (..., 1, 1) the step count.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.linalg.algebra import Algebra
+
+
+def bias_correction(beta: float, t: Tensor) -> Tensor:
+    """Return Adam's 1 - beta^t, computed in double precision: beta = 0.9999 would lose half its digits at t = 1."""
+    wide = torch.float32 if t.device.type == "mps" else torch.float64
+    return (1 - torch.pow(beta, t.to(wide))).to(t.dtype)
+
+
+def quotient(a: Tensor, b: Tensor) -> Tensor:
+    """Divide a by b >= 0 with 0/0 = 0, so that eps = 0 is legal."""
+    return torch.where(b > 0, a / b, torch.zeros_like(a))
+
+
+def unit_rms(X: Tensor, alg: Algebra) -> Tensor:
+    """Scale X to a root mean square of 1: the paper's sqrt(m) NORM(X). A zero matrix stays zero."""
+    norm_sq = alg.norm_sq(X)
+    factor = torch.where(norm_sq > 0, math.sqrt(alg.m * alg.n) * norm_sq.rsqrt(), torch.zeros_like(norm_sq))
+    return X * factor.to(X.dtype)
+
+
+def normalize_rows(
+    D: Tensor, v: Tensor | None, beta: float | None, floor: float, alg: Algebra
+) -> tuple[Tensor, Tensor | None]:
+    """Divide each row of D by the root of its running mean square v, plus `floor`; `beta` None leaves rows alone.
+
+    This is NorMuon's second moment (Li et al. 2025). It has no bias correction, because a factor common to all rows is
+    removed by the normalization that follows.
+    """
+    if v is None or beta is None:
+        return D, v
+    v = beta * v + (1 - beta) * (alg.row_norm_sq(D) / alg.n).to(v.dtype)
+    return D * quotient(torch.ones_like(v), v.sqrt() + floor), v

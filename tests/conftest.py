@@ -1,6 +1,5 @@
 """Settings that every test shares, and where test data lives."""
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -13,13 +12,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 
-from tests.interpreter import hasten
+from tests.interpreter import interpreted, run_kernels_on_cpu
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are tested on CPU under Triton's interpreter
 
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    hasten()
+if interpreted():
+    run_kernels_on_cpu()
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, Launch, jit, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import Launch, jit, tl
 from cosmos_optim.cuda.kernels.tiles import exponent, mac_tile, matrix, tile, undo
 from cosmos_optim.cuda.pointer_list import Matrices
 
@@ -13,12 +14,12 @@ LAUNCH = Launch(128, 32, warps=4, stages=4)
 ODD = Launch(64, 32, warps=4, stages=1)
 
 
-@jit(anywhere=("x",), whatever=("m",))
+@jit(unaligned=("x",), unspecialized=("m",))
 def _correlate(  # type: ignore[no-untyped-def]
     x, y, out, peak, top, y_step, m, n, r, sm, sn,
     BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, KNOWN: tl.constexpr,
-    NARROW: tl.constexpr, WIDE: tl.constexpr,
+    NARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, ELEMENT, ALIGNED)
@@ -41,7 +42,7 @@ def _correlate(  # type: ignore[no-untyped-def]
         b1, b2 = tl.load(at, mask=i[:, None] < m, other=0.0), tl.load(at + y_step, mask=i[:, None] < m, other=0.0)
         if not KNOWN:
             e = exponent(tl.max(tl.abs(a)))
-        acc = mac_tile(a, e, b1, b2, acc, NARROW, True, WIDE)
+        acc = mac_tile(a, e, b1, b2, acc, NARROW, True, FLOAT32_DOTS)
     value = tl.trans(acc) * undo(exponent(tl.load(peak + batch)))
     at = out + (batch.to(tl.int64) * n + j[:, None]) * r + c[None, :]
     tl.store(at, value, mask=(j[:, None] < n) & (c[None, :] < r))
@@ -60,7 +61,7 @@ def correlate(X: Matrices, Y: Tensor, peak: Tensor, r: int, top: Tensor | None =
     _correlate[(-(-n // how.rows), batch)](
         **source, y=Y, out=C, peak=peak, top=peak if top is None else top, y_step=Y.stride(0), m=m, n=n, r=r,
         BN=how.rows, BK=how.cols, R=R,
-        KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
+        KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return C
 

@@ -100,7 +100,7 @@ def _number(here, value, there):  # type: ignore[no-untyped-def]
     return tl.where(zero + there > 0, tl.load(here), zero + value)
 
 
-@jit(anywhere=("lr", "decay"))
+@jit(unaligned=("lr", "decay"))
 def _finish(  # type: ignore[no-untyped-def]
     p, bu, b, s, rows, top, squares, left, norm, lr, decay, parts, coefficients, k, r, step, b_step, s_step,
     square_count, left_count, root, lr_value, lr_there, decay_value, decay_there,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, jit, never, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import jit, never, tl
 from cosmos_optim.cuda.kernels.tiles import matrix
 from cosmos_optim.cuda.pointer_list import addresses
 
@@ -16,7 +17,7 @@ MOST = 4
 BLOCK = 4096
 
 
-@jit(anywhere=("skip",))
+@jit(unaligned=("skip",))
 def _move(  # type: ignore[no-untyped-def]
     a, b, c, d, home_a, home_b, home_c, home_d, size_a, size_b, size_c, size_d, skip, batch,
     BLOCK: tl.constexpr, WRITE: tl.constexpr, ALIGNED: tl.constexpr,
@@ -65,7 +66,7 @@ def _launch(stacks: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], skip: T
     for first in range(0, len(stacks), MOST):
         here, there = list(stacks[first : first + MOST]), lists[first : first + MOST]
         homes, sizes, spare = [addresses(x) for x in there], [x[0].numel() for x in here], MOST - len(here)
-        batch, block = len(here[0]), 64 if INTERPRET else BLOCK
+        batch, block = len(here[0]), launch.TARGET.block(BLOCK)
         aligned = all(t.data_ptr() % 16 == 0 for x in there for t in x)
         _move[(-(-max(sizes) // block), len(here) * batch)](
             *here, *(here[:1] * spare), *homes, *(homes[:1] * spare), *sizes, *([0] * spare),

@@ -1,6 +1,6 @@
-"""Triton where it is installed, and what the kernels may rely on.
+"""What all kernels share on the host: Triton if it is installed, launch settings, tile sizes.
 
-CPU builds of torch come without Triton; the kernel files still import then, and `available` says no.
+CPU builds of torch come without Triton. The kernel files can be imported then, and `available` returns False.
 """
 
 from __future__ import annotations
@@ -19,74 +19,91 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no kernels; `jit` leaves the functions as plain names
+except ImportError:  # no kernels; `jit` returns the functions unchanged
 
     class _Missing:
         constexpr = object
 
     triton, tl, TensorDescriptor = None, _Missing(), None
 
-# All functions that `jit` has made, those that only other kernels call among them.
+# Every function that `jit` has compiled, including those that only other kernels call.
 KERNELS: list[Any] = []
-# Under the interpreter the same kernels run on CPU tensors, for tests.
+# Whether this process runs Triton's interpreter. No kernel and no wrapper reads it; `precompile` and tests do.
 INTERPRET = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def jit(fn: Any = None, *, anywhere: Sequence[str] = (), whatever: Sequence[str] = ()) -> Any:
-    """`triton.jit`, or the function itself where there is no Triton (it is then never called).
+@dataclass(frozen=True)
+class Target:
+    """What the kernels are compiled for. The default is a GPU; wrappers read `TARGET` at each launch.
 
-    `anywhere`: pointers whose alignment makes no other kernel. What a recorded step reads lies elsewhere than what the
-    steps before it read, and nothing should be compiled while it is recorded. `whatever`: numbers that make no other
-    kernel, multiples of 16 or not.
+    float32_dots: cast the operands of every `tl.dot` to float32 (Triton's interpreter multiplies bfloat16 wrongly).
+    max_tile: upper bound of the rows and columns of a tile.
+    max_block: upper bound of the entries of a one-dimensional block.
+    """
+
+    float32_dots: bool = False
+    max_tile: int | None = None
+    max_block: int | None = None
+
+    def tile(self, side: int) -> int:
+        """Return the side of a tile, bounded by `max_tile`."""
+        return side if self.max_tile is None else min(side, self.max_tile)
+
+    def block(self, entries: int) -> int:
+        """Return the length of a one-dimensional block, bounded by `max_block`."""
+        return entries if self.max_block is None else min(entries, self.max_block)
+
+
+TARGET = Target()
+
+
+def jit(fn: Any = None, *, unaligned: Sequence[str] = (), unspecialized: Sequence[str] = ()) -> Any:
+    """Compile with `triton.jit`, or return the function unchanged if Triton is missing (it is then never called).
+
+    Args:
+        unaligned: pointers whose alignment must not select another kernel. A step recorded in a CUDA graph reads
+            gradients at other addresses than the steps before it, and nothing should be compiled while it is recorded.
+        unspecialized: integers for which being 1 or a multiple of 16 must not select another kernel.
     """
     if fn is None:
-        return partial(jit, anywhere=anywhere, whatever=whatever)
+        return partial(jit, unaligned=unaligned, unspecialized=unspecialized)
     if triton is None:
         return fn
-    KERNELS.append(triton.jit(fn, do_not_specialize_on_alignment=list(anywhere), do_not_specialize=list(whatever)))
-    return KERNELS[-1]
+    kernel = triton.jit(fn, do_not_specialize_on_alignment=list(unaligned), do_not_specialize=list(unspecialized))
+    KERNELS.append(kernel)
+    return kernel
 
 
 def available(device: torch.device) -> bool:
-    """Whether kernels run on this device: Ampere or newer, or the interpreter."""
-    if triton is None:
-        return False
-    if device.type == "cuda":
-        return torch.version.hip is None and capability(device) >= (8, 0)
-    return INTERPRET and device.type == "cpu"
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Around launches: kernels go to the current device, whatever their operands are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Return whether the kernels run on this device: CUDA of compute capability 8.0 or newer, with Triton."""
+    return triton is not None and torch.version.hip is None and capability(device) >= (8, 0)
 
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
+    """Return the compute capability of a CUDA device, (0, 0) for any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors, or a small number under the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make this CUDA device current: Triton launches on the current device, not on that of the operands."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
 def never(device: torch.device) -> Tensor:
-    """A flag that does not hold, for kernels that read one: no second kernel for steps that are not to be skipped."""
+    """Return a flag that is False, for kernels that read one: steps that cannot be skipped need no second kernel."""
     return torch.zeros((), dtype=torch.bool, device=device)
 
 
 def power_of_two(x: int, least: int = 16) -> int:
-    """The smallest power of two that is at least x and `least`."""
+    """Return the smallest power of two that is at least x and at least `least`."""
     return max(least, 1 << (x - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a thin kernel covers a matrix: blocks of rows x cols, and what Triton is told."""
+    """The tile (rows x cols) by which a kernel covers a matrix, and Triton's launch options."""
 
     rows: int
     cols: int
@@ -94,14 +111,13 @@ class Launch:
     stages: int = 3
 
     def fit(self, R: int) -> Launch:
-        """The same within registers and shared memory for thin factors of R columns; tiny under the interpreter."""
-        if INTERPRET:
-            return replace(self, rows=16, cols=16)
-        if R <= 64:
-            return self
-        return replace(self, rows=max(64, self.rows * 128 // max(R, 128)), cols=max(16, self.cols * 64 // R))
+        """Shrink the tile so that it fits in registers and shared memory with thin factors of R columns."""
+        rows, cols = self.rows, self.cols
+        if R > 64:
+            rows, cols = max(64, rows * 128 // max(R, 128)), max(16, cols * 64 // R)
+        return replace(self, rows=TARGET.tile(rows), cols=TARGET.tile(cols))
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's own launch options."""
+        """Triton's launch options."""
         return {"num_warps": self.warps, "num_stages": self.stages}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, Launch, jit, never, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import Launch, jit, never, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import class_rows, exponent, lead, mac_tile, mac_wide, matrix, tile, whole
 from cosmos_optim.cuda.pointer_list import Matrices
@@ -17,12 +18,12 @@ LAUNCH = Launch(64, 32, warps=4, stages=3)
 ODD = Launch(128, 32, stages=2)
 
 
-@jit(anywhere=("x",), whatever=("m",))
+@jit(unaligned=("x",), unspecialized=("m",))
 def _momentum(  # type: ignore[no-untyped-def]
     x, mom, u, v, gu, mu, peak, top, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, CLASSES: tl.constexpr, KNOWN: tl.constexpr,
-    NARROW: tl.constexpr, MNARROW: tl.constexpr, WIDE: tl.constexpr,
+    NARROW: tl.constexpr, MNARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0) // CLASSES, tl.program_id(1)
     first = tl.program_id(0) % CLASSES
@@ -55,21 +56,21 @@ def _momentum(  # type: ignore[no-untyped-def]
                 at = base + (before + j[:, None]) * R + c[None, :]
                 if not KNOWN:
                     e = exponent(tl.max(tl.abs(g)))
-                acc_g = mac_tile(g, e, tl.load(u + at), tl.load(u + u_step + at), acc_g, NARROW, False, WIDE)
-                acc_m = mac_wide(new, tl.load(v + at), tl.load(v + u_step + at), acc_m, MNARROW, WIDE)
+                acc_g = mac_tile(g, e, tl.load(u + at), tl.load(u + u_step + at), acc_g, NARROW, False, FLOAT32_DOTS)
+                acc_m = mac_wide(new, tl.load(v + at), tl.load(v + u_step + at), acc_m, MNARROW, FLOAT32_DOTS)
         largest = tl.max(seen)
         if body < n:
             j = tl.arange(0, 2 * BK)
             j = tl.where(j < before, j, j + body)
             acc_g, acc_m, largest = _masked(
                 start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
-                R, THIN, MOMENT, KNOWN, NARROW, MNARROW, WIDE)  # fmt: skip
+                R, THIN, MOMENT, KNOWN, NARROW, MNARROW, FLOAT32_DOTS)  # fmt: skip
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
             acc_g, acc_m, largest = _masked(
                 start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
-                R, THIN, MOMENT, KNOWN, NARROW, MNARROW, WIDE)  # fmt: skip
+                R, THIN, MOMENT, KNOWN, NARROW, MNARROW, FLOAT32_DOTS)  # fmt: skip
     tl.store(peak + batch * tl.num_programs(0) + tl.program_id(0), largest)
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
@@ -82,7 +83,7 @@ def _momentum(  # type: ignore[no-untyped-def]
 def _masked(  # type: ignore[no-untyped-def]
     start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
     R: tl.constexpr, THIN: tl.constexpr, MOMENT: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr,
-    MNARROW: tl.constexpr, WIDE: tl.constexpr,
+    MNARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """One tile at the columns j, wherever they are: M written there, products and largest entry carried on."""
     g, new = tile(start, i, j, m, n, sm, sn).to(tl.float32), tile(state, i, j, m, n, mm, mn).to(tl.float32)
@@ -96,9 +97,9 @@ def _masked(  # type: ignore[no-untyped-def]
             e = exponent(tl.max(tl.abs(g)))
         at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
         u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
-        acc_g = mac_tile(g, e, u1, u2, acc_g, NARROW, False, WIDE)
+        acc_g = mac_tile(g, e, u1, u2, acc_g, NARROW, False, FLOAT32_DOTS)
         v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
-        acc_m = mac_wide(new, v1, v2, acc_m, MNARROW, WIDE)
+        acc_m = mac_wide(new, v1, v2, acc_m, MNARROW, FLOAT32_DOTS)
     return acc_g, acc_m, largest
 
 
@@ -127,7 +128,7 @@ def momentum_(
         u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"], w=w,
         gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None,
         MOMENT=target["ELEMENT"], KNOWN=top is not None, NARROW=G.dtype is torch.bfloat16,
-        MNARROW=M.dtype is torch.bfloat16, WIDE=INTERPRET, **how.options,
+        MNARROW=M.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return GU, MU, peak
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.reductions import largest, total
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.reductions import largest, measure, total
 from cosmos_optim.cuda.kernels.thin_qr import plan, warps
 from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_tile, thin_rows, undo
 
@@ -51,7 +52,7 @@ def scaled(Y: Tensor, S: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor
 @jit
 def _power_sum(  # type: ignore[no-untyped-def]
     u, s, hu, scale, out, columns, k, r, beta, rest, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """The sum over ROWS rows, and the sums of squares of its columns there."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -65,7 +66,7 @@ def _power_sum(  # type: ignore[no-untyped-def]
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
         x = thin_rows(u + base, row, col, k, r)
-        y = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, WIDE)
+        y = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, FLOAT32_DOTS)
         y = beta * y + rest * (thin_rows(hu + base, row, col, k, r) / c + eps * x)
         squares += tl.sum(y * y, axis=0)
         tl.store(out + base + row[:, None] * r + col[None, :], y, mask=(row[:, None] < k) & (col[None, :] < r))
@@ -82,7 +83,7 @@ def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple
     U, S, HU = U.contiguous(), S.contiguous(), HU.contiguous()
     Y, columns = torch.empty_like(U), U.new_empty(batch, parts, how["R"])
     _power_sum[(parts, batch)](
-        U, S, HU, c, Y, columns, k, r, beta, 1 - beta, torch.finfo(torch.float32).eps, WIDE=INTERPRET, **how,
-        num_warps=warps(how["R"]), num_stages=1,
+        U, S, HU, c, Y, columns, k, r, beta, 1 - beta, torch.finfo(torch.float32).eps,
+        FLOAT32_DOTS=launch.TARGET.float32_dots, **how, num_warps=warps(how["R"]), num_stages=1,
     )  # fmt: skip
     return Y, columns

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, Launch, jit, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import Launch, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import class_rows, exponent, lead, mac, mac_tile, matrix, tile, whole
 from cosmos_optim.cuda.pointer_list import Matrices
@@ -15,11 +16,11 @@ ODD = Launch(64, 64, warps=4, stages=1)
 OVERLAP = Launch(128, 64, stages=4)
 
 
-@jit(anywhere=("x",), whatever=("m",))
+@jit(unaligned=("x",), unspecialized=("m",))
 def _project(  # type: ignore[no-untyped-def]
     x, u, y, top, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    CLASSES: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
+    CLASSES: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0) // CLASSES, tl.program_id(1)
     first = tl.program_id(0) % CLASSES
@@ -42,15 +43,15 @@ def _project(  # type: ignore[no-untyped-def]
             at = base + (skip + j[:, None]) * R + c[None, :]
             if not KNOWN:
                 e = exponent(tl.max(tl.abs(a)))
-            acc = mac_tile(a, e, tl.load(at), tl.load(at + u_step), acc, NARROW, False, WIDE)
+            acc = mac_tile(a, e, tl.load(at), tl.load(at + u_step), acc, NARROW, False, FLOAT32_DOTS)
         if body < n:
             j = tl.arange(0, 2 * BK)
             j = tl.where(j < skip, j, j + body)
-            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, WIDE)
+            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, FLOAT32_DOTS)
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
-            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, WIDE)
+            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, FLOAT32_DOTS)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
@@ -58,7 +59,7 @@ def _project(  # type: ignore[no-untyped-def]
 @jit
 def _masked(  # type: ignore[no-untyped-def]
     start, base, i, j, acc, e, u_step, m, n, sm, sn,
-    R: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
+    R: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """acc + the product over the columns j, wherever they are."""
     a = tile(start, i, j, m, n, sm, sn).to(tl.float32)
@@ -66,7 +67,7 @@ def _masked(  # type: ignore[no-untyped-def]
         e = exponent(tl.max(tl.abs(a)))
     at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
     b1, b2 = tl.load(at, mask=held, other=0.0), tl.load(at + u_step, mask=held, other=0.0)
-    return mac_tile(a, e, b1, b2, acc, NARROW, False, WIDE)
+    return mac_tile(a, e, b1, b2, acc, NARROW, False, FLOAT32_DOTS)
 
 
 def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor:
@@ -81,8 +82,8 @@ def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     _project[(blocks, batch)](
         **source, u=U, y=Y, top=U if top is None else top, u_step=U.stride(0), m=m, n=n, r=r, gain=1 / BASIS_SCALE,
-        BM=how.rows, BK=how.cols, R=R, KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16, WIDE=INTERPRET,
-        **how.options,
+        BM=how.rows, BK=how.cols, R=R, KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16,
+        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return Y
 
@@ -90,7 +91,7 @@ def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor
 @jit
 def _overlap(  # type: ignore[no-untyped-def]
     x, u, y, e, rows, stride, u_step, m, n, r, sm, sn, gain,
-    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = x + batch.to(tl.int64) * stride
@@ -103,10 +104,10 @@ def _overlap(  # type: ignore[no-untyped-def]
         a = tile(start, i, j, m, n, sm, sn)
         squares += a.to(tl.float32) * a.to(tl.float32)
         at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
-        product = mac(a, tl.load(at + u_step, mask=held, other=0.0), tl.zeros_like(acc), WIDE)
+        product = mac(a, tl.load(at + u_step, mask=held, other=0.0), tl.zeros_like(acc), FLOAT32_DOTS)
         # Added outside the product, which is over then. Triton 3.6 looks at the other use of `a`, the squares, alone
         # when it counts buffers: carried on in `acc`, the product would still read the one that is filled next.
-        acc = acc + mac(a, tl.load(at, mask=held, other=0.0), product, WIDE)
+        acc = acc + mac(a, tl.load(at, mask=held, other=0.0), product, FLOAT32_DOTS)
     # The sums first: after the product is stored they would take half as many registers again at R = 128.
     left = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
     tl.store(e + batch * tl.num_programs(0) + block, left)
@@ -130,7 +131,8 @@ def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.empty(batch, m, dtype=torch.float32, device=U.device)
     _overlap[(blocks, batch)](
         x=X, u=U, y=Y, e=E, rows=rows, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1),
-        sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, WIDE=INTERPRET, **how.options,
+        sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
+        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return Y, E, rows
 

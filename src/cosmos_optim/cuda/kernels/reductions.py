@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, jit, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import jit, tl
 
-# Entries that one program sums, and at a time.
-SPAN, BLOCK = 8192, 2048
+# Entries that one program reads at a time, and how often.
+BLOCK, BLOCKS_PER_PROGRAM = 2048, 4
 
 
 @jit
@@ -54,7 +55,8 @@ def measure(X: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of squares (float64) and the largest |entry| of each matrix of a float32 stack by blocks, (B, parts)."""
     X = X.contiguous()
     batch, size = X.shape[0], X[0].numel()
-    span, block = (64, 32) if INTERPRET else (SPAN, BLOCK)
+    block = launch.TARGET.block(BLOCK)
+    span = BLOCKS_PER_PROGRAM * block
     parts = -(-size // span)
     squares = torch.empty(batch, parts, dtype=torch.float64, device=X.device)
     peaks = torch.empty(batch, parts, dtype=torch.float32, device=X.device)

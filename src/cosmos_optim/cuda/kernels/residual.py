@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, Launch, jit, power_of_two, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, matrix, tile
 from cosmos_optim.cuda.pointer_list import Matrices
 
@@ -25,13 +26,13 @@ def unit(peak, batch, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-
     return ((257 - exponent(top)) << 23).to(tl.float32, bitcast=True)
 
 
-@jit(anywhere=("x",))
+@jit(unaligned=("x",))
 def _residual(  # type: ignore[no-untyped-def]
     x, mom, p, u, out, energy, scale, peak, p_step, u_step, m, n, blocks, sm, sn, mm, mn, a, b,
     out_stride, om, on,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, BLEND: tl.constexpr,
     BLOCKS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    MOMENT: tl.constexpr, MALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    MOMENT: tl.constexpr, MALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, ELEMENT, ALIGNED)
@@ -57,7 +58,7 @@ def _residual(  # type: ignore[no-untyped-def]
             ahead_g = tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
-            value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, WIDE)
+            value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, FLOAT32_DOTS)
         value = value * c
         inside = (i[:, None] < m) & (j[None, :] < n)
         squares += tl.where(inside, value * value, 0.0)
@@ -87,8 +88,8 @@ def residual(
         scale=c, peak=peak, p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
         blocks=peak.shape[1], mm=target["sm"], mn=target["sn"], a=a, b=b, out_stride=X.stride(0), om=om, on=on,
         BM=how.rows, BN=how.cols, R=R, THIN=U is not None, BLEND=(a, b) != (1.0, 0.0),
-        BLOCKS=power_of_two(peak.shape[1]), MOMENT=target["ELEMENT"], MALIGNED=target["ALIGNED"], WIDE=INTERPRET,
-        **how.options,
+        BLOCKS=power_of_two(peak.shape[1]), MOMENT=target["ELEMENT"], MALIGNED=target["ALIGNED"],
+        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return X, squares, c
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, jit, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import jit, tl
+from cosmos_optim.cuda.kernels.thin_qr import gram_parts
 from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_parts, mac_tile, thin_rows, undo
 
 # Blocks of a Gram matrix on their way at a time.
@@ -31,7 +33,7 @@ def _added(parts, batch, count, R: tl.constexpr, AHEAD: tl.constexpr):  # type: 
 @jit
 def _moment(  # type: ignore[no-untyped-def]
     s, turns, now, out, real, turn_count, now_count, r, beta, floor,
-    R: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr,
+    R: tl.constexpr, AHEAD: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
@@ -42,8 +44,9 @@ def _moment(  # type: ignore[no-untyped-def]
     C = _added(turns, batch, turn_count, R, AHEAD)
     e_c = exponent(tl.max(tl.abs(C)))
     c1, c2 = halves(C * bring(e_c))
-    T = undo(e_s) * (undo(e_c) * mac_parts(c1, c2, s1, s2, zero, False, False, WIDE))
-    T = undo(e_c) * mac_tile(T, exponent(tl.max(tl.abs(T))), tl.trans(c1), tl.trans(c2), zero, False, False, WIDE)
+    T = undo(e_s) * (undo(e_c) * mac_parts(c1, c2, s1, s2, zero, False, False, FLOAT32_DOTS))
+    e_t = exponent(tl.max(tl.abs(T)))
+    T = undo(e_c) * mac_tile(T, e_t, tl.trans(c1), tl.trans(c2), zero, False, False, FLOAT32_DOTS)
     E = _added(now, batch, now_count, R, AHEAD)
     T = beta * T + E
     T = (T + tl.trans(T)) * 0.5
@@ -61,6 +64,7 @@ def second_moment(S: Tensor, turns: Tensor, now: Tensor, beta: float, floor: flo
     out, real = torch.empty_like(S), S.new_empty(batch, 1, r)
     _moment[(batch,)](
         S, turns, now, out, real, turns.shape[1], now.shape[1], r, beta, floor, R=R,
-        AHEAD=AHEAD if R <= 64 else AHEAD // 2, WIDE=INTERPRET, num_warps=4 if R <= 32 else 8 if R <= 64 else 16,
+        AHEAD=AHEAD if R <= 64 else AHEAD // 2, FLOAT32_DOTS=launch.TARGET.float32_dots,
+        num_warps=4 if R <= 32 else 8 if R <= 64 else 16,
     )  # fmt: skip
     return out, real

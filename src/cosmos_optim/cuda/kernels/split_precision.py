@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import available, jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, thin_rows
 
 # c for the factors whose entries are at most 1.
@@ -33,8 +33,6 @@ def _split(x, y, peak, total, k, r, step, scale, BLOCK: tl.constexpr, R: tl.cons
 
 def split(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | None = None) -> Tensor:
     """The two parts of c U, (2, B, k, R), with c = scale, or c = scale 2^(9 - exponent of peak) by matrix."""
-    if not available(U.device):
-        return split_torch(U, dtype, scale=scale, peak=peak)
     batch, k, r = U.shape
     R = power_of_two(r)
     U = U.contiguous()
@@ -62,8 +60,6 @@ def _split_both(x, half, wide, total, r, step, scale, BLOCK: tl.constexpr, R: tl
 
 def split_both(U: Tensor) -> tuple[Tensor, Tensor]:
     """A basis in float16 parts times BASIS_SCALE, and in bfloat16 parts."""
-    if not available(U.device):
-        return split_torch(U, torch.float16, scale=BASIS_SCALE), split_torch(U, torch.bfloat16)
     batch, k, r = U.shape
     U, R = U.contiguous(), power_of_two(r)
     half, wide = (torch.empty(2, batch, k, R, dtype=d, device=U.device) for d in (torch.float16, torch.bfloat16))

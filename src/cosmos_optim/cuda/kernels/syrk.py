@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, TensorDescriptor, capability, jit, never, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import TensorDescriptor, jit, never, tl
 
 # Which matrices of a stack a product is for: a flag of each, and the value it must have. No flags: all of them.
 Only = tuple[Tensor | None, bool]
 ALL: Only = (None, True)
 
 
-@jit(anywhere=("turn_ptr",), whatever=("want",))
+@jit(unaligned=("turn_ptr",), unspecialized=("want",))
 def _symmetric(  # type: ignore[no-untyped-def]
     a_desc, b_desc, half_desc, c_ptr, d_desc, e_desc, d_half, e_half, alpha_ptr, sum_ptr, turn_ptr, tile_ptr,
     want, tiles, K, s, stride, batch_stride, beta, delta, gamma, alpha,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr,
+    FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     batch, pair, weight, idle = _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED)
     if idle:
@@ -35,19 +37,19 @@ def _symmetric(  # type: ignore[no-untyped-def]
     base = batch.to(tl.int64) * batch_stride
     if pair & 1:  # the left half lies below the diagonal
         half = _addend(d_half, e_half, batch, row, col + BN // 2, beta, delta, gamma, BM, BN // 2, ADD)
-        half = _product(a_desc, half_desc, half, batch, row, col + BN // 2, K, BM, BN // 2, BK, WIDE)
+        half = _product(a_desc, half_desc, half, batch, row, col + BN // 2, K, BM, BN // 2, BK, FLOAT32_DOTS)
         _finish(half, c_ptr + base, sum_ptr, row, col + BN // 2, s, stride, weight, BM, BN // 2, WEIGHTED)
     else:
         acc = _addend(d_desc, e_desc, batch, row, col, beta, delta, gamma, BM, BN, ADD)
-        acc = _product(a_desc, b_desc, acc, batch, row, col, K, BM, BN, BK, WIDE)
+        acc = _product(a_desc, b_desc, acc, batch, row, col, K, BM, BN, BK, FLOAT32_DOTS)
         _finish(acc, c_ptr + base, sum_ptr, row, col, s, stride, weight, BM, BN, WEIGHTED)
 
 
-@jit(anywhere=("turn_ptr",), whatever=("want",))
+@jit(unaligned=("turn_ptr",), unspecialized=("want",))
 def _symmetric_squares(  # type: ignore[no-untyped-def]
     a_desc, b_desc, c_desc, d_desc, e_desc, alpha_ptr, sum_ptr, turn_ptr, tile_ptr, want, tiles, K,
     beta, delta, gamma, alpha,
-    BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """The same in square tiles, two of which share a processor: one is stored, by bulk copies, while one multiplies."""
     batch, pair, weight, idle = _turn(tile_ptr, alpha_ptr, turn_ptr, tiles, alpha, want, WEIGHTED)
@@ -55,7 +57,7 @@ def _symmetric_squares(  # type: ignore[no-untyped-def]
         return
     row, col = (pair >> 16) * BM, ((pair & 0xFFFF) >> 1) * BM
     value = tl.zeros((BM, BM), dtype=tl.float32)
-    value = _product(a_desc, b_desc, value, batch, row, col, K, BM, BM, BK, WIDE) * weight
+    value = _product(a_desc, b_desc, value, batch, row, col, K, BM, BM, BK, FLOAT32_DOTS) * weight
     if WEIGHTED:
         tl.store(sum_ptr + tl.program_id(0), tl.sum(value * value) * tl.where(col > row, 2.0, 1.0))
     if ADD:  # after the product here: these tiles come by bulk copies
@@ -99,13 +101,14 @@ def _addend(  # type: ignore[no-untyped-def]
 
 @jit
 def _product(  # type: ignore[no-untyped-def]
-    a_desc, b_desc, acc, batch, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
+    a_desc, b_desc, acc, batch, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """The tile of A'B at (row, col), added to `acc`."""
     for k in range(tl.cdiv(K, BK)):
         a = a_desc.load([batch, k * BK, row]).reshape(BK, BM)
         b = b_desc.load([batch, k * BK, col]).reshape(BK, BN)
-        if WIDE:
+        if FLOAT32_DOTS:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a.T, b, acc)
     return acc
@@ -143,11 +146,10 @@ def tiling(s: int, K: int) -> Tiling:
 
     A fourth stage pays where sums are long (measured on an H200).
     """
-    if INTERPRET:
-        return Tiling(16, 32, 16)
+    side, depth = launch.TARGET.tile(128), launch.TARGET.tile(64)
     if s <= 1024:
-        return Tiling(128, 128, 64, warps=4)
-    return Tiling(stages=4 if 2 * s < K else 3)
+        return Tiling(side, side, depth, warps=4)
+    return Tiling(side, 2 * side, depth, stages=4 if 2 * s < K else 3)
 
 
 @cache
@@ -165,9 +167,8 @@ def _tiles(s: int, BM: int, BN: int, device: torch.device) -> tuple[Tensor, int]
 
 def supports(X: Tensor) -> bool:
     """Hopper's bulk copies want 16-byte rows of a 16-bit type."""
-    if not (X.ndim == 3 and X.stride(-1) == 1 and X.stride(-2) % 8 == 0 and X.data_ptr() % 16 == 0):
-        return False
-    return INTERPRET or (X.is_cuda and X.dtype in (torch.float16, torch.bfloat16) and capability(X.device) >= (9, 0))
+    rows = X.ndim == 3 and X.stride(-1) == 1 and X.stride(-2) % 8 == 0 and X.data_ptr() % 16 == 0
+    return rows and X.dtype in (torch.float16, torch.bfloat16) and launch.capability(X.device) >= (9, 0)
 
 
 def symmetric_product(
@@ -191,8 +192,8 @@ def symmetric_product(
     flags, want = only
     given: list[Any] = [C, C] if weight is None else [weight, squares_of(A, how) if squares is None else squares]
     given += [never(A.device), table, -1] if flags is None else [flags, table, int(want)]
-    common = {"ADD": D is not None, "WEIGHTED": weight is not None, "WIDE": INTERPRET, "num_warps": how.warps,
-              "num_stages": how.stages}  # fmt: skip
+    common = {"ADD": D is not None, "WEIGHTED": weight is not None, "FLOAT32_DOTS": launch.TARGET.float32_dots,
+              "num_warps": how.warps, "num_stages": how.stages}  # fmt: skip
     added = [C if X is None else X for X in (D, E)]
     if how.BM == how.BN:
         _symmetric_squares[(batch * count,)](

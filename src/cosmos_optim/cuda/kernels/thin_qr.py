@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, jit, power_of_two, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_parts, mac_tile, thin_rows, undo
 
 # One block holds the Gram matrix and its inverse factor in registers.
 MAX_COLUMNS = 128
 # Rows that one block sums: few enough that a dozen matrices fill the machine, many enough that little is left to add.
-ROWS = 256
-BLOCK = 64
+BLOCK, BLOCKS_PER_PROGRAM = 64, 4
 
 
-@jit(whatever=("k",))
+@jit(unspecialized=("k",))
 def _columns(y, out, k, r, ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums of squares of the columns over ROWS rows."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -42,11 +42,11 @@ def _unit(columns, batch, parts, R: tl.constexpr, PARTS: tl.constexpr):  # type:
     return tl.where(total > 0, 1 / tl.sqrt_rn(tl.maximum(total, 1e-37)), 0.0)
 
 
-@jit(whatever=("k",))
+@jit(unspecialized=("k",))
 def _gram(  # type: ignore[no-untyped-def]
     a, b, columns, out, k, r, gain,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
+    FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """gain A'B over ROWS rows; with UNIT, A = B and its columns are scaled to norm 1 instead."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -61,16 +61,16 @@ def _gram(  # type: ignore[no-untyped-def]
         e = exponent(tl.max(tl.abs(x)))
         x1, x2 = halves(x * bring(e))
         if UNIT:
-            acc = acc + undo(e) * undo(e) * mac_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, WIDE)
+            acc = acc + undo(e) * undo(e) * mac_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
         else:
             y = thin_rows(b + batch.to(tl.int64) * k * r, row, col, k, r)
             e_y = exponent(tl.max(tl.abs(y)))
-            acc = acc + undo(e) * mac_tile(y, e_y, x1, x2, tl.zeros_like(acc), False, True, WIDE)
+            acc = acc + undo(e) * mac_tile(y, e_y, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
     i = tl.arange(0, R)
     tl.store(out + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
-@jit(whatever=("turn", "parts", "r"))
+@jit(unspecialized=("turn", "parts", "r"))
 def _factor(gram, factor, fine, parts, r, shift, turn, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """L^-T of the Cholesky factor of the summed Gram matrix; notes what fails in `fine`.
 
@@ -107,10 +107,10 @@ def _factor(gram, factor, fine, parts, r, shift, turn, R: tl.constexpr):  # type
     tl.store(fine + batch, ok & tl.load(fine + batch, mask=turn > 0, other=1))
 
 
-@jit(whatever=("turn", "k"))
+@jit(unspecialized=("turn", "k"))
 def _apply(  # type: ignore[no-untyped-def]
     y, factor, columns, fine, fallback, out, gram, k, r, turn,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Q = Y L^-T over ROWS rows and its Gram matrix there; at last the fallback where a factorization failed."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -126,9 +126,9 @@ def _apply(  # type: ignore[no-untyped-def]
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
         x = thin_rows(y + base, row, col, k, r) * scale[None, :]
-        q = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, WIDE)
+        q = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, FLOAT32_DOTS)
         q1, q2 = halves(q * bring(e))
-        acc = acc + undo(e) * undo(e) * mac_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, WIDE)
+        acc = acc + undo(e) * undo(e) * mac_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
         q = tl.where(fit, q, thin_rows(fallback + base, row, col, tl.where(fit, 0, k), r))
         tl.store(out + base + row[:, None] * r + col[None, :], q, mask=(row[:, None] < k) & (col[None, :] < r))
     tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
@@ -136,7 +136,8 @@ def _apply(  # type: ignore[no-untyped-def]
 
 def plan(k: int, r: int) -> tuple[int, dict[str, int]]:
     """The number of row blocks, and the constants of the kernels."""
-    rows, block = (32, 16) if INTERPRET else (ROWS, BLOCK)
+    block = launch.TARGET.tile(BLOCK)
+    rows = BLOCKS_PER_PROGRAM * block
     parts = -(-k // rows)
     return parts, {"ROWS": rows, "BLOCK": block, "R": power_of_two(r)}
 
@@ -157,8 +158,9 @@ def gram_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
     A, B = A.contiguous(), B.contiguous()
     out = torch.empty(batch, parts, how["R"], how["R"], dtype=torch.float32, device=A.device)
     _gram[(parts, batch)](
-        A, B, out, out, k, r, gain, PARTS=16, UNIT=False, WIDE=INTERPRET, **how, num_warps=warps(how["R"])
-    )
+        A, B, out, out, k, r, gain, PARTS=16, UNIT=False, FLOAT32_DOTS=launch.TARGET.float32_dots, **how,
+        num_warps=warps(how["R"]),
+    )  # fmt: skip
     return out
 
 
@@ -177,7 +179,7 @@ def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> T
     parts, how = plan(k, r)
     R, grid = how["R"], (parts, batch)
     # One kernel for all lengths up to 8,192.
-    few = {**how, "PARTS": power_of_two(parts, 32), "WIDE": INTERPRET, "num_warps": warps(R)}
+    few = {**how, "PARTS": power_of_two(parts, 32), "FLOAT32_DOTS": launch.TARGET.float32_dots, "num_warps": warps(R)}
     Y, fallback = Y.contiguous(), fallback.contiguous()
     gram, factor = Y.new_empty(batch, parts, R, R), Y.new_empty(batch, R, R)
     fine = torch.empty(batch, dtype=torch.int32, device=Y.device)

@@ -71,9 +71,9 @@ def halves(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def mac(a, b, acc, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def mac(a, b, acc, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + a b; the interpreter multiplies bfloat16 wrongly, so it gets float32."""
-    if WIDE:
+    if FLOAT32_DOTS:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc)
 
@@ -97,7 +97,7 @@ def undo(e):  # type: ignore[no-untyped-def]
 
 
 @jit
-def mac_tile(a, e, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def mac_tile(a, e, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + a b, or acc + b'a (LEFT), for a float32 tile a of largest exponent e and b in float16 parts.
 
     NARROW: a was stored in 8 bits of mantissa, so its second part is zero.
@@ -105,39 +105,39 @@ def mac_tile(a, e, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, WIDE: 
     x = a * bring(e)
     a1 = x.to(tl.float16)
     a2 = (x - a1.to(tl.float32)).to(tl.float16)
-    return acc + undo(e) * mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, LEFT, WIDE)
+    return acc + undo(e) * mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, LEFT, FLOAT32_DOTS)
 
 
 @jit
-def mac_wide(a, b1, b2, acc, NARROW: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def mac_wide(a, b1, b2, acc, NARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + a b for a float32 tile a and b in bfloat16 parts."""
     a1 = a.to(tl.bfloat16)
     a2 = (a - a1.to(tl.float32)).to(tl.bfloat16)
-    return acc + mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, False, WIDE)
+    return acc + mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, False, FLOAT32_DOTS)
 
 
 @jit
-def mac_parts(a1, a2, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def mac_parts(a1, a2, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + a1 b1 + a1 b2 + a2 b1, or the same of b'a."""
     if LEFT:
         b1, b2 = tl.trans(b1), tl.trans(b2)
         if not NARROW:
-            acc = mac(b1, a2, acc, WIDE)
-        acc = mac(b2, a1, acc, WIDE)
-        acc = mac(b1, a1, acc, WIDE)
+            acc = mac(b1, a2, acc, FLOAT32_DOTS)
+        acc = mac(b2, a1, acc, FLOAT32_DOTS)
+        acc = mac(b1, a1, acc, FLOAT32_DOTS)
     else:
         if not NARROW:
-            acc = mac(a2, b1, acc, WIDE)
-        acc = mac(a1, b2, acc, WIDE)
-        acc = mac(a1, b1, acc, WIDE)
+            acc = mac(a2, b1, acc, FLOAT32_DOTS)
+        acc = mac(a1, b2, acc, FLOAT32_DOTS)
+        acc = mac(a1, b1, acc, FLOAT32_DOTS)
     return acc
 
 
 @jit
-def add_outer(acc, p1, p2, u, step, mask, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_outer(acc, p1, p2, u, step, mask, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + P U' of thin blocks split in two, (BM, R) and (BN, R)."""
     u1 = tl.trans(tl.load(u, mask=mask, other=0.0))
     u2 = tl.trans(tl.load(u + step, mask=mask, other=0.0))
-    acc = mac(p2, u1, acc, WIDE)
-    acc = mac(p1, u2, acc, WIDE)
-    return mac(p1, u1, acc, WIDE)
+    acc = mac(p2, u1, acc, FLOAT32_DOTS)
+    acc = mac(p1, u2, acc, FLOAT32_DOTS)
+    return mac(p1, u1, acc, FLOAT32_DOTS)

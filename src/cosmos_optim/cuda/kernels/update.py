@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import INTERPRET, Launch, jit, never, tl
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import Launch, jit, never, tl
 from cosmos_optim.cuda.kernels.tiles import add_outer, matrix, tile
 from cosmos_optim.cuda.pointer_list import Matrices
 
@@ -26,7 +27,7 @@ def dither(value, index, seed):  # type: ignore[no-untyped-def]
 def _update(  # type: ignore[no-untyped-def]
     x, work, p, u, coefficients, rows, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
-    ROWS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix(x, batch, ELEMENT, ALIGNED)
@@ -52,7 +53,7 @@ def _update(  # type: ignore[no-untyped-def]
         ahead_b = tile(source, i, j + BN, m, n, wm, wn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
-            value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, WIDE)
+            value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, FLOAT32_DOTS)
         inside = (i[:, None] < m) & (j[None, :] < n) & write
         if SEEDED:
             value = dither(value, i[:, None] * n + j[None, :], seed)
@@ -82,7 +83,7 @@ def update_(
         skip=never(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
         work_stride=B.stride(0), p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0),
         m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
-        SEEDED=seeds is not None, ROWS=rows is not None, WIDE=INTERPRET, **how.options,
+        SEEDED=seeds is not None, ROWS=rows is not None, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
 
 

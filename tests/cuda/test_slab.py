@@ -7,13 +7,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.cuda.kernels.syrk import ALL, Only, SymmetricProducts
-from cosmos_optim.cuda.memory_pool import ALIGN, Slab, newton_schulz_bytes
+from cosmos_optim.cuda.memory_pool import ALIGN, MemoryPool, newton_schulz_bytes
 from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, fresh_at, iterate, with_start
 
 CPU = torch.device("cpu")
 
 
-def inside(slab: Slab, x: Tensor) -> bool:
+def inside(slab: MemoryPool, x: Tensor) -> bool:
     """Whether a tensor is part of the slab."""
     return x.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr()
 
@@ -21,7 +21,7 @@ def inside(slab: Slab, x: Tensor) -> bool:
 def test_parts_come_back() -> None:
     """First fit, in gaps too; somewhere else when there is none."""
     A = torch.zeros(2, 4, 5, dtype=torch.float16)  # rows of 10 bytes, padded to 16
-    slab = Slab(3 * ALIGN, CPU)
+    slab = MemoryPool(3 * ALIGN, CPU)
     parts = [slab.like(A, 7) for _ in range(3)]
     assert all(inside(slab, x) and x.shape == (2, 7, 5) and x.stride() == (56, 8, 1) for x in parts)
     places = [x.data_ptr() for x in parts]
@@ -38,7 +38,7 @@ def test_parts_come_back() -> None:
 class Watched(TorchProducts):
     """Products by torch that live where SymmetricProducts would put them."""
 
-    def __init__(self, slab: Slab) -> None:
+    def __init__(self, slab: MemoryPool) -> None:
         self.slab, self.strays = slab, 0
 
     def _put(self, value: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_the_count_is_enough(steps: int, shape: tuple[int, int], shortened: bool
     X = torch.nn.functional.normalize(torch.randn(3, *shape, dtype=torch.float64), dim=(1, 2))
     rows = NewtonSchulz(steps=steps).rows()
     fresh = fresh_at(*shape, rows, torch.float16)
-    slab = Slab(newton_schulz_bytes(3, *shape, 8, len(fresh), steps), CPU)
+    slab = MemoryPool(newton_schulz_bytes(3, *shape, 8, len(fresh), steps), CPU)
     products, out = Watched(slab), torch.empty_like(X)
     now, when = with_start(rows, fresh) if shortened else (rows, fresh)
     result = iterate(X, now, products, fresh=when, out=out)
@@ -89,7 +89,7 @@ def test_symmetric_products_use_it() -> None:
     if not INTERPRET:
         pytest.skip("the GPU's whole steps run through it")
     X = (torch.nn.functional.normalize(torch.randn(2, 48, 32), dim=(1, 2)) * HALF_SCALE).half()
-    slab = Slab(newton_schulz_bytes(2, 48, 32, 2, 2, 5), CPU)
+    slab = MemoryPool(newton_schulz_bytes(2, 48, 32, 2, 2, 5), CPU)
     rows = NewtonSchulz().rows()
     got = iterate(X, rows, SymmetricProducts(slab.like), scale=HALF_SCALE, fresh={0, 3}, out=torch.empty_like(X))
     want = iterate(X, rows, SymmetricProducts(), scale=HALF_SCALE, fresh={0, 3}, out=torch.empty_like(X))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, Tiling, squares_of, supports, symmetric_product
+from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, TileShape, squares_of, supports, symmetric_product
 from cosmos_optim.cuda.kernels.thin_qr import orthonormal, thin_gram, thin_gram_torch
 from cosmos_optim.linalg.cholesky_qr import orthonormalize
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate, with_start
@@ -29,8 +29,8 @@ def rel(x: Tensor, y: Tensor) -> float:
 
 
 # Tiles wider than high (whose halves on the diagonal are left out), square, and higher than wide; edges everywhere.
-TILES = {"cpu": [Tiling(16, 32, 16), Tiling(16, 16, 16), Tiling(32, 16, 16)],
-         "cuda": [Tiling(), Tiling(128, 128, 64, warps=4), Tiling(64, 128, 64, warps=4)]}  # fmt: skip
+TILES = {"cpu": [TileShape(16, 32, 16), TileShape(16, 16, 16), TileShape(32, 16, 16)],
+         "cuda": [TileShape(), TileShape(128, 128, 64, warps=4), TileShape(64, 128, 64, warps=4)]}  # fmt: skip
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 2])

@@ -1,4 +1,7 @@
-"""Triton kernels, one operation a file: the formula, the kernel, its wrapper, and the same in plain torch."""
+"""Triton kernels, one operation a file: the formula, the kernel, and its wrapper.
+
+tests/cuda compares each kernel with the same formula in double precision.
+"""
 
 from cosmos_optim.cuda.kernels.launch import available
 

@@ -1,13 +1,18 @@
-"""The factors of an update, for all matrices of a chunk in one launch each, from sums that other kernels left.
+"""The scalar factors of an update, for all matrices of a chunk in one launch each, from sums that other kernels left.
 
-    |X|^2, and the weight 1 / |X|^2 of the first product of Newton-Schulz            (norms)
-    b = gamma sqrt(m n) / |B|, or 0 where the residual is rounding noise             (muon_gain)
-    W <- decay W - lr s (b B + P U'), s = sqrt(m n) / |b B + P U'|                   (finish: all but the pass over W)
-                                                        with `rows`, row i of b B + P U' times g_i; with `top`, s = 0
-                                                        where that is 0
+    norms       |X|^2, and the weight scale / |X|^2 of the first product of Newton-Schulz
+    muon_gain   b = gamma sqrt(m n) / |B|, or 0 if the residual is rounding noise (L9)
+    finish      everything of W <- decay W - lr s (b B + P U') except the pass over W (L10, L11)
+                with s = sqrt(m n) / |b B + P U'|; optionally row i times g_i, and lr = 0 without a gradient
 
-B = (buffer - (buffer U) U') / norm (`operands.Polar`): its first part is the update's, the second joins P.
+B = (buffer - (buffer U) U') / norm: Newton-Schulz leaves its result, times a norm, in the work buffer, with rounding
+noise in the directions U, which X does not have. The first part is subtracted from W directly, the second is added to
+P.
+
+Shapes: factors (B, 1, 1), P and B U (B, m, r), g (B, m, 1); sums by parts (B, parts).
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -15,114 +20,119 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.reductions import added, total
+from cosmos_optim.cuda.kernels.reductions import added, sum_parts
 from cosmos_optim.cuda.kernels.split_precision import split_torch
-from cosmos_optim.cuda.kernels.tiles import thin_rows
+from cosmos_optim.cuda.kernels.tiles import load_thin, split_bfloat16
 
 
 @jit
-def _unit(energy, root):  # type: ignore[no-untyped-def]
-    """root / sqrt(energy), and 0 for none."""
-    return tl.where(energy > 0, root / tl.sqrt(tl.where(energy > 0, energy, 1.0)), 0.0)
+def _norm_gain(norm_sq, target_norm):
+    """Return target_norm / sqrt(norm_sq), and 0 for a zero norm."""
+    return tl.where(norm_sq > 0, target_norm / tl.sqrt(tl.where(norm_sq > 0, norm_sq, 1.0)), 0.0)
 
 
 @jit
-def _norms(squares, norm, weight, count, scale, least, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norms(norm_sq_parts, norm_sq, weight, count, scale, least, COUNT: tl.constexpr):
     batch = tl.program_id(0)
-    energy = total(squares, batch, count, COUNT)
-    energy = tl.where(energy < least, least, energy)
-    tl.store(norm + batch, energy)
-    tl.store(weight + batch, (scale / energy).to(tl.float32))
+    total = sum_parts(norm_sq_parts, batch, count, COUNT)
+    total = tl.where(total < least, least, total)
+    tl.store(norm_sq + batch, total)
+    tl.store(weight + batch, (scale / total).to(tl.float32))
 
 
-def norms(squares: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
-    """|X|^2, but at least `least`, in float64, and scale / |X|^2 in float32, (B, 1, 1), from its parts (B, parts)."""
-    batch, count = squares.shape
-    norm, weight = (squares.new_empty(batch, 1, 1, dtype=dtype) for dtype in (torch.float64, torch.float32))
-    _norms[(batch,)](squares, norm, weight, count, scale, least, COUNT=power_of_two(count), num_warps=1)
-    return norm, weight
+def norms(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
+    """Return |X|^2, at least `least`, in float64, and scale / |X|^2 in float32, (B, 1, 1), from |X|^2 by parts."""
+    batch, count = norm_sq_parts.shape
+    norm_sq, weight = (norm_sq_parts.new_empty(batch, 1, 1, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    _norms[(batch,)](norm_sq_parts, norm_sq, weight, count, scale, least, COUNT=power_of_two(count), num_warps=1)
+    return norm_sq, weight
 
 
-def norms_torch(squares: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
-    norm = added(squares).clamp_min(least)
-    return norm, (scale / norm).float()
+def norms_torch(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
+    """Compute the same in plain torch."""
+    norm_sq = added(norm_sq_parts).clamp_min(least)
+    return norm_sq, (scale / norm_sq).float()
 
 
 @jit
-def _muon_gain(  # type: ignore[no-untyped-def]
-    square, factor, tracked, left, norm, out, square_count, tracked_count, left_count, root, guard,
-    SQUARES: tl.constexpr, TRACKED: tl.constexpr, LEFT: tl.constexpr,
+def _muon_gain(
+    x_sq, x_scale, nu_sq, b_sq, norm_sq, out, x_count, nu_count, b_count, target_norm, guard,
+    X_PARTS: tl.constexpr, NU_PARTS: tl.constexpr, B_PARTS: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
-    c = tl.load(factor + batch).to(tl.float64)
-    residual = total(square, batch, square_count, SQUARES) / c / c
-    momentum = residual + total(tracked, batch, tracked_count, TRACKED)
-    energy = total(left, batch, left_count, LEFT) / tl.load(norm + batch)
-    tl.store(out + batch, tl.where(residual > guard * momentum, _unit(energy, root), 0.0).to(tl.float32))
+    c = tl.load(x_scale + batch).to(tl.float64)
+    residual = sum_parts(x_sq, batch, x_count, X_PARTS) / c / c
+    momentum = residual + sum_parts(nu_sq, batch, nu_count, NU_PARTS)
+    total = sum_parts(b_sq, batch, b_count, B_PARTS) / tl.load(norm_sq + batch)
+    tl.store(out + batch, tl.where(residual > guard * momentum, _norm_gain(total, target_norm), 0.0).to(tl.float32))
 
 
 def muon_gain(
-    square: Tensor, factor: Tensor, tracked: Tensor, left: Tensor, norm: Tensor, root: float, guard: float
+    X_sq: Tensor, X_scale: Tensor, NU_sq: Tensor, B_sq: Tensor, norm_sq: Tensor, target_norm: float, guard: float
 ) -> Tensor:
-    """root / |B| where |X|^2 > guard (|X|^2 + tracked), else 0, (B, 1, 1) float32.
+    """Return target_norm / |B|, or 0 if |X|^2 <= guard (|X|^2 + |N U|^2), (B, 1, 1) float32.
 
     Args:
-        square, factor: |factor X|^2 by parts, and factor (B, 1, 1).
-        tracked, left: sums by parts (B, ...): |N U|^2, and norm |B|^2.
-        norm: (B, 1, 1) float64.
+        X_sq: |X_scale X|^2 by parts, as `residual` returns it.
+        X_scale: (B, 1, 1), its factor c.
+        NU_sq: |N U|^2 by parts.
+        B_sq: norm_sq |B|^2 by parts, as `overlap` returns it.
+        norm_sq: (B, 1, 1) float64, from `norms`.
+        target_norm: gamma sqrt(m n), the norm of b B.
+        guard: the share of the momentum's squared norm below which the residual is rounding noise.
     """
-    out = torch.empty(len(factor), 1, 1, dtype=torch.float32, device=factor.device)
-    sums = [x.contiguous() for x in (square, tracked, left)]
+    out = torch.empty(len(X_scale), 1, 1, dtype=torch.float32, device=X_scale.device)
+    sums = [x.contiguous() for x in (X_sq, NU_sq, B_sq)]
     counts = [x[0].numel() for x in sums]
     blocks = [power_of_two(n) for n in counts]
-    _muon_gain[(len(factor),)](
-        sums[0], factor, sums[1], sums[2], norm, out, *counts, root, guard, SQUARES=blocks[0], TRACKED=blocks[1],
-        LEFT=blocks[2], num_warps=1,
+    _muon_gain[(len(X_scale),)](
+        sums[0], X_scale, sums[1], sums[2], norm_sq, out, *counts, target_norm, guard, X_PARTS=blocks[0],
+        NU_PARTS=blocks[1], B_PARTS=blocks[2], num_warps=1,
     )  # fmt: skip
     return out
 
 
 def muon_gain_torch(
-    square: Tensor, factor: Tensor, tracked: Tensor, left: Tensor, norm: Tensor, root: float, guard: float
+    X_sq: Tensor, X_scale: Tensor, NU_sq: Tensor, B_sq: Tensor, norm_sq: Tensor, target_norm: float, guard: float
 ) -> Tensor:
-    """The same in plain torch."""
-    residual = added(square) / factor.double().square()
-    energy = added(left) / norm
-    gain = torch.where(energy > 0, root * energy.rsqrt(), torch.zeros_like(energy))
-    return torch.where(residual > guard * (residual + added(tracked)), gain, torch.zeros_like(gain)).float()
+    """Compute the same in plain torch."""
+    residual = added(X_sq) / X_scale.double().square()
+    total = added(B_sq) / norm_sq
+    gain = torch.where(total > 0, target_norm * total.rsqrt(), torch.zeros_like(total))
+    return torch.where(residual > guard * (residual + added(NU_sq)), gain, torch.zeros_like(gain)).float()
 
 
 @jit
-def _number(here, value, there):  # type: ignore[no-untyped-def]
-    """A number in memory (there > 0) or one that the host gave, in float64."""
+def _number(pointer, value, in_memory):
+    """Return a number from memory (in_memory > 0) or the one that the host passed, in float64."""
     zero = tl.full((), 0.0, dtype=tl.float64)
-    return tl.where(zero + there > 0, tl.load(here), zero + value)
+    return tl.where(zero + in_memory > 0, tl.load(pointer), zero + value)
 
 
 @jit(unaligned=("lr", "decay"))
-def _finish(  # type: ignore[no-untyped-def]
-    p, bu, b, s, rows, top, squares, left, norm, lr, decay, parts, coefficients, k, r, step, b_step, s_step,
-    square_count, left_count, root, lr_value, lr_there, decay_value, decay_there,
+def _finish(
+    p, bu, b, s, row_gain, grad_max, other_sq, b_sq, norm_sq, lr, decay, parts, coefficients, k, r, part_stride,
+    b_step, s_step, other_count, b_count, target_norm, lr_value, lr_in_memory, decay_value, decay_in_memory,
     BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, P: tl.constexpr, BU: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, SQUARES: tl.constexpr, LEFT: tl.constexpr,
+    ROW_GAIN: tl.constexpr, MAX_GIVEN: tl.constexpr, UNIT: tl.constexpr, OTHER_PARTS: tl.constexpr,
+    B_PARTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
-    size, keep = _number(lr, lr_value, lr_there), _number(decay, decay_value, decay_there)
-    gain, square = tl.full((), 1.0, dtype=tl.float64), tl.load(norm + batch)
+    size, keep = _number(lr, lr_value, lr_in_memory), _number(decay, decay_value, decay_in_memory)
+    gain, square = tl.full((), 1.0, dtype=tl.float64), tl.load(norm_sq + batch)
     if B:
         gain = tl.load(b + batch * b_step).to(tl.float64)
     if SCALED:
         size = size * tl.load(s + batch * s_step).to(tl.float64)
-    if TOP:
-        size = tl.where(tl.load(top + batch) > 0, size, 0.0)
+    if MAX_GIVEN:
+        size = tl.where(tl.load(grad_max + batch) > 0, size, 0.0)
     if UNIT:
-        energy = tl.full((), 0.0, dtype=tl.float64)
-        if LEFT > 0:
-            energy += gain * gain * total(left, batch, left_count, LEFT) / square
-        if SQUARES > 0:
-            energy += total(squares, batch, square_count, SQUARES)
-        size = size * _unit(energy, root)
+        total = tl.full((), 0.0, dtype=tl.float64)
+        if B_PARTS > 0:
+            total += gain * gain * sum_parts(b_sq, batch, b_count, B_PARTS) / square
+        if OTHER_PARTS > 0:
+            total += sum_parts(other_sq, batch, other_count, OTHER_PARTS)
+        size = size * _norm_gain(total, target_norm)
     gain = (gain * size / tl.sqrt(square)).to(tl.float32)
     if block == 0:
         tl.store(coefficients + batch * 2, keep.to(tl.float32))
@@ -132,69 +142,75 @@ def _finish(  # type: ignore[no-untyped-def]
         base = batch.to(tl.int64) * k * r
         value = tl.zeros((BLOCK, R), dtype=tl.float32)
         if P:
-            value -= size.to(tl.float32) * thin_rows(p + base, row, col, k, r)
+            value -= size.to(tl.float32) * load_thin(p + base, row, col, k, r)
         if BU:
-            value += gain * thin_rows(bu + base, row, col, k, r)
-        if ROWS:
-            value = value * tl.load(rows + batch * k + row, mask=row < k, other=0.0)[:, None]
-        lead = value.to(tl.bfloat16)
+            value += gain * load_thin(bu + base, row, col, k, r)
+        if ROW_GAIN:
+            value = value * tl.load(row_gain + batch * k + row, mask=row < k, other=0.0)[:, None]
+        value1, value2 = split_bfloat16(value)
         at = parts + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
-        tl.store(at, lead, mask=row[:, None] < k)
-        tl.store(at + step, (value - lead.to(tl.float32)).to(tl.bfloat16), mask=row[:, None] < k)
+        tl.store(at, value1, mask=row[:, None] < k)
+        tl.store(at + part_stride, value2, mask=row[:, None] < k)
 
 
 def finish(
-    b: Tensor | None, norm: Tensor, lr: float | Tensor, decay: float | Tensor, *,
+    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
     rows: Tensor | None = None, top: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None,
     root: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(decay, lr s b / norm) by matrix (B, 2), and g (-lr s P + (lr s b / norm) BU) in bfloat16 parts (2, B, m, R).
+    """Return the two arguments of `update_`: its coefficients, and the thin part of the update.
+
+    The coefficients are (decay, lr s b / norm) of each matrix, (B, 2). The thin part g (-lr s P + (lr s b / norm) BU)
+    is in bfloat16 parts (2, B, m, R), or None without P and BU.
 
     Args:
         b, s: (B or 1, 1, 1), None for 1.
-        norm: its square (B, 1, 1) in float64.
+        norm_sq: (B, 1, 1) float64, from `norms`.
+        lr, decay: numbers, or float64 scalars on the device.
         P, BU: (B, m, r) or None.
         rows: g (B, m, 1), None for 1.
-        top: (B,); given, lr counts as 0 where this is 0.
-        root: if not 0, s is besides root / sqrt(b^2 left / norm^2 + squares).
-        left, squares: sums by parts, None for 0.
+        top: the largest |entry| of each gradient (B,), or None; if 0, lr counts as 0.
+        left: norm_sq |B|^2 by parts, None for 0.
+        squares: the squared norm of the other part of the direction by parts, None for 0.
+        root: sqrt(m n), or 0; if not 0, s is multiplied by root / sqrt(b^2 left / norm_sq + squares).
     """
     thin = P if P is not None else BU
     k, r = (1, 16) if thin is None else thin.shape[1:]
-    R, device = power_of_two(r), norm.device
+    R, device = power_of_two(r), norm_sq.device
     block = max(1, 2048 // R)
-    parts = None if thin is None else torch.empty(2, len(norm), k, R, dtype=torch.bfloat16, device=device)
-    coefficients = torch.empty(len(norm), 2, dtype=torch.float32, device=device)
-    sums = [norm if x is None else x.contiguous() for x in (squares, left)]
+    parts = None if thin is None else torch.empty(2, len(norm_sq), k, R, dtype=torch.bfloat16, device=device)
+    coefficients = torch.empty(len(norm_sq), 2, dtype=torch.float32, device=device)
+    sums = [norm_sq if x is None else x.contiguous() for x in (squares, left)]
     counts = [x[0].numel() for x in sums]
     sizes = [0 if x is None else power_of_two(count) for x, count in zip((squares, left), counts, strict=True)]
-    (rate, *rate_value), (keep, *keep_value) = _known(lr, norm), _known(decay, norm)
-    _finish[(1 if thin is None else -(-k // block), len(norm))](
-        _or(P, norm), _or(BU, norm), _or(b, norm), _or(s, norm), _or(rows, norm), _or(top, norm), sums[0], sums[1],
-        norm, rate, keep, _or(parts, norm), coefficients, k, r, 0 if parts is None else parts.stride(0), _step(b),
-        _step(s), counts[0], counts[1], root, *rate_value, *keep_value, BLOCK=block, R=R, B=b is not None,
-        P=P is not None, BU=BU is not None, SCALED=s is not None, ROWS=rows is not None, TOP=top is not None,
-        UNIT=root != 0.0, SQUARES=sizes[0], LEFT=sizes[1], num_warps=4,
+    (lr_pointer, *lr_value), (decay_pointer, *decay_value) = _as_argument(lr, norm_sq), _as_argument(decay, norm_sq)
+    _finish[(1 if thin is None else -(-k // block), len(norm_sq))](
+        _or(P, norm_sq), _or(BU, norm_sq), _or(b, norm_sq), _or(s, norm_sq), _or(rows, norm_sq), _or(top, norm_sq),
+        sums[0], sums[1], norm_sq, lr_pointer, decay_pointer, _or(parts, norm_sq), coefficients, k, r,
+        0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0], counts[1], root, *lr_value,
+        *decay_value, BLOCK=block, R=R, B=b is not None, P=P is not None, BU=BU is not None, SCALED=s is not None,
+        ROW_GAIN=rows is not None, MAX_GIVEN=top is not None, UNIT=root != 0.0, OTHER_PARTS=sizes[0], B_PARTS=sizes[1],
+        num_warps=4,
     )  # fmt: skip
     return coefficients, parts
 
 
 def finish_torch(
-    b: Tensor | None, norm: Tensor, lr: float | Tensor, decay: float | Tensor, *,
+    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
     rows: Tensor | None = None, top: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None,
     root: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same in plain torch."""
-    one = torch.ones_like(norm)
+    """Compute the same in plain torch."""
+    one = torch.ones_like(norm_sq)
     b, size = one if b is None else b.double(), one * lr if s is None else lr * s.double()
     size = size if top is None else size * (top > 0).view(-1, 1, 1)
     if root:
-        energy = 0 * one if left is None else b.square() * added(left) / norm
-        energy = energy if squares is None else energy + added(squares)
-        size = size * torch.where(energy > 0, root * energy.rsqrt(), torch.zeros_like(energy))
-    gain, size = (b * norm.rsqrt() * size).float(), size.float()
+        total = 0 * one if left is None else b.square() * added(left) / norm_sq
+        total = total if squares is None else total + added(squares)
+        size = size * torch.where(total > 0, root * total.rsqrt(), torch.zeros_like(total))
+    gain, size = (b * norm_sq.rsqrt() * size).float(), size.float()
     coefficients = torch.cat([torch.zeros_like(gain) + decay, gain], dim=-1).view(-1, 2)
     value = None if P is None else P * -size
     if BU is not None:
@@ -203,17 +219,18 @@ def finish_torch(
     return coefficients, None if value is None else split_torch(value, torch.bfloat16)
 
 
-def _known(x: float | Tensor, like: Tensor) -> tuple[Tensor, float, float]:
-    """Where a kernel finds a number, its value if that is known here, and which of the two counts: 1 for memory."""
+def _as_argument(x: float | Tensor, like: Tensor) -> tuple[Tensor, float, float]:
+    """Return a number as the three arguments of `_number`: pointer, value, and 1 if the pointer counts."""
     if isinstance(x, Tensor) and x.device == like.device:
         return x.double(), 0.0, 1.0
     return like, float(x), 0.0
 
 
 def _step(x: Tensor | None) -> int:
-    """From one matrix's number to the next one's."""
+    """Return the distance from one matrix's number to the next one's: 0 if all matrices share one."""
     return int(x is not None and x.numel() > 1)
 
 
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else x
+def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
+    """Return x, or any tensor for an argument that the kernel does not read."""
+    return placeholder if x is None else x

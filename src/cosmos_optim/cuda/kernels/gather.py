@@ -1,4 +1,9 @@
-"""Thin factors from where they live to stacks and back: all factors of a chunk in one launch, by address tables."""
+"""Copy the thin factors of a chunk (U, S, V, v) to stacks and back: all factors in one launch, by tables of addresses.
+
+Shapes: a factor is a list of B tensors of one shape; its stack is (B, *shape).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -9,67 +14,69 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, never, tl
-from cosmos_optim.cuda.kernels.tiles import matrix
+from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.pointer_list import addresses
 
-# Factors that one launch moves; COSMOS has three, four with a second moment of rows.
-MOST = 4
+# Factors that one launch copies; COSMOS has three, and four with a second moment of rows.
+MAX_FACTORS = 4
+# Entries that one program copies.
 BLOCK = 4096
 
 
 @jit(unaligned=("skip",))
-def _move(  # type: ignore[no-untyped-def]
-    a, b, c, d, home_a, home_b, home_c, home_d, size_a, size_b, size_c, size_d, skip, batch,
+def _copy_factors(
+    a, b, c, d, table_a, table_b, table_c, table_d, size_a, size_b, size_c, size_d, skip, batch,
     BLOCK: tl.constexpr, WRITE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    which, index = tl.program_id(1) // batch, tl.program_id(1) % batch
+    factor, index = tl.program_id(1) // batch, tl.program_id(1) % batch
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     write = tl.load(skip) == 0
-    if which == 0:
-        _copy(a, home_a, size_a, index, at, write, WRITE, ALIGNED)
-    elif which == 1:
-        _copy(b, home_b, size_b, index, at, write, WRITE, ALIGNED)
-    elif which == 2:
-        _copy(c, home_c, size_c, index, at, write, WRITE, ALIGNED)
+    if factor == 0:
+        _copy(a, table_a, size_a, index, at, write, WRITE, ALIGNED)
+    elif factor == 1:
+        _copy(b, table_b, size_b, index, at, write, WRITE, ALIGNED)
+    elif factor == 2:
+        _copy(c, table_c, size_c, index, at, write, WRITE, ALIGNED)
     else:
-        _copy(d, home_d, size_d, index, at, write, WRITE, ALIGNED)
+        _copy(d, table_d, size_d, index, at, write, WRITE, ALIGNED)
 
 
 @jit
-def _copy(stack, home, size, index, at, write, WRITE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of one matrix, from the stack to its home (WRITE) or from there."""
-    there, here = matrix(home, index, tl.float32, ALIGNED) + at, stack + index.to(tl.int64) * size + at
+def _copy(stack, table, size, index, at, write, WRITE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Copy a block of one tensor from the stack to its own memory (WRITE), or the other way."""
+    own, stacked = matrix_start(table, index, tl.float32, ALIGNED) + at, stack + index.to(tl.int64) * size + at
     if WRITE:
-        tl.store(there, tl.load(here, mask=at < size, other=0.0), mask=(at < size) & write)
+        tl.store(own, tl.load(stacked, mask=at < size, other=0.0), mask=(at < size) & write)
     else:
-        tl.store(here, tl.load(there, mask=at < size, other=0.0), mask=at < size)
+        tl.store(stacked, tl.load(own, mask=at < size, other=0.0), mask=at < size)
 
 
 def movable(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are float32 without gaps."""
+    """Return whether these tensors are contiguous float32, as `gather` and `scatter_` need them."""
     return all(x.dtype is torch.float32 and x.is_contiguous() for x in tensors)
 
 
 def gather(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Each list of equal tensors as a stack."""
+    """Return each list of tensors of one shape as a stack."""
     stacks = [x[0].new_empty(len(x), *x[0].shape) for x in lists]
     _launch(stacks, lists, None, write=False)
     return stacks
 
 
 def scatter_(lists: Sequence[Sequence[Tensor]], stacks: Sequence[Tensor], skip: Tensor | None) -> None:
-    """Write stacks to the tensors that the lists name; nothing where `skip` holds."""
+    """Write stacks to the tensors of the lists; if the device flag `skip` is True, nothing is written."""
     _launch([x.contiguous() for x in stacks], lists, skip, write=True)
 
 
 def _launch(stacks: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], skip: Tensor | None, *, write: bool) -> None:
-    for first in range(0, len(stacks), MOST):
-        here, there = list(stacks[first : first + MOST]), lists[first : first + MOST]
-        homes, sizes, spare = [addresses(x) for x in there], [x[0].numel() for x in here], MOST - len(here)
-        batch, block = len(here[0]), launch.TARGET.block(BLOCK)
-        aligned = all(t.data_ptr() % 16 == 0 for x in there for t in x)
-        _move[(-(-max(sizes) // block), len(here) * batch)](
-            *here, *(here[:1] * spare), *homes, *(homes[:1] * spare), *sizes, *([0] * spare),
-            never(here[0].device) if skip is None else skip, batch, BLOCK=block, WRITE=write, ALIGNED=aligned,
+    """Copy between stacks and lists, MAX_FACTORS factors at a time."""
+    for first in range(0, len(stacks), MAX_FACTORS):
+        some, tensors = list(stacks[first : first + MAX_FACTORS]), lists[first : first + MAX_FACTORS]
+        tables, sizes, unused = [addresses(x) for x in tensors], [x[0].numel() for x in some], MAX_FACTORS - len(some)
+        batch, block = len(some[0]), launch.TARGET.block(BLOCK)
+        aligned = all(t.data_ptr() % 16 == 0 for x in tensors for t in x)
+        _copy_factors[(-(-max(sizes) // block), len(some) * batch)](
+            *some, *(some[:1] * unused), *tables, *(tables[:1] * unused), *sizes, *([0] * unused),
+            never(some[0].device) if skip is None else skip, batch, BLOCK=block, WRITE=write, ALIGNED=aligned,
             num_warps=4,
         )  # fmt: skip

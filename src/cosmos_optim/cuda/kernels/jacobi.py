@@ -1,9 +1,13 @@
-"""A = V diag(w) V' for a stack of small symmetric matrices, (B, k, k) -> (B, k), (B, k, k), by Jacobi's rotations.
+"""A = V diag(w) V' for a stack of small symmetric matrices by Jacobi's rotations: the Ritz step of the first basis.
 
-One program holds a matrix and its eigenvectors in registers. In each round every row is rotated against a partner; the
-rounds of a sweep pair each row with each other row once, as in a tournament. Libraries go through a stack one matrix at
-a time, with hundreds of launches for each; here it is one launch, and nothing is asked back by the host.
+One program holds a matrix and its eigenvectors in registers. In each round every row is rotated with a partner; the
+rounds of a sweep pair each row with each other row once, as a round-robin schedule does. Libraries process a stack one
+matrix at a time, with hundreds of launches for each; here it is one launch, and the host does not wait for a result.
+
+Shapes: A and V (B, k, k), w (B, k); N is the next power of two of k.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -11,39 +15,40 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import bring, exponent, undo
+from cosmos_optim.cuda.kernels.tiles import exponent, scale_down, scale_up
 
 # Matrix and eigenvectors fit in the registers of one block.
 MAX_COLUMNS = 64
-# A bound that is not met: once what is beside the diagonal is small each sweep squares it, and six to nine suffice.
+# A bound that is never reached: once the off-diagonal part is small, each sweep squares it, and six to nine suffice.
 SWEEPS = 12
-# Half a rounding: twice as much, of the norm of the whole, may be left beside the diagonal.
+# Half a rounding. The off-diagonal part may keep twice as much of the norm of A.
 EPS = 2.0**-24
-# Entries are brought near 2^10; what is this small beside that is zero, and its square still a normal number.
+# Entries are scaled to about 2^10. Off-diagonal entries below this count as zero; its square is still a normal number.
 ZERO = 1e-16
 
 
 @jit
-def _partner(turn, j, players):  # type: ignore[no-untyped-def]
-    """Who meets j in this round of a tournament of an even number of players; those beyond it meet themselves.
+def _partner(round_index, j, count):
+    """Return the partner of row j in this round, for an even number of rows; rows beyond `count` pair with themselves.
 
-    All but the last sit on a circle of odd length and meet their mirror image; who would meet himself meets the last.
+    All rows except the last are on a circle of odd length and pair with their mirror image; the row that would pair
+    with itself pairs with the last one.
     """
-    circle, last = players - 1, players - 1
-    mirror = (turn - j + circle) % circle
-    alone = (turn * (players // 2)) % circle
+    circle, last = count - 1, count - 1
+    mirror = (round_index - j + circle) % circle
+    unpaired = (round_index * (count // 2)) % circle
     p = tl.where(mirror == j, last, mirror)
-    return tl.where(j < last, p, tl.where(j == last, alone, j))
+    return tl.where(j < last, p, tl.where(j == last, unpaired, j))
 
 
 @jit
-def _rotation(d, o, i, p, ZERO: tl.constexpr, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sin(t) and tan(t / 2) of the rotations that make each pair (i, p) diagonal, and the diagonal after them.
+def _rotation(d, o, i, p, ZERO: tl.constexpr, EPS: tl.constexpr):
+    """Return sin(t) and tan(t / 2) of the rotations that make each pair (i, p) diagonal, and the diagonal after them.
 
-    tan(t) = +-2 o / (|D| + sqrt(D^2 + 4 o^2)), D = d_p - d_i, is the smaller angle; it is turned by a right angle where
-    the larger value would not come first. Values in order, equal ones side by side, save a third of the sweeps. With
-    the same `o` on both sides the angle of p is exactly that of i with the other sign, so that both turn alike; with
-    sin(t) from tan(t / 2) the rotation is orthogonal to the last bit, whatever the angle was rounded to.
+    tan(t) = +-2 o / (|D| + sqrt(D^2 + 4 o^2)) with D = d_p - d_i is the smaller angle; a right angle is added if the
+    larger value would not come first. Sorted values, with equal ones next to each other, save a third of the sweeps.
+    Both rows use the same off-diagonal entry `o`, so the angle of p is exactly that of i with the other sign. Because
+    sin(t) is computed from tan(t / 2), the rotation is orthogonal to the last bit for any rounding of the angle.
     """
     other = tl.gather(d, p, 0)
     gap = other - d
@@ -53,35 +58,35 @@ def _rotation(d, o, i, p, ZERO: tl.constexpr, EPS: tl.constexpr):  # type: ignor
     half = tan / (1 + tl.sqrt(1 + tan * tan))
     swap = (o != 0) & (gap != 0) & (up == (i < p))
     d = tl.where(swap, other + tan * o, d - tan * o)
-    turned = (tl.abs(half) - 1) / (tl.abs(half) + 1)
-    half = tl.where(swap, tl.where(half > 0, turned, -turned), half)
+    with_right_angle = (tl.abs(half) - 1) / (tl.abs(half) + 1)
+    half = tl.where(swap, tl.where(half > 0, with_right_angle, -with_right_angle), half)
     return tl.div_rn(2 * half, 1 + half * half), half, d
 
 
 @jit
-def _rows(X, p, sin, half, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """J'X: row i becomes cos x_i - sin x_p, written so that a small angle makes a small rounding error."""
+def _rotate_rows(X, p, sin, half, N: tl.constexpr):
+    """Return J'X: row i becomes cos x_i - sin x_p, written so that a small angle makes a small rounding error."""
     other = tl.gather(X, tl.broadcast_to(p[:, None], (N, N)), 0)
     return X - sin[:, None] * (other + half[:, None] * X)
 
 
 @jit
-def _sweep(A, V, d, players, N: tl.constexpr, ZERO: tl.constexpr, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every pair of rows once: A <- J'A J without its diagonal, which is d, and V' <- J'V'."""
+def _sweep(A, V, d, count, N: tl.constexpr, ZERO: tl.constexpr, EPS: tl.constexpr):
+    """Rotate every pair of rows once: A <- J'A J, the diagonal of which is kept in d, and V' <- J'V'."""
     i, j = tl.arange(0, N), tl.arange(0, N)
-    for turn in range(players - 1):
-        p = _partner(turn, i, players)
-        met = tl.where(p[:, None] == j[None, :], A, 0.0)
-        o = tl.sum(met, axis=1)
+    for round_index in range(count - 1):
+        p = _partner(round_index, i, count)
+        pairs = tl.where(p[:, None] == j[None, :], A, 0.0)
+        o = tl.sum(pairs, axis=1)
         sin, half, d = _rotation(d, 0.5 * (o + tl.gather(o, p, 0)), i, p, ZERO, EPS)
-        # A is symmetric: to turn its columns is to turn the rows of its transpose. Rows stay within a warp.
-        A = _rows(tl.trans(_rows(A - met, p, sin, half, N)), p, sin, half, N)
-        V = _rows(V, p, sin, half, N)
+        # A is symmetric, so rotating its columns is rotating the rows of its transpose. Rows stay within a warp.
+        A = _rotate_rows(tl.trans(_rotate_rows(A - pairs, p, sin, half, N)), p, sin, half, N)
+        V = _rotate_rows(V, p, sin, half, N)
     return A, V, d
 
 
 @jit
-def _eigh(  # type: ignore[no-untyped-def]
+def _eigh(
     a, values, vectors, k, N: tl.constexpr, SWEEPS: tl.constexpr, ZERO: tl.constexpr, EPS: tl.constexpr
 ):  # fmt: skip
     batch = tl.program_id(0).to(tl.int64)
@@ -90,31 +95,34 @@ def _eigh(  # type: ignore[no-untyped-def]
     low, high = tl.minimum(i[:, None], j[None, :]), tl.maximum(i[:, None], j[None, :])
     A = tl.load(a + batch * k * k + high * k + low, mask=inside, other=0.0)
     e = exponent(tl.max(tl.abs(A)))
-    A = A * bring(e)
-    total = tl.sum(A * A)
+    A = A * scale_up(e)
+    norm_sq = tl.sum(A * A)
     d = tl.sum(tl.where(diagonal, A, 0.0), axis=1)
     A = tl.where(diagonal, 0.0, A)
     V = tl.where(diagonal, 1.0, 0.0)
-    beside, sweep = tl.sum(A * A), 0
-    while (sweep < SWEEPS) & (beside > 4 * EPS * EPS * total):
+    off_diagonal_sq, sweep = tl.sum(A * A), 0
+    while (sweep < SWEEPS) & (off_diagonal_sq > 4 * EPS * EPS * norm_sq):
         A, V, d = _sweep(A, V, d, k + k % 2, N, ZERO, EPS)
-        beside = tl.sum(A * A)
+        off_diagonal_sq = tl.sum(A * A)
         sweep += 1
-    d = d * undo(e) + 0 * total  # whatever was not finite makes the values not-a-number
+    d = d * scale_down(e) + 0 * norm_sq  # NaN if an entry of A is not finite
     key = tl.where((d == d) & (i < k), d, float("inf"))
     below = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (j[None, :] < i[:, None]))
-    place = tl.sum(below.to(tl.int32), axis=1)
-    tl.store(values + batch * k + place, d, mask=i < k)
-    tl.store(vectors + batch * k * k + j[None, :] * k + place[:, None], V, mask=inside)
+    rank = tl.sum(below.to(tl.int32), axis=1)
+    tl.store(values + batch * k + rank, d, mask=i < k)
+    tl.store(vectors + batch * k * k + j[None, :] * k + rank[:, None], V, mask=inside)
 
 
 def supports(k: int) -> bool:
-    """Whether matrices of this size fit."""
+    """Return whether the kernel takes (k, k) matrices."""
     return k <= MAX_COLUMNS
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in ascending order and orthonormal eigenvectors of symmetric A, of which the lower half is read."""
+    """Return eigenvalues in ascending order (B, k) and orthonormal eigenvectors (B, k, k) of symmetric A.
+
+    Only the lower half of A is read. A matrix with an entry that is not finite gets NaN eigenvalues.
+    """
     batch, k, _ = A.shape
     A = A.contiguous()
     values, vectors = A.new_empty(batch, k), torch.empty_like(A)

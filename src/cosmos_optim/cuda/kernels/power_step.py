@@ -1,7 +1,15 @@
-"""Between the large products of a power step: Y / c in parts, and beta U S / c^2 + (1 - beta) (H U / c + eps U).
+"""The thin arithmetic of the power step, b2 U S + (1 - b2) G'G U (L5), divided by its scale c^2.
 
-c^2 = |Y|^2 + trace S keeps everything in the number range, whatever the size of the gradient (`linalg.subspace`).
+    scaled      Y / c in float16 parts, with Y = G U and c^2 = |Y|^2 + trace S
+    power_sum   beta U S / c^2 + (1 - beta) (H U / c + eps U), with H U = G'(Y / c)
+
+The scale c keeps everything in the number range for gradients of any size, and eps U keeps the columns independent
+(`linalg.subspace.power_step`).
+
+Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k stands for m or n.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -10,73 +18,76 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.reductions import largest, measure, total
+from cosmos_optim.cuda.kernels.reductions import max_parts, measure, sum_parts
 from cosmos_optim.cuda.kernels.thin_qr import plan, warps
-from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_tile, thin_rows, undo
+from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_thin, scale_down, scale_up, split_float16
 
 
 @jit
-def _scaled(  # type: ignore[no-untyped-def]
-    x, s, squares, peaks, y, scale, peak, k, r, parts, step, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+def _scaled(
+    x, s, norm_sq_parts, max_abs_parts, y, scale, y_max, k, r, parts, part_stride,
+    BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     row, col = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
     diagonal = tl.load(s + batch * r * r + col * (r + 1), mask=col < r, other=0.0)
-    c = tl.sqrt(total(squares, batch, parts, PARTS) + tl.sum(diagonal.to(tl.float64))).to(tl.float32)
+    c = tl.sqrt(sum_parts(norm_sq_parts, batch, parts, PARTS) + tl.sum(diagonal.to(tl.float64))).to(tl.float32)
     c = tl.where(c > 0, c, 1.0)
-    top = largest(peaks, batch, parts, PARTS) / c
-    value = thin_rows(x + batch.to(tl.int64) * k * r, row, col, k, r) / c
-    lead, rest = halves(value * bring(exponent(top)))
+    scaled_max = max_parts(max_abs_parts, batch, parts, PARTS) / c
+    value = load_thin(x + batch.to(tl.int64) * k * r, row, col, k, r) / c
+    y1, y2 = split_float16(value * scale_up(exponent(scaled_max)))
     at, inside = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :], row[:, None] < k
-    tl.store(at, lead, mask=inside)
-    tl.store(at + step, rest, mask=inside)
+    tl.store(at, y1, mask=inside)
+    tl.store(at + part_stride, y2, mask=inside)
     if block == 0:
         tl.store(scale + batch, c)
-        tl.store(peak + batch, top)
+        tl.store(y_max + batch, scaled_max)
 
 
-def scaled(Y: Tensor, S: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), 1 for a zero matrix."""
+def scaled(Y: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), which is 1 for zeros."""
     batch, k, r = Y.shape
     Y, S, R = Y.contiguous(), S.contiguous(), power_of_two(r)
-    parts = torch.empty(2, batch, k, R, dtype=torch.float16, device=Y.device)
-    c, peak = (torch.empty(batch, dtype=torch.float32, device=Y.device) for _ in range(2))
-    block, count = max(1, 2048 // R), squares.shape[1]
+    norm_sq_parts, max_abs_parts = measure(Y)
+    halves = torch.empty(2, batch, k, R, dtype=torch.float16, device=Y.device)
+    c, y_max = (torch.empty(batch, dtype=torch.float32, device=Y.device) for _ in range(2))
+    block, parts = max(1, 2048 // R), norm_sq_parts.shape[1]
     _scaled[(-(-k // block), batch)](
-        Y, S, squares, peaks, parts, c, peak, k, r, count, parts.stride(0), BLOCK=block, R=R,
-        PARTS=power_of_two(count), num_warps=4,
+        Y, S, norm_sq_parts, max_abs_parts, halves, c, y_max, k, r, parts, halves.stride(0), BLOCK=block, R=R,
+        PARTS=power_of_two(parts), num_warps=4,
     )  # fmt: skip
-    return parts, peak, c.view(-1, 1, 1)
+    return halves, y_max, c.view(-1, 1, 1)
 
 
 @jit
-def _power_sum(  # type: ignore[no-untyped-def]
-    u, s, hu, scale, out, columns, k, r, beta, rest, eps,
+def _power_sum(
+    u, s, hu, scale, out, columns, k, r, beta, one_minus_beta, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ROWS rows, and the sums of squares of its columns there."""
+    """Compute ROWS rows of the sum, and the squared norms of its columns over them."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     base = batch.to(tl.int64) * k * r
     i, col = tl.arange(0, R), tl.arange(0, R)
     c = tl.load(scale + batch)
-    T = thin_rows(s + batch * r * r, i, col, r, r) / c / c
+    T = load_thin(s + batch * r * r, i, col, r, r) / c / c
     e_t, e = exponent(tl.max(tl.abs(T))), exponent(tl.full((), 1.0, dtype=tl.float32))
-    t1, t2 = halves(T * bring(e_t))
-    squares = tl.zeros((R,), dtype=tl.float32)
+    t1, t2 = split_float16(T * scale_up(e_t))
+    norm_sq = tl.zeros((R,), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        x = thin_rows(u + base, row, col, k, r)
-        y = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, FLOAT32_DOTS)
-        y = beta * y + rest * (thin_rows(hu + base, row, col, k, r) / c + eps * x)
-        squares += tl.sum(y * y, axis=0)
+        x = load_thin(u + base, row, col, k, r)
+        zeros = tl.zeros((BLOCK, R), dtype=tl.float32)
+        y = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
+        y = beta * y + one_minus_beta * (load_thin(hu + base, row, col, k, r) / c + eps * x)
+        norm_sq += tl.sum(y * y, axis=0)
         tl.store(out + base + row[:, None] * r + col[None, :], y, mask=(row[:, None] < k) & (col[None, :] < r))
-    tl.store(columns + (batch * parts + part) * R + col, squares)
+    tl.store(columns + (batch * parts + part) * R + col, norm_sq)
 
 
 def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """beta U S / c^2 + (1 - beta) (HU / c + eps U), (B, k, r), and what `orthonormal` wants to know of its columns.
+    """Return beta U S / c^2 + (1 - beta) (HU / c + eps U), (B, k, r), and the `columns` that `orthonormal` takes.
 
-    U has entries of at most 1; the product is as exact as in float32.
+    The entries of U are at most 1; the product is as exact as in float32.
     """
     batch, k, r = U.shape
     parts, how = plan(k, r)

@@ -1,4 +1,12 @@
-"""Y = X U for a list of matrices, (m, n), (n, r) -> (m, r); for a half-precision stack with |X - X U U'|^2 besides."""
+"""Y = X U for a list of matrices: the G U of the power step (L5); and B U with |B - B U U'|^2 for a stack.
+
+    project   Y = X U                          float16 parts of U, as exact as float32
+    overlap   Y = X U and |X - X U U'|^2       X a half-precision stack; the squared norm by row blocks and by rows
+
+Shapes: X (m, n), U (n, r), Y (m, r); B matrices each.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -8,89 +16,103 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
-from cosmos_optim.cuda.kernels.tiles import class_rows, exponent, lead, mac, mac_tile, matrix, tile, whole
+from cosmos_optim.cuda.kernels.tiles import (
+    columns_before_alignment,
+    dot_add,
+    dot_split_tile,
+    exponent,
+    load_full_columns,
+    load_tile,
+    matrix_start,
+    rows_of_class,
+)
 from cosmos_optim.cuda.pointer_list import Matrices
 
 LAUNCH = Launch(128, 32, stages=4)
-ODD = Launch(64, 64, warps=4, stages=1)
-OVERLAP = Launch(128, 64, stages=4)
+UNALIGNED_LAUNCH = Launch(64, 64, warps=4, stages=1)
+OVERLAP_LAUNCH = Launch(128, 64, stages=4)
 
 
 @jit(unaligned=("x",), unspecialized=("m",))
-def _project(  # type: ignore[no-untyped-def]
-    x, u, y, top, u_step, m, n, r, sm, sn, gain,
+def _project(
+    x, u, y, x_max, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    CLASSES: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    ALIGNMENT_CLASSES: tl.constexpr, MAX_GIVEN: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    block, batch = tl.program_id(0) // CLASSES, tl.program_id(1)
-    first = tl.program_id(0) % CLASSES
+    block, batch = tl.program_id(0) // ALIGNMENT_CLASSES, tl.program_id(1)
+    first = tl.program_id(0) % ALIGNMENT_CLASSES
     q, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
-    i = first + CLASSES * q
-    start = matrix(x, batch, ELEMENT, ALIGNED)
+    i = first + ALIGNMENT_CLASSES * q
+    start = matrix_start(x, batch, ELEMENT, ALIGNED)
     base = u + batch.to(tl.int64) * n * R
     acc = tl.zeros((BM, R), dtype=tl.float32)
     e = 0
-    if KNOWN:
-        e = exponent(tl.load(top + batch))
+    if MAX_GIVEN:
+        e = exponent(tl.load(x_max + batch))
     if ALIGNED:
-        # Rows of one class, from their first aligned column on; what is left over in front and behind comes last.
-        skip = lead(first, sm, ELEMENT, CLASSES)
-        rows, body = (m - first + CLASSES - 1) // CLASSES, (n - skip) // BK * BK
-        begin, pitch = class_rows(start, first, skip, sm, ELEMENT, CLASSES)
+        # Rows of one alignment class, full tiles from their first aligned column on; the columns before and after those
+        # tiles come last, in one tile with a mask.
+        before = columns_before_alignment(first, sm, ELEMENT, ALIGNMENT_CLASSES)
+        rows, body = (m - first + ALIGNMENT_CLASSES - 1) // ALIGNMENT_CLASSES, (n - before) // BK * BK
+        begin, class_stride = rows_of_class(start, first, before, sm, ELEMENT, ALIGNMENT_CLASSES)
         for k in range(0, body, BK):
             j = k + tl.arange(0, BK)
-            a = whole(begin, q, j, rows, pitch, sn).to(tl.float32)
-            at = base + (skip + j[:, None]) * R + c[None, :]
-            if not KNOWN:
+            a = load_full_columns(begin, q, j, rows, class_stride, sn).to(tl.float32)
+            at = base + (before + j[:, None]) * R + c[None, :]
+            if not MAX_GIVEN:
                 e = exponent(tl.max(tl.abs(a)))
-            acc = mac_tile(a, e, tl.load(at), tl.load(at + u_step), acc, NARROW, False, FLOAT32_DOTS)
+            acc = dot_split_tile(a, e, tl.load(at), tl.load(at + u_step), acc, SINGLE_PART, False, FLOAT32_DOTS)
         if body < n:
             j = tl.arange(0, 2 * BK)
-            j = tl.where(j < skip, j, j + body)
-            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, FLOAT32_DOTS)
+            j = tl.where(j < before, j, j + body)
+            acc = _masked_tile(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, MAX_GIVEN, SINGLE_PART, FLOAT32_DOTS)
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
-            acc = _masked(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, KNOWN, NARROW, FLOAT32_DOTS)
+            acc = _masked_tile(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, MAX_GIVEN, SINGLE_PART, FLOAT32_DOTS)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
 
 @jit
-def _masked(  # type: ignore[no-untyped-def]
+def _masked_tile(
     start, base, i, j, acc, e, u_step, m, n, sm, sn,
-    R: tl.constexpr, KNOWN: tl.constexpr, NARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    R: tl.constexpr, MAX_GIVEN: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """acc + the product over the columns j, wherever they are."""
-    a = tile(start, i, j, m, n, sm, sn).to(tl.float32)
-    if not KNOWN:
+    """Return acc + the product over any columns j, some of which may not exist."""
+    a = load_tile(start, i, j, m, n, sm, sn).to(tl.float32)
+    if not MAX_GIVEN:
         e = exponent(tl.max(tl.abs(a)))
     at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
     b1, b2 = tl.load(at, mask=held, other=0.0), tl.load(at + u_step, mask=held, other=0.0)
-    return mac_tile(a, e, b1, b2, acc, NARROW, False, FLOAT32_DOTS)
+    return dot_split_tile(a, e, b1, b2, acc, SINGLE_PART, False, FLOAT32_DOTS)
 
 
-def project(X: Matrices, U: Tensor, r: int, top: Tensor | None = None) -> Tensor:
-    """X U (B, m, r) in float32; U is split in float16 (2, B, n, R) with c = BASIS_SCALE.
+def project(X: Matrices, U: Tensor, r: int, x_max: Tensor | None = None) -> Tensor:
+    """Return X U (B, m, r) in float32.
 
-    `top`: the largest |entry| of each matrix or a bound not far above it, (B,); without it each tile looks for its own.
+    Args:
+        X: B matrices (m, n).
+        U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
+        r: columns of U.
+        x_max: the largest |entry| of each matrix or a bound not far above it, (B,); if None, each tile finds its own.
     """
     _, batch, n, R = U.shape
     m, source = X.shape[0], X.source()
-    how = (LAUNCH if source["ALIGNED"] else ODD).fit(R)
-    blocks = source["CLASSES"] * -(-m // (source["CLASSES"] * how.rows))
+    how = (LAUNCH if source["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
+    blocks = source["ALIGNMENT_CLASSES"] * -(-m // (source["ALIGNMENT_CLASSES"] * how.rows))
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     _project[(blocks, batch)](
-        **source, u=U, y=Y, top=U if top is None else top, u_step=U.stride(0), m=m, n=n, r=r, gain=1 / BASIS_SCALE,
-        BM=how.rows, BK=how.cols, R=R, KNOWN=top is not None, NARROW=X.dtype is torch.bfloat16,
-        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
+        **source, u=U, y=Y, x_max=U if x_max is None else x_max, u_step=U.stride(0), m=m, n=n, r=r,
+        gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, MAX_GIVEN=x_max is not None,
+        SINGLE_PART=X.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return Y
 
 
 @jit
-def _overlap(  # type: ignore[no-untyped-def]
-    x, u, y, e, rows, stride, u_step, m, n, r, sm, sn, gain,
+def _overlap(
+    x, u, y, outside_sq, row_outside_sq, stride, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
@@ -101,42 +123,46 @@ def _overlap(  # type: ignore[no-untyped-def]
     squares = tl.zeros((BM, BK), dtype=tl.float32)
     for k in range(0, n, BK):
         j = k + tl.arange(0, BK)
-        a = tile(start, i, j, m, n, sm, sn)
+        a = load_tile(start, i, j, m, n, sm, sn)
         squares += a.to(tl.float32) * a.to(tl.float32)
         at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
-        product = mac(a, tl.load(at + u_step, mask=held, other=0.0), tl.zeros_like(acc), FLOAT32_DOTS)
-        # Added outside the product, which is over then. Triton 3.6 looks at the other use of `a`, the squares, alone
-        # when it counts buffers: carried on in `acc`, the product would still read the one that is filled next.
-        acc = acc + mac(a, tl.load(at, mask=held, other=0.0), product, FLOAT32_DOTS)
-    # The sums first: after the product is stored they would take half as many registers again at R = 128.
-    left = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
-    tl.store(e + batch * tl.num_programs(0) + block, left)
-    left_rows = tl.sum(squares, axis=1) - gain * gain * tl.sum(acc * acc, axis=1)
-    tl.store(rows + batch * m + i, left_rows, mask=i < m)
+        product = dot_add(a, tl.load(at + u_step, mask=held, other=0.0), tl.zeros_like(acc), FLOAT32_DOTS)
+        # Added outside of the product, which is complete then. Triton 3.6 counts buffers by the other use of `a`, the
+        # squares, alone: a product summed in `acc` would still read the buffer that is filled next.
+        acc = acc + dot_add(a, tl.load(at, mask=held, other=0.0), product, FLOAT32_DOTS)
+    # The sums come first: after the store of the product they would take half as many registers again at R = 128.
+    outside = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
+    tl.store(outside_sq + batch * tl.num_programs(0) + block, outside)
+    outside_rows = tl.sum(squares, axis=1) - gain * gain * tl.sum(acc * acc, axis=1)
+    tl.store(row_outside_sq + batch * m + i, outside_rows, mask=i < m)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
 
-def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
-    """X U (B, m, r) and |X - X U U'|^2 by row blocks (B, blocks), for a float16 stack X of any strides.
+def overlap(X: Tensor, U: Tensor, r: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return X U (B, m, r) and |X - X U U'|^2 by row blocks (B, blocks).
 
-    `rows` (B, m) float32 takes the same by rows: who will ask for them is not known yet, and they cost nothing.
+    Args:
+        X: float16 stack (B, m, n) of any strides.
+        U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
+        r: columns of U.
+        rows: (B, m) float32, written: |X - X U U'|^2 of each row, which costs nothing. None discards it.
     """
     _, batch, n, R = U.shape
     m = X.shape[1]
-    how = OVERLAP.fit(R)
+    how = OVERLAP_LAUNCH.fit(R)
     blocks = -(-m // how.rows)
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
-    E = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
-    rows = torch.empty(batch, m, dtype=torch.float32, device=U.device)
+    outside_sq = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
+    rows = torch.empty(batch, m, dtype=torch.float32, device=U.device) if rows is None else rows
     _overlap[(blocks, batch)](
-        x=X, u=U, y=Y, e=E, rows=rows, stride=X.stride(0), u_step=U.stride(0), m=m, n=n, r=r, sm=X.stride(1),
-        sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
+        x=X, u=U, y=Y, outside_sq=outside_sq, row_outside_sq=rows, stride=X.stride(0), u_step=U.stride(0), m=m, n=n,
+        r=r, sm=X.stride(1), sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
         FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
-    return Y, E, rows
+    return Y, outside_sq
 
 
 def project_torch(X: Tensor, U: Tensor) -> Tensor:
-    """The same product of a stack in plain torch."""
+    """Compute the same product of a stack in plain torch."""
     return X.float() @ U

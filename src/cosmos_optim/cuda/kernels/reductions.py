@@ -1,7 +1,10 @@
-"""Sums that one kernel leaves by blocks and the next one adds: (B, parts), one launch less for each.
+"""Sums by parts: one kernel leaves a sum of each block, (B, parts), and the next kernel adds them.
 
-They are float64, or float32 where the numbers are known to be of moderate size; the total is float64, in a fixed order.
+That saves a launch for every sum. Parts are float64, or float32 if the numbers are known to be of moderate size; their
+sum is float64, in a fixed order.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -16,59 +19,59 @@ BLOCK, BLOCKS_PER_PROGRAM = 2048, 4
 
 
 @jit
-def total(parts, batch, count, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the parts of matrix `batch`."""
+def sum_parts(parts, batch, count, COUNT: tl.constexpr):
+    """Return the sum of the parts of matrix `batch` in float64."""
     at = tl.arange(0, COUNT)
     return tl.sum(tl.load(parts + batch * count + at, mask=at < count, other=0.0).to(tl.float64))
 
 
 @jit
-def largest(parts, batch, count, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest of the parts of matrix `batch`."""
+def max_parts(parts, batch, count, COUNT: tl.constexpr):
+    """Return the largest of the parts of matrix `batch`."""
     at = tl.arange(0, COUNT)
     return tl.max(tl.load(parts + batch * count + at, mask=at < count, other=0.0))
 
 
 @jit
-def square_sum(x):  # type: ignore[no-untyped-def]
-    """The sum of squares of a block in float64: the square of 1e-30 or of 1e20 is no float32 number."""
+def norm_sq(x):
+    """Return the sum of squares of a block in float64: the squares of 1e-30 and 1e20 are not float32 numbers."""
     wide = x.to(tl.float64)
     return tl.sum(wide * wide)
 
 
 @jit
-def _measure(x, squares, peaks, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _measure(x, norm_sq_parts, max_abs_parts, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     start = x + batch.to(tl.int64) * size
-    sums, top = tl.zeros((BLOCK,), dtype=tl.float64), tl.zeros((BLOCK,), dtype=tl.float32)
+    total, x_max = tl.zeros((BLOCK,), dtype=tl.float64), tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, SPAN, BLOCK):
         at = part * SPAN + first + tl.arange(0, BLOCK)
         value = tl.load(start + at, mask=at < size, other=0.0)
         wide = value.to(tl.float64)
-        sums += wide * wide
-        top = tl.maximum(top, tl.abs(value))
-    tl.store(squares + batch * parts + part, tl.sum(sums))
-    tl.store(peaks + batch * parts + part, tl.max(top))
+        total += wide * wide
+        x_max = tl.maximum(x_max, tl.abs(value))
+    tl.store(norm_sq_parts + batch * parts + part, tl.sum(total))
+    tl.store(max_abs_parts + batch * parts + part, tl.max(x_max))
 
 
 def measure(X: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of squares (float64) and the largest |entry| of each matrix of a float32 stack by blocks, (B, parts)."""
+    """Return |X|^2 (float64) and the largest |entry| of each matrix of a float32 stack, by parts (B, parts)."""
     X = X.contiguous()
     batch, size = X.shape[0], X[0].numel()
     block = launch.TARGET.block(BLOCK)
     span = BLOCKS_PER_PROGRAM * block
     parts = -(-size // span)
-    squares = torch.empty(batch, parts, dtype=torch.float64, device=X.device)
-    peaks = torch.empty(batch, parts, dtype=torch.float32, device=X.device)
-    _measure[(parts, batch)](X, squares, peaks, size, SPAN=span, BLOCK=block, num_warps=4)
-    return squares, peaks
+    norm_sq_parts = torch.empty(batch, parts, dtype=torch.float64, device=X.device)
+    max_abs_parts = torch.empty(batch, parts, dtype=torch.float32, device=X.device)
+    _measure[(parts, batch)](X, norm_sq_parts, max_abs_parts, size, SPAN=span, BLOCK=block, num_warps=4)
+    return norm_sq_parts, max_abs_parts
 
 
 def added(parts: Tensor) -> Tensor:
-    """Sums by parts, added: (B, 1, 1) in float64."""
+    """Add a sum by parts (B, ...): (B, 1, 1) in float64."""
     return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)
 
 
 def measure_torch(X: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in one part, in plain torch."""
+    """Compute the same in one part, in plain torch."""
     return X.double().square().sum((1, 2))[:, None], X.abs().amax((1, 2))[:, None]

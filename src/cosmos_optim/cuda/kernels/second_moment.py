@@ -1,7 +1,12 @@
-"""S <- (T + T')/2, T = beta C S C' + E with C = U'U_old and E = (1 - beta) Y'Y, and the columns that hold gradient.
+"""S <- (T + T')/2 with T = beta C S C' + E, C = U'U_old and E = (1 - beta) Y'Y (L6), and which columns hold gradient.
 
-Three launches: the two Gram matrices by row blocks, then one program a matrix that adds the blocks and does the rest.
+Three launches: the two Gram matrices by row blocks, then one program for each matrix that adds the blocks and does all
+else.
+
+Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -11,60 +16,72 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, tl
 from cosmos_optim.cuda.kernels.thin_qr import gram_parts
-from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_parts, mac_tile, thin_rows, undo
+from cosmos_optim.cuda.kernels.tiles import (
+    dot_parts,
+    dot_split_tile,
+    exponent,
+    load_thin,
+    scale_down,
+    scale_up,
+    split_float16,
+)
 
-# Blocks of a Gram matrix on their way at a time.
-AHEAD = 4
+# Blocks of a Gram matrix that are loaded at the same time.
+PREFETCHED = 4
 
 
 @jit
-def _added(parts, batch, count, R: tl.constexpr, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the blocks of matrix `batch`."""
+def _sum_gram(parts, batch, count, R: tl.constexpr, PREFETCHED: tl.constexpr):
+    """Return the sum of the blocks of matrix `batch`."""
     i, j = tl.arange(0, R), tl.arange(0, R)
     start = parts + batch.to(tl.int64) * count * R * R + i[:, None] * R + j[None, :]
     acc = tl.zeros((R, R), dtype=tl.float32)
-    for first in range(0, count, AHEAD):
-        for more in tl.static_range(AHEAD):
-            part = first + more
+    for first in range(0, count, PREFETCHED):
+        for offset in tl.static_range(PREFETCHED):
+            part = first + offset
             acc += tl.load(start + part * R * R, mask=(i[:, None] < R) & (part < count), other=0.0)
     return acc
 
 
 @jit
-def _moment(  # type: ignore[no-untyped-def]
-    s, turns, now, out, real, turn_count, now_count, r, beta, floor,
-    R: tl.constexpr, AHEAD: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+def _second_moment(
+    s, c_parts, e_parts, out, tracked, c_count, e_count, r, beta, floor,
+    R: tl.constexpr, PREFETCHED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
     zero = tl.zeros((R, R), dtype=tl.float32)
-    S = thin_rows(s + batch * r * r, i, j, r, r)
+    S = load_thin(s + batch * r * r, i, j, r, r)
     e_s = exponent(tl.max(tl.abs(S)))
-    s1, s2 = halves(S * bring(e_s))
-    C = _added(turns, batch, turn_count, R, AHEAD)
+    s1, s2 = split_float16(S * scale_up(e_s))
+    C = _sum_gram(c_parts, batch, c_count, R, PREFETCHED)
     e_c = exponent(tl.max(tl.abs(C)))
-    c1, c2 = halves(C * bring(e_c))
-    T = undo(e_s) * (undo(e_c) * mac_parts(c1, c2, s1, s2, zero, False, False, FLOAT32_DOTS))
+    c1, c2 = split_float16(C * scale_up(e_c))
+    T = scale_down(e_s) * (scale_down(e_c) * dot_parts(c1, c2, s1, s2, zero, False, False, FLOAT32_DOTS))
     e_t = exponent(tl.max(tl.abs(T)))
-    T = undo(e_c) * mac_tile(T, e_t, tl.trans(c1), tl.trans(c2), zero, False, False, FLOAT32_DOTS)
-    E = _added(now, batch, now_count, R, AHEAD)
+    T = scale_down(e_c) * dot_split_tile(T, e_t, tl.trans(c1), tl.trans(c2), zero, False, False, FLOAT32_DOTS)
+    E = _sum_gram(e_parts, batch, e_count, R, PREFETCHED)
     T = beta * T + E
     T = (T + tl.trans(T)) * 0.5
     tl.store(out + batch * r * r + i[:, None] * r + j[None, :], T, mask=(i[:, None] < r) & (j[None, :] < r))
     diagonal = i[:, None] == j[None, :]
-    past, held = tl.sum(tl.where(diagonal, T, 0.0), axis=0), tl.sum(tl.where(diagonal, E, 0.0), axis=0)
-    keep = (past > floor * tl.sum(past)) | (held > floor * tl.sum(held))
-    tl.store(real + batch * r + j, keep.to(tl.float32), mask=j < r)
+    past, now = tl.sum(tl.where(diagonal, T, 0.0), axis=0), tl.sum(tl.where(diagonal, E, 0.0), axis=0)
+    keep = (past > floor * tl.sum(past)) | (now > floor * tl.sum(now))
+    tl.store(tracked + batch * r + j, keep.to(tl.float32), mask=j < r)
 
 
-def second_moment(S: Tensor, turns: Tensor, now: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
-    """The new S (B, r, r), and (B, 1, r): 1 where its diagonal or E's exceeds `floor` of the trace, else 0."""
+def second_moment(S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
+    """Return the new S (B, r, r), and which columns hold gradient (B, 1, r).
+
+    The second is 1 if the diagonal entry of S or of E exceeds `floor` times the trace, else 0.
+    """
+    c_parts, e_parts = gram_parts(U, U_old), gram_parts(Y, Y, gain=1 - beta)
     batch, r = S.shape[:2]
-    R, S = turns.shape[-1], S.contiguous()
-    out, real = torch.empty_like(S), S.new_empty(batch, 1, r)
-    _moment[(batch,)](
-        S, turns, now, out, real, turns.shape[1], now.shape[1], r, beta, floor, R=R,
-        AHEAD=AHEAD if R <= 64 else AHEAD // 2, FLOAT32_DOTS=launch.TARGET.float32_dots,
+    R, S = c_parts.shape[-1], S.contiguous()
+    out, tracked = torch.empty_like(S), S.new_empty(batch, 1, r)
+    _second_moment[(batch,)](
+        S, c_parts, e_parts, out, tracked, c_parts.shape[1], e_parts.shape[1], r, beta, floor, R=R,
+        PREFETCHED=PREFETCHED if R <= 64 else PREFETCHED // 2, FLOAT32_DOTS=launch.TARGET.float32_dots,
         num_warps=4 if R <= 32 else 8 if R <= 64 else 16,
     )  # fmt: skip
-    return out, real
+    return out, tracked

@@ -1,7 +1,12 @@
-"""V <- beta2 V + (1 - beta2) Y*Y and P = (N / (1 - beta1^t)) / root(V), for thin factors (B, k, r), in one pass.
+"""V <- b2 V + (1 - b2) Y*Y (L7) and P = (N / (1 - b1^t)) / root(V) (L8), in one pass over thin factors.
 
-What comes next needs the sums of squares of P and N by row blocks, and N in bfloat16 parts: both are left on the way.
+root(V) is sqrt(V / (1 - b2^t)) + eps, or the paper's sqrt((V + eps) / (1 - b2^t)). The same pass leaves what the next
+kernels need: |P|^2 and |N|^2 by row blocks, and -N in bfloat16 parts.
+
+Shapes: V, Y = G U, N = (momentum) U and P are (B, m, r); t is (B, 1, 1).
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -11,69 +16,77 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.reductions import square_sum
-from cosmos_optim.cuda.kernels.tiles import thin_rows
+from cosmos_optim.cuda.kernels.reductions import norm_sq
+from cosmos_optim.cuda.kernels.tiles import load_thin, split_bfloat16
 
 
 @jit
-def correction(log, steps):  # type: ignore[no-untyped-def]
-    """1 - beta^steps from the logarithm of beta."""
-    return (1 - tl.exp(steps * log)).to(tl.float32)
+def bias_correction(log_beta, steps):
+    """Return 1 - beta^steps."""
+    return (1 - tl.exp(steps * log_beta)).to(tl.float32)
 
 
 @jit
-def _adapt(  # type: ignore[no-untyped-def]
-    v, y, x, real, t, new, p, parts, squares, k, r, step, squares_step, beta, rest, eps, log1, log2, ahead,
-    BLOCK: tl.constexpr, R: tl.constexpr, INSIDE: tl.constexpr,
+def _adapt(
+    v, y, x, tracked, t, new, p, minus_x, norm_sq_parts, k, r, part_stride, norm_sq_stride, beta2, one_minus_beta2, eps,
+    log_beta1, log_beta2, extra_steps,
+    BLOCK: tl.constexpr, R: tl.constexpr, EPS_INSIDE_ROOT: tl.constexpr,
 ):  # fmt: skip
     block, batch, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row, col = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
     base, inside = batch.to(tl.int64) * k * r, (row[:, None] < k) & (col[None, :] < r)
     steps = tl.load(t + batch).to(tl.float64)
-    c1, c2 = correction(log1, steps + ahead), correction(log2, steps)
-    Y, X = thin_rows(y + base, row, col, k, r), thin_rows(x + base, row, col, k, r)
-    V = beta * thin_rows(v + base, row, col, k, r) + rest * Y * Y
-    if INSIDE:
+    c1, c2 = bias_correction(log_beta1, steps + extra_steps), bias_correction(log_beta2, steps)
+    Y, X = load_thin(y + base, row, col, k, r), load_thin(x + base, row, col, k, r)
+    V = beta2 * load_thin(v + base, row, col, k, r) + one_minus_beta2 * Y * Y
+    if EPS_INSIDE_ROOT:
         root = tl.sqrt_rn((V + eps) / c2)
     else:
         root = tl.sqrt_rn(V / c2) + eps
-    keep = tl.load(real + batch * r + col, mask=col < r, other=0.0)
+    keep = tl.load(tracked + batch * r + col, mask=col < r, other=0.0)
     P = tl.where(root > 0, X / c1 / tl.where(root > 0, root, 1.0), 0.0) * keep[None, :]
     P = tl.where(inside, P, 0.0)
     at = base + row[:, None] * r + col[None, :]
     tl.store(new + at, V, mask=inside)
     tl.store(p + at, P, mask=inside)
-    lead = (-X).to(tl.bfloat16)
-    at = parts + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
-    tl.store(at, lead, mask=row[:, None] < k)
-    tl.store(at + step, (-X - lead.to(tl.float32)).to(tl.bfloat16), mask=row[:, None] < k)
-    at = squares + batch * blocks + block
-    tl.store(at, square_sum(P))
-    tl.store(at + squares_step, square_sum(X))
+    minus1, minus2 = split_bfloat16(-X)
+    at = minus_x + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
+    tl.store(at, minus1, mask=row[:, None] < k)
+    tl.store(at + part_stride, minus2, mask=row[:, None] < k)
+    at = norm_sq_parts + batch * blocks + block
+    tl.store(at, norm_sq(P))
+    tl.store(at + norm_sq_stride, norm_sq(X))
 
 
 def adapt(
-    V: Tensor, Y: Tensor, N: Tensor, real: Tensor, t: Tensor, *,
+    V: Tensor, Y: Tensor, N: Tensor, tracked: Tensor, t: Tensor, *,
     betas: tuple[float, float], eps: float, inside: bool, ahead: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """V and P (B, k, r); -N in bfloat16 parts (2, B, k, R); |P|^2 and |N|^2 by row blocks, (2, B, blocks) in float64.
+    """Return V and P (B, m, r), -N in bfloat16 parts (2, B, m, R), and |P|^2 and |N|^2 by row blocks (2, B, blocks).
+
+    The squared norms are float64.
 
     Args:
-        V, Y, N: second moment, the numbers whose squares it averages, and those to divide by its root.
-        real: (B, 1, r), what each column of P is multiplied by.
-        t: (B, 1, 1) steps, counted from 1; N is an average over `ahead` steps more.
-        inside: eps stands within the root.
+        V: second moment of the entries of Y.
+        Y: the gradient in the basis, G U.
+        N: the momentum in the basis, to be divided by root(V).
+        tracked: (B, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
+        t: (B, 1, 1) steps, counted from 1.
+        betas: decay of the momentum and of V.
+        eps: added to the root, or inside of it if `inside`.
+        inside: whether eps is inside of the root, as in the paper.
+        ahead: N is an average over t + ahead steps (1 with Nesterov's blend, else 0).
     """
     batch, k, r = V.shape
     V, Y, N, R = V.contiguous(), Y.contiguous(), N.contiguous(), power_of_two(r)
     new, P = torch.empty_like(V), torch.empty_like(V)
     block = max(1, 2048 // R)
     blocks = -(-k // block)
-    parts = torch.empty(2, batch, k, R, dtype=torch.bfloat16, device=V.device)
-    squares = torch.empty(2, batch, blocks, dtype=torch.float64, device=V.device)
-    logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
+    minus_N = torch.empty(2, batch, k, R, dtype=torch.bfloat16, device=V.device)
+    norm_sq_parts = torch.empty(2, batch, blocks, dtype=torch.float64, device=V.device)
+    log_beta1, log_beta2 = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
     _adapt[(blocks, batch)](
-        V, Y, N, real, t, new, P, parts, squares, k, r, parts.stride(0), squares.stride(0), betas[1], 1 - betas[1], eps,
-        logs[0], logs[1], ahead, BLOCK=block, R=R, INSIDE=inside, num_warps=4,
+        V, Y, N, tracked, t, new, P, minus_N, norm_sq_parts, k, r, minus_N.stride(0), norm_sq_parts.stride(0), betas[1],
+        1 - betas[1], eps, log_beta1, log_beta2, ahead, BLOCK=block, R=R, EPS_INSIDE_ROOT=inside, num_warps=4,
     )  # fmt: skip
-    return new, P, parts, squares
+    return new, P, minus_N, norm_sq_parts

@@ -1,9 +1,15 @@
-"""Q = orthonormal columns of Y by Cholesky, (B, k, r) -> the same, and A'B of thin factors.
+"""Q = QR(Y) with a positive diagonal, by Cholesky: the QR of the power step (L5); and A'B of thin factors.
 
-The three passes of `linalg.orthonormal` in eight launches instead of fifty: columns scaled to norm 1, then
-Q <- Q L^-T where L L' = Q'Q (+ a shift in the first pass). Products are of float16 parts with float32 sums (`tiles`),
-which is as exact as float32; the factorization itself is float32. Sums over rows are made in a fixed order.
+These are the three passes of `linalg.cholesky_qr.orthonormalize` in eight launches instead of fifty. The columns are
+scaled to norm 1, then each pass computes Q <- Q L^-T with L L' = Q'Q (plus a shift in the first pass). Products are of
+float16 parts with float32 sums (`tiles`), as exact as float32; the factorization itself is float32. Sums over rows are
+made in a fixed order.
+
+Shapes: Y, Q, A, B (B, k, r); A'B (B, r, r); R is the next power of two of r. Sums over rows are left by row blocks:
+(B, parts, R) for columns, (B, parts, R, R) for Gram matrices.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -12,71 +18,82 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import bring, exponent, halves, mac_parts, mac_tile, thin_rows, undo
+from cosmos_optim.cuda.kernels.tiles import (
+    dot_parts,
+    dot_split_tile,
+    exponent,
+    load_thin,
+    scale_down,
+    scale_up,
+    split_float16,
+)
 
 # One block holds the Gram matrix and its inverse factor in registers.
 MAX_COLUMNS = 128
-# Rows that one block sums: few enough that a dozen matrices fill the machine, many enough that little is left to add.
+# Rows that one program reads at a time, and how often: few enough that a dozen matrices fill the GPU, many enough that
+# little is left to add.
 BLOCK, BLOCKS_PER_PROGRAM = 64, 4
 
 
 @jit(unspecialized=("k",))
-def _columns(y, out, k, r, ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of squares of the columns over ROWS rows."""
+def _column_norms(y, out, k, r, ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    """Sum the squares of each column over ROWS rows."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     col = tl.arange(0, R)
-    total = tl.zeros((R,), dtype=tl.float32)
+    norm_sq = tl.zeros((R,), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        value = thin_rows(y + batch.to(tl.int64) * k * r, row, col, k, r)
-        total += tl.sum(value * value, axis=0)
-    tl.store(out + (batch * parts + part) * R + col, total)
+        value = load_thin(y + batch.to(tl.int64) * k * r, row, col, k, r)
+        norm_sq += tl.sum(value * value, axis=0)
+    tl.store(out + (batch * parts + part) * R + col, norm_sq)
 
 
 @jit
-def _unit(columns, batch, parts, R: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / norm of each column, 0 for a zero one."""
+def _inverse_norms(columns, batch, parts, R: tl.constexpr, PARTS: tl.constexpr):
+    """Return 1 / norm of each column, 0 for a zero column."""
     p, col = tl.arange(0, PARTS), tl.arange(0, R)
     at = columns + (batch * parts + p[:, None]) * R + col[None, :]
-    total = tl.sum(tl.load(at, mask=p[:, None] < parts, other=0.0), axis=0)
-    return tl.where(total > 0, 1 / tl.sqrt_rn(tl.maximum(total, 1e-37)), 0.0)
+    norm_sq = tl.sum(tl.load(at, mask=p[:, None] < parts, other=0.0), axis=0)
+    return tl.where(norm_sq > 0, 1 / tl.sqrt_rn(tl.maximum(norm_sq, 1e-37)), 0.0)
 
 
 @jit(unspecialized=("k",))
-def _gram(  # type: ignore[no-untyped-def]
+def _gram(
     a, b, columns, out, k, r, gain,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """gain A'B over ROWS rows; with UNIT, A = B and its columns are scaled to norm 1 instead."""
+    """Compute gain A'B over ROWS rows; or A'A (UNIT), with the columns of A scaled to norm 1."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     col = tl.arange(0, R)
     acc = tl.zeros((R, R), dtype=tl.float32)
     scale = tl.full((R,), 1.0, dtype=tl.float32) * gain
     if UNIT:
-        scale = _unit(columns, batch, parts, R, PARTS)
+        scale = _inverse_norms(columns, batch, parts, R, PARTS)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        x = thin_rows(a + batch.to(tl.int64) * k * r, row, col, k, r) * scale[None, :]
+        x = load_thin(a + batch.to(tl.int64) * k * r, row, col, k, r) * scale[None, :]
         e = exponent(tl.max(tl.abs(x)))
-        x1, x2 = halves(x * bring(e))
+        x1, x2 = split_float16(x * scale_up(e))
         if UNIT:
-            acc = acc + undo(e) * undo(e) * mac_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
+            product = dot_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
+            acc = acc + scale_down(e) * scale_down(e) * product
         else:
-            y = thin_rows(b + batch.to(tl.int64) * k * r, row, col, k, r)
+            y = load_thin(b + batch.to(tl.int64) * k * r, row, col, k, r)
             e_y = exponent(tl.max(tl.abs(y)))
-            acc = acc + undo(e) * mac_tile(y, e_y, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
+            product = dot_split_tile(y, e_y, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
+            acc = acc + scale_down(e) * product
     i = tl.arange(0, R)
     tl.store(out + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
-@jit(unspecialized=("turn", "parts", "r"))
-def _factor(gram, factor, fine, parts, r, shift, turn, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """L^-T of the Cholesky factor of the summed Gram matrix; notes what fails in `fine`.
+@jit(unspecialized=("pass_index", "parts", "r"))
+def _inverse_factor(gram, factor, ok, parts, r, shift, pass_index, R: tl.constexpr):
+    """Compute L^-T of the Cholesky factor of the summed Gram matrix; write to `ok` whether all passes succeeded so far.
 
-    By elimination on [G | I], one column after the other. Near the identity, where the second and third pass begin,
-    the first-order factor L^-1 = I - (the lower half of E, its diagonal halved), E = G - I, is as good and needs no
-    elimination: it leaves |E|^2 for the next pass, and after the last one less than rounding.
+    By elimination on [G | I], one column after the other. The second and third pass begin near the identity. There the
+    first-order factor L^-1 = I - (lower half of E, its diagonal halved), with E = G - I, is as good and needs no
+    elimination: it leaves |E|^2 for the next pass, and less than rounding after the last one.
     """
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
@@ -85,74 +102,76 @@ def _factor(gram, factor, fine, parts, r, shift, turn, R: tl.constexpr):  # type
     for part in range(parts):
         G += tl.load(gram + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
     E = tl.where((i[:, None] < r) & (j[None, :] < r), G - tl.where(diagonal, 1.0, 0.0), 0.0)
-    ok = tl.where((turn < 2) | (tl.max(tl.abs(E)) < 0.5), 1, 0)  # at last; false for NaN as well
-    near = tl.sum(E * E) < tl.where(turn < 2, 1e-4, 1e-7)
+    success = tl.where((pass_index < 2) | (tl.max(tl.abs(E)) < 0.5), 1, 0)  # the last test is false for NaN, too
+    near_identity = tl.sum(E * E) < tl.where(pass_index < 2, 1e-4, 1e-7)
     W = tl.where(i[:, None] > j[None, :], -E, tl.where(diagonal, 1 - 0.5 * E, 0.0))
-    W = tl.where(near, W, tl.where(diagonal, 1.0, 0.0))
-    root = tl.full((R,), 1.0, dtype=tl.float32)
+    W = tl.where(near_identity, W, tl.where(diagonal, 1.0, 0.0))
+    inverse_root = tl.full((R,), 1.0, dtype=tl.float32)
     G = E + tl.where(diagonal, 1.0 + tl.where(i < r, shift, 0.0)[:, None], 0.0)
-    for p in range(tl.where(near, 0, R)):
-        line = tl.sum(tl.where(i[:, None] == p, G, 0.0), axis=0)  # what is left to eliminate stays symmetric
-        done = tl.sum(tl.where(i[:, None] == p, W, 0.0), axis=0)
-        pivot = tl.sum(tl.where(j == p, line, 0.0))
-        good = (pivot > 0) & (pivot < float("inf"))
-        ok = tl.where(good, ok, 0)
-        pivot = tl.where(good, pivot, 1.0)
-        ratio = tl.where(j > p, line / pivot, 0.0)
-        G -= ratio[:, None] * line[None, :]
-        W -= ratio[:, None] * done[None, :]
-        root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), root)
-    W = W * root[:, None]
+    for p in range(tl.where(near_identity, 0, R)):
+        row_g = tl.sum(tl.where(i[:, None] == p, G, 0.0), axis=0)  # the part not yet eliminated stays symmetric
+        row_w = tl.sum(tl.where(i[:, None] == p, W, 0.0), axis=0)
+        pivot = tl.sum(tl.where(j == p, row_g, 0.0))
+        positive = (pivot > 0) & (pivot < float("inf"))
+        success = tl.where(positive, success, 0)
+        pivot = tl.where(positive, pivot, 1.0)
+        ratio = tl.where(j > p, row_g / pivot, 0.0)
+        G -= ratio[:, None] * row_g[None, :]
+        W -= ratio[:, None] * row_w[None, :]
+        inverse_root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), inverse_root)
+    W = W * inverse_root[:, None]
     tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], W)
-    tl.store(fine + batch, ok & tl.load(fine + batch, mask=turn > 0, other=1))
+    tl.store(ok + batch, success & tl.load(ok + batch, mask=pass_index > 0, other=1))
 
 
-@jit(unspecialized=("turn", "k"))
-def _apply(  # type: ignore[no-untyped-def]
-    y, factor, columns, fine, fallback, out, gram, k, r, turn,
+@jit(unspecialized=("pass_index", "k"))
+def _apply_factor(
+    y, factor, columns, ok, fallback, out, gram, k, r, pass_index,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Q = Y L^-T over ROWS rows and its Gram matrix there; at last the fallback where a factorization failed."""
+    """Compute Q = Y L^-T over ROWS rows and its Gram matrix; the last pass writes `fallback` after a failed one."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     base = batch.to(tl.int64) * k * r
     i, col = tl.arange(0, R), tl.arange(0, R)
-    scale = tl.where(turn == 0, _unit(columns, batch, parts, R, PARTS), 1.0)
+    scale = tl.where(pass_index == 0, _inverse_norms(columns, batch, parts, R, PARTS), 1.0)
     T = tl.load(factor + (batch * R + i[:, None]) * R + col[None, :])
     e_t = exponent(tl.max(tl.abs(T)))
-    t1, t2 = halves(T * bring(e_t))
+    t1, t2 = split_float16(T * scale_up(e_t))
     e = exponent(tl.full((), 1.0, dtype=tl.float32))
-    fit = (turn < 2) | (tl.load(fine + batch) != 0)
+    usable = (pass_index < 2) | (tl.load(ok + batch) != 0)
     acc = tl.zeros((R, R), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        x = thin_rows(y + base, row, col, k, r) * scale[None, :]
-        q = undo(e_t) * mac_tile(x, e, t1, t2, tl.zeros((BLOCK, R), dtype=tl.float32), False, False, FLOAT32_DOTS)
-        q1, q2 = halves(q * bring(e))
-        acc = acc + undo(e) * undo(e) * mac_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
-        q = tl.where(fit, q, thin_rows(fallback + base, row, col, tl.where(fit, 0, k), r))
+        x = load_thin(y + base, row, col, k, r) * scale[None, :]
+        zeros = tl.zeros((BLOCK, R), dtype=tl.float32)
+        q = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
+        q1, q2 = split_float16(q * scale_up(e))
+        product = dot_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
+        acc = acc + scale_down(e) * scale_down(e) * product
+        q = tl.where(usable, q, load_thin(fallback + base, row, col, tl.where(usable, 0, k), r))
         tl.store(out + base + row[:, None] * r + col[None, :], q, mask=(row[:, None] < k) & (col[None, :] < r))
     tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
 def plan(k: int, r: int) -> tuple[int, dict[str, int]]:
-    """The number of row blocks, and the constants of the kernels."""
+    """Return the number of row blocks of a (k, r) factor, and the constants of the kernels."""
     block = launch.TARGET.tile(BLOCK)
     rows = BLOCKS_PER_PROGRAM * block
-    parts = -(-k // rows)
-    return parts, {"ROWS": rows, "BLOCK": block, "R": power_of_two(r)}
+    return -(-k // rows), {"ROWS": rows, "BLOCK": block, "R": power_of_two(r)}
 
 
 def warps(R: int) -> int:
+    """Return the number of warps for factors of R columns."""
     return 4 if R <= 64 else 8
 
 
 def supports(r: int) -> bool:
-    """Whether the factorization fits."""
+    """Return whether the kernels factorize r columns."""
     return r <= MAX_COLUMNS
 
 
 def gram_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
-    """gain A'B by row blocks, (B, k, r) x 2 -> (B, blocks, R, R), zeros beyond r."""
+    """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r."""
     batch, k, r = A.shape
     parts, how = plan(k, r)
     A, B = A.contiguous(), B.contiguous()
@@ -165,36 +184,38 @@ def gram_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
 
 
 def thin_gram(A: Tensor, B: Tensor) -> Tensor:
-    """A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
+    """Return A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
     r = A.shape[-1]
     return gram_parts(A, B).sum(1)[:, :r, :r]
 
 
 def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
-    """Orthonormal columns spanning those of Y in order; `fallback` for a matrix whose columns are dependent.
+    """Return the Q of Y = Q R, or `fallback` for a matrix with linearly dependent columns: (B, k, r) -> the same.
 
-    `columns`: the sums of squares of its columns by row blocks (B, blocks, R), where a kernel has left them.
+    columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has left them.
     """
     batch, k, r = Y.shape
     parts, how = plan(k, r)
     R, grid = how["R"], (parts, batch)
-    # One kernel for all lengths up to 8,192.
-    few = {**how, "PARTS": power_of_two(parts, 32), "FLOAT32_DOTS": launch.TARGET.float32_dots, "num_warps": warps(R)}
+    # A PARTS of at least 32 makes one kernel serve all k up to 8,192.
+    common = {**how, "PARTS": power_of_two(parts, 32), "FLOAT32_DOTS": launch.TARGET.float32_dots,
+              "num_warps": warps(R)}  # fmt: skip
     Y, fallback = Y.contiguous(), fallback.contiguous()
     gram, factor = Y.new_empty(batch, parts, R, R), Y.new_empty(batch, R, R)
-    fine = torch.empty(batch, dtype=torch.int32, device=Y.device)
+    ok = torch.empty(batch, dtype=torch.int32, device=Y.device)
     Q = torch.empty_like(Y)
     if columns is None:
         columns = Y.new_empty(batch, parts, R)
-        _columns[grid](Y, columns, k, r, **how, num_warps=4)
-    _gram[grid](Y, Y, columns, gram, k, r, 1.0, UNIT=True, **few)
+        _column_norms[grid](Y, columns, k, r, **how, num_warps=4)
+    _gram[grid](Y, Y, columns, gram, k, r, 1.0, UNIT=True, **common)
     shifts = (10 * r * torch.finfo(torch.float32).eps, 0.0, 0.0)
-    for turn, shift in enumerate(shifts):
-        _factor[(batch,)](gram, factor, fine, parts, r, shift, turn, R=R, num_warps=warps(R))
-        _apply[grid](Y if turn == 0 else Q, factor, columns, fine, fallback, Q, gram, k, r, turn, **few)
+    for pass_index, shift in enumerate(shifts):
+        _inverse_factor[(batch,)](gram, factor, ok, parts, r, shift, pass_index, R=R, num_warps=warps(R))
+        X = Y if pass_index == 0 else Q
+        _apply_factor[grid](X, factor, columns, ok, fallback, Q, gram, k, r, pass_index, **common)
     return Q
 
 
 def thin_gram_torch(A: Tensor, B: Tensor) -> Tensor:
-    """The same as `thin_gram` in plain torch."""
+    """Compute the same as `thin_gram` in plain torch."""
     return A.mT @ B

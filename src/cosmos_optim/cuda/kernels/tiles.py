@@ -1,16 +1,27 @@
-"""What the thin kernels share: where a matrix of a list begins, and products of nearly single precision.
+"""Device functions that the kernels share: loads of tiles, and products of nearly single precision.
 
-A float32 number is split in two half-precision parts, x = x1 + x2 with x1 = half(x), x2 = half(x - x1), and a product
-keeps x1 y1 + x1 y2 + x2 y1. Tensor cores multiply the parts at full rate and sum in float32; that is several times as
-fast as float32 arithmetic. Two kinds of half serve:
+**Products.** A float32 number x is split into two half-precision parts, x1 = half(x) and x2 = half(x - x1), and a
+product keeps x1 y1 + x1 y2 + x2 y1. Tensor cores multiply the parts at full rate and sum in float32, which is several
+times as fast as float32 arithmetic. There are two kinds of parts:
 
-- float16 parts hold 22 bits, but only numbers of moderate size: a power of two first brings the largest entry near
-  2^10, the matrix's where it is known, else the tile's. Error about 2^-22: for all that tracks the eigenbasis.
-- bfloat16 parts hold 16 bits of any number. Error about 2^-17: for the momentum, and for adding P U' to a matrix.
+- float16 parts hold 22 bits, but only of numbers of moderate size. So a power of two first scales the largest entry to
+  about 2^10: the largest of the matrix if it is known, else of the tile. The error is about 2^-22; everything that
+  tracks the eigenbasis uses them.
+- bfloat16 parts hold 16 bits of any number. The error is about 2^-17; the momentum and the addition of P U' use them.
 
-Each tile's product starts a sum of its own, because tensor cores cut what falls off the end of a long sum instead of
+The product of each tile starts a new sum, because tensor cores truncate what falls off the end of a long sum instead of
 rounding it.
+
+**Alignment classes.** Loads are fastest if they read 16 bytes at an address that is a multiple of 16. If the length of
+a row in memory is not a multiple of 16 bytes, the rows begin at different offsets, but every C-th row begins at the
+same one (C = ALIGNMENT_CLASSES is 1, 2, 4 or 8). A program then reads rows of one class only, first, first + C, first +
+2 C, ...: their first aligned column is the same, and all tiles from there on can be loaded fast.
+
+Shapes: a tile is (BM, BK) of an (m, n) matrix; a thin factor is (k, r), padded with zeros to R columns if it is in
+parts.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -18,126 +29,135 @@ from cosmos_optim.cuda.kernels.launch import jit, tl
 
 
 @jit
-def matrix(x, batch, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first element of matrix `batch` of a table of addresses."""
-    start = tl.load(x + batch).to(tl.pointer_type(ELEMENT))
+def matrix_start(table, batch, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a pointer to the first entry of matrix `batch` of a table of addresses."""
+    start = tl.load(table + batch).to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     return start
 
 
 @jit
-def lead(row, pitch, ELEMENT: tl.constexpr, CLASSES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many columns of this row lie before the first multiple of 16 bytes."""
-    if CLASSES == 1:
+def columns_before_alignment(row, row_stride, ELEMENT: tl.constexpr, ALIGNMENT_CLASSES: tl.constexpr):
+    """Return the number of columns of this row before the first address that is a multiple of 16 bytes."""
+    if ALIGNMENT_CLASSES == 1:
         return 0
     width: tl.constexpr = 128 // ELEMENT.primitive_bitwidth  # elements in 16 bytes
-    return (width - (row * pitch) % width) % width
+    return (width - (row * row_stride) % width) % width
 
 
 @jit
-def class_rows(start, first, before, pitch, ELEMENT: tl.constexpr, CLASSES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the rows of a class begin, each at its first aligned column, and how far apart they lie."""
-    begin, apart = start + (first * pitch + before), CLASSES * pitch
-    if CLASSES > 1:  # hints hold for values made here, not for arguments
-        begin, apart = tl.multiple_of(begin, 16), tl.multiple_of(apart, 128 // ELEMENT.primitive_bitwidth)
-    return begin, apart
+def rows_of_class(start, first, skipped, row_stride, ELEMENT: tl.constexpr, ALIGNMENT_CLASSES: tl.constexpr):
+    """Return where row `first` has its first aligned column, and the stride to the next row of its alignment class."""
+    begin, class_stride = start + (first * row_stride + skipped), ALIGNMENT_CLASSES * row_stride
+    if ALIGNMENT_CLASSES > 1:  # Triton takes these hints for values computed here, not for arguments
+        begin = tl.multiple_of(begin, 16)
+        class_stride = tl.multiple_of(class_stride, 128 // ELEMENT.primitive_bitwidth)
+    return begin, class_stride
 
 
 @jit
-def whole(start, q, j, rows, pitch, sn):  # type: ignore[no-untyped-def]
-    """A tile without column mask: rows q of a class, `pitch` apart."""
-    return tl.load(start + q[:, None] * pitch + j[None, :] * sn, mask=q[:, None] < rows, other=0.0)
+def load_full_columns(begin, q, j, rows, row_stride, col_stride):
+    """Load the tile (q, j) of `rows` rows, all columns of which exist: without a column mask."""
+    return tl.load(begin + q[:, None] * row_stride + j[None, :] * col_stride, mask=q[:, None] < rows, other=0.0)
 
 
 @jit
-def tile(start, i, j, m, n, si, sj):  # type: ignore[no-untyped-def]
-    """The entries (i, j) of a matrix, 0 outside."""
+def load_tile(start, i, j, m, n, row_stride, col_stride):
+    """Load the entries (i, j) of an (m, n) matrix, 0 outside of it."""
     inside = (i[:, None] < m) & (j[None, :] < n)
-    return tl.load(start + i[:, None] * si + j[None, :] * sj, mask=inside, other=0.0)
+    return tl.load(start + i[:, None] * row_stride + j[None, :] * col_stride, mask=inside, other=0.0)
 
 
 @jit
-def thin_rows(x, row, col, k, r):  # type: ignore[no-untyped-def]
-    """Rows of a contiguous thin factor (k, r), 0 outside."""
+def load_thin(x, row, col, k, r):
+    """Load rows of a contiguous thin factor (k, r), 0 outside of it."""
     return tl.load(x + row[:, None] * r + col[None, :], mask=(row[:, None] < k) & (col[None, :] < r), other=0.0)
 
 
 @jit
-def halves(x):  # type: ignore[no-untyped-def]
-    """The two float16 parts of x."""
-    lead = x.to(tl.float16)
-    return lead, (x - lead.to(tl.float32)).to(tl.float16)
+def split_float16(x):
+    """Return the two float16 parts of x."""
+    x1 = x.to(tl.float16)
+    return x1, (x - x1.to(tl.float32)).to(tl.float16)
 
 
 @jit
-def mac(a, b, acc, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a b; the interpreter multiplies bfloat16 wrongly, so it gets float32."""
+def split_bfloat16(x):
+    """Return the two bfloat16 parts of x."""
+    x1 = x.to(tl.bfloat16)
+    return x1, (x - x1.to(tl.float32)).to(tl.bfloat16)
+
+
+@jit
+def dot_add(a, b, acc, FLOAT32_DOTS: tl.constexpr):
+    """Return acc + a b (FLOAT32_DOTS: see `launch.Target`)."""
     if FLOAT32_DOTS:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc)
 
 
 @jit
-def exponent(peak):  # type: ignore[no-untyped-def]
-    """The biased exponent of a largest entry, kept where both powers of two below are normal numbers."""
-    return tl.maximum((peak.to(tl.int32, bitcast=True) >> 23) & 0xFF, 10)
+def exponent(x_max):
+    """Return the biased exponent of a largest |entry|, at least 10, so that both powers of two below are normal."""
+    return tl.maximum((x_max.to(tl.int32, bitcast=True) >> 23) & 0xFF, 10)
 
 
 @jit
-def bring(e):  # type: ignore[no-untyped-def]
-    """The power of two that brings numbers of exponent e to [2^9, 2^10)."""
+def scale_up(e):
+    """Return the power of two that scales numbers of exponent e to [2^9, 2^10)."""
     return ((263 - e) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
-def undo(e):  # type: ignore[no-untyped-def]
-    """Its inverse."""
+def scale_down(e):
+    """Return 1 / scale_up(e)."""
     return ((e - 9) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
-def mac_tile(a, e, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a b, or acc + b'a (LEFT), for a float32 tile a of largest exponent e and b in float16 parts.
+def dot_split_tile(
+    a, e, b1, b2, acc, SINGLE_PART: tl.constexpr, TRANSPOSED: tl.constexpr, FLOAT32_DOTS: tl.constexpr
+):  # fmt: skip
+    """Return acc + a b, or acc + b'a (TRANSPOSED), for a float32 tile a of largest exponent e and b in float16 parts.
 
-    NARROW: a was stored in 8 bits of mantissa, so its second part is zero.
+    SINGLE_PART: a was stored as bfloat16, 8 bits of mantissa, so its second part is zero.
     """
-    x = a * bring(e)
-    a1 = x.to(tl.float16)
-    a2 = (x - a1.to(tl.float32)).to(tl.float16)
-    return acc + undo(e) * mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, LEFT, FLOAT32_DOTS)
+    a1, a2 = split_float16(a * scale_up(e))
+    return acc + scale_down(e) * dot_parts(a1, a2, b1, b2, tl.zeros_like(acc), SINGLE_PART, TRANSPOSED, FLOAT32_DOTS)
 
 
 @jit
-def mac_wide(a, b1, b2, acc, NARROW: tl.constexpr, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a b for a float32 tile a and b in bfloat16 parts."""
-    a1 = a.to(tl.bfloat16)
-    a2 = (a - a1.to(tl.float32)).to(tl.bfloat16)
-    return acc + mac_parts(a1, a2, b1, b2, tl.zeros_like(acc), NARROW, False, FLOAT32_DOTS)
+def dot_bfloat16_tile(a, b1, b2, acc, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr):
+    """Return acc + a b for a float32 tile a and b in bfloat16 parts."""
+    a1, a2 = split_bfloat16(a)
+    return acc + dot_parts(a1, a2, b1, b2, tl.zeros_like(acc), SINGLE_PART, False, FLOAT32_DOTS)
 
 
 @jit
-def mac_parts(a1, a2, b1, b2, acc, NARROW: tl.constexpr, LEFT: tl.constexpr, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a1 b1 + a1 b2 + a2 b1, or the same of b'a."""
-    if LEFT:
+def dot_parts(
+    a1, a2, b1, b2, acc, SINGLE_PART: tl.constexpr, TRANSPOSED: tl.constexpr, FLOAT32_DOTS: tl.constexpr
+):  # fmt: skip
+    """Return acc + a1 b1 + a1 b2 + a2 b1, or the same of b'a (TRANSPOSED); small terms are added first."""
+    if TRANSPOSED:
         b1, b2 = tl.trans(b1), tl.trans(b2)
-        if not NARROW:
-            acc = mac(b1, a2, acc, FLOAT32_DOTS)
-        acc = mac(b2, a1, acc, FLOAT32_DOTS)
-        acc = mac(b1, a1, acc, FLOAT32_DOTS)
+        if not SINGLE_PART:
+            acc = dot_add(b1, a2, acc, FLOAT32_DOTS)
+        acc = dot_add(b2, a1, acc, FLOAT32_DOTS)
+        acc = dot_add(b1, a1, acc, FLOAT32_DOTS)
     else:
-        if not NARROW:
-            acc = mac(a2, b1, acc, FLOAT32_DOTS)
-        acc = mac(a1, b2, acc, FLOAT32_DOTS)
-        acc = mac(a1, b1, acc, FLOAT32_DOTS)
+        if not SINGLE_PART:
+            acc = dot_add(a2, b1, acc, FLOAT32_DOTS)
+        acc = dot_add(a1, b2, acc, FLOAT32_DOTS)
+        acc = dot_add(a1, b1, acc, FLOAT32_DOTS)
     return acc
 
 
 @jit
-def add_outer(acc, p1, p2, u, step, mask, FLOAT32_DOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + P U' of thin blocks split in two, (BM, R) and (BN, R)."""
+def add_outer(acc, p1, p2, u, part_stride, mask, FLOAT32_DOTS: tl.constexpr):
+    """Return acc + P U' of thin blocks in two parts: P (BM, R) loaded, U (BN, R) at the pointers u."""
     u1 = tl.trans(tl.load(u, mask=mask, other=0.0))
-    u2 = tl.trans(tl.load(u + step, mask=mask, other=0.0))
-    acc = mac(p2, u1, acc, FLOAT32_DOTS)
-    acc = mac(p1, u2, acc, FLOAT32_DOTS)
-    return mac(p1, u1, acc, FLOAT32_DOTS)
+    u2 = tl.trans(tl.load(u + part_stride, mask=mask, other=0.0))
+    acc = dot_add(p2, u1, acc, FLOAT32_DOTS)
+    acc = dot_add(p1, u2, acc, FLOAT32_DOTS)
+    return dot_add(p1, u1, acc, FLOAT32_DOTS)

@@ -1,4 +1,9 @@
-"""W <- decay W - b B + P U' for a list of parameters, in one pass over W and B."""
+"""W <- decay W - b B + P U' for a list of parameters (L10 and L11 applied), in one pass over W and B.
+
+Shapes: W (m, n), B the work buffer (max(m, n), min(m, n)), P (m, r), U (n, r); B matrices each.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -6,31 +11,31 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, jit, never, tl
-from cosmos_optim.cuda.kernels.tiles import add_outer, matrix, tile
+from cosmos_optim.cuda.kernels.tiles import add_outer, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import Matrices
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 
 
 @jit
-def dither(value, index, seed):  # type: ignore[no-untyped-def]
-    """The float32 that rounds to the bfloat16 which `rounding.stochastic_bfloat16` draws for this index and seed."""
+def dither(value, index, seed):
+    """Return the float32 that rounds to the bfloat16 that `rounding.stochastic_bfloat16` draws for index and seed."""
     x = index * 0x9E3779B + seed * -2048144789
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -2048144789
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -1028477387
     x = (x ^ ((x >> 16) & 0xFFFF)) & 0xFFFF
-    cut = (value.to(tl.int32, bitcast=True) + x) & ~0xFFFF
-    return tl.where(tl.abs(value) < float("inf"), cut.to(tl.float32, bitcast=True), value)
+    truncated = (value.to(tl.int32, bitcast=True) + x) & ~0xFFFF
+    return tl.where(tl.abs(value) < float("inf"), truncated.to(tl.float32, bitcast=True), value)
 
 
 @jit
-def _update(  # type: ignore[no-untyped-def]
-    x, work, p, u, coefficients, rows, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
+def _update(
+    x, work, p, u, coefficients, row_gain, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
-    ROWS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    ROW_GAIN: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
-    start = matrix(x, batch, ELEMENT, ALIGNED)
+    start = matrix_start(x, batch, ELEMENT, ALIGNED)
     source = work + batch.to(tl.int64) * work_stride
     decay, gain = tl.load(coefficients + batch * 2), tl.load(coefficients + batch * 2 + 1)
     write = tl.load(skip) == 0
@@ -38,19 +43,20 @@ def _update(  # type: ignore[no-untyped-def]
     if SEEDED:
         seed = tl.load(seeds + batch)
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
-    if ROWS:
-        gain = gain * tl.load(rows + batch * m + i, mask=i < m, other=0.0)[:, None]
+    if ROW_GAIN:
+        gain = gain * tl.load(row_gain + batch * m + i, mask=i < m, other=0.0)[:, None]
     if THIN:
         at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
         p1 = tl.load(at_p, mask=i[:, None] < m, other=0.0)
         p2 = tl.load(at_p + p_step, mask=i[:, None] < m, other=0.0)
-    ahead_w = tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
-    ahead_b = tile(source, i, tl.arange(0, BN), m, n, wm, wn).to(tl.float32)
+    # Triton prefetches only the operands of products, so the code loads the next tiles explicitly.
+    next_w = load_tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
+    next_b = load_tile(source, i, tl.arange(0, BN), m, n, wm, wn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
-        value = decay * ahead_w - gain * ahead_b
-        ahead_w = tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
-        ahead_b = tile(source, i, j + BN, m, n, wm, wn).to(tl.float32)
+        value = decay * next_w - gain * next_b
+        next_w = load_tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
+        next_b = load_tile(source, i, j + BN, m, n, wm, wn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
             value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, FLOAT32_DOTS)
@@ -62,16 +68,18 @@ def _update(  # type: ignore[no-untyped-def]
 
 def update_(
     W: Matrices, B: Tensor, P: Tensor | None, U: Tensor | None, coefficients: Tensor, skip: Tensor | None,
-    seeds: Tensor | None = None, rows: Tensor | None = None,
+    seeds: Tensor | None = None, row_gain: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Update W in place; nothing is written where `skip` holds.
+    """Update W in place.
 
     Args:
-        B: the tall work buffer (B, long, short).
-        P, U: pre-split thin factors (2, B, m or n, R), or None; P carries its sign and size.
-        coefficients: (B, 2) float32: decay, b.
-        seeds: (B,) int32; given, bfloat16 parameters are rounded stochastically.
-        rows: (B, m, 1) float32; given, b is besides times this in each row.
+        W: B matrices (m, n).
+        B: the tall work buffer (B, max(m, n), min(m, n)).
+        P, U: in bfloat16 parts (2, B, m or n, R), or None; P has its sign and size.
+        coefficients: (B, 2) float32, decay and b of each matrix.
+        skip: a boolean scalar on the device, or None; if True, nothing is written.
+        seeds: (B,) int32, or None; if given, bfloat16 parameters are rounded stochastically.
+        row_gain: (B, m, 1) float32, or None: a factor for each row of b B.
     """
     (m, n), batch = W.shape, len(W)
     R = 16 if U is None else U.shape[-1]
@@ -79,14 +87,14 @@ def update_(
     wm, wn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
     _update[(-(-m // how.rows), batch)](
         **W.rows_source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
-        rows=coefficients if rows is None else rows,
+        row_gain=coefficients if row_gain is None else row_gain,
         skip=never(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
         work_stride=B.stride(0), p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0),
-        m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
-        SEEDED=seeds is not None, ROWS=rows is not None, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
+        m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None, SEEDED=seeds is not None,
+        ROW_GAIN=row_gain is not None, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
 
 
 def update_torch(W: Tensor, B: Tensor, P: Tensor, U: Tensor, decay: float, b: float) -> Tensor:
-    """The new parameters of a stack in plain torch."""
+    """Compute the new parameters of a stack in plain torch."""
     return decay * W - b * B + P @ U.mT

@@ -22,7 +22,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import added, sum_parts
 from cosmos_optim.cuda.kernels.split_precision import split_torch
-from cosmos_optim.cuda.kernels.tiles import load_thin, split_bfloat16
+from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
 
 
 @jit
@@ -147,10 +147,8 @@ def _finish(
             value += gain * load_thin(bu + base, row, col, k, r)
         if ROW_GAIN:
             value = value * tl.load(row_gain + batch * k + row, mask=row < k, other=0.0)[:, None]
-        value1, value2 = split_bfloat16(value)
         at = parts + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
-        tl.store(at, value1, mask=row[:, None] < k)
-        tl.store(at + part_stride, value2, mask=row[:, None] < k)
+        store_bfloat16_parts(at, part_stride, value, row[:, None] < k)
 
 
 def finish(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import norm_sq
-from cosmos_optim.cuda.kernels.tiles import load_thin, split_bfloat16
+from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
 
 
 @jit
@@ -49,10 +49,8 @@ def _adapt(
     at = base + row[:, None] * r + col[None, :]
     tl.store(new + at, V, mask=inside)
     tl.store(p + at, P, mask=inside)
-    minus1, minus2 = split_bfloat16(-X)
     at = minus_x + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
-    tl.store(at, minus1, mask=row[:, None] < k)
-    tl.store(at + part_stride, minus2, mask=row[:, None] < k)
+    store_bfloat16_parts(at, part_stride, -X, row[:, None] < k)
     at = norm_sq_parts + batch * blocks + block
     tl.store(at, norm_sq(P))
     tl.store(at + norm_sq_stride, norm_sq(X))

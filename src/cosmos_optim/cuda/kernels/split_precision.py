@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, split_bfloat16, split_float16
+from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, split_float16
 
 # c for factors with entries of at most 1.
 BASIS_SCALE = 256.0
@@ -61,9 +61,9 @@ def _split_both(x, half, wide, rows, r, part_stride, scale, BLOCK: tl.constexpr,
     half1, half2 = split_float16(value * scale)
     tl.store(half + at, half1, mask=inside)
     tl.store(half + part_stride + at, half2, mask=inside)
-    wide1, wide2 = split_bfloat16(value)
+    wide1 = value.to(tl.bfloat16)
     tl.store(wide + at, wide1, mask=inside)
-    tl.store(wide + part_stride + at, wide2, mask=inside)
+    tl.store(wide + part_stride + at, (value - wide1.to(tl.float32)).to(tl.bfloat16), mask=inside)
 
 
 def split_both(U: Tensor) -> tuple[Tensor, Tensor]:

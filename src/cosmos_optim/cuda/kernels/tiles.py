@@ -90,6 +90,14 @@ def split_bfloat16(x):
 
 
 @jit
+def store_bfloat16_parts(y, part_stride, x, mask):
+    """Store the two bfloat16 parts of x at the pointers y and y + part_stride."""
+    x1 = x.to(tl.bfloat16)
+    tl.store(y, x1, mask=mask)
+    tl.store(y + part_stride, (x - x1.to(tl.float32)).to(tl.bfloat16), mask=mask)
+
+
+@jit
 def dot_add(a, b, acc, FLOAT32_DOTS: tl.constexpr):
     """Return acc + a b (FLOAT32_DOTS: see `launch.Target`)."""
     if FLOAT32_DOTS:

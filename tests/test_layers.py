@@ -11,6 +11,8 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 
 # From the bottom up. A module belongs to the longest name here that begins its own; "" is the package itself.
 ORDER = (
+    "suggest",
+    "linalg.cholesky_qr",
     "cuda.kernels.launch",
     "cuda.pointer_list",
     "cuda.kernels",
@@ -22,7 +24,6 @@ ORDER = (
     "cuda.operands",
     "linalg.coefficients",
     "linalg.newton_schulz",
-    "linalg.cholesky_qr",
     "linalg.moments",
     "linalg.algebra",
     "cuda.fused_thin",

@@ -4,7 +4,7 @@
     power_sum   beta U S / c^2 + (1 - beta) (H U / c + eps U), with H U = G'(Y / c)
 
 The scale c keeps everything in the number range for gradients of any size, and eps U keeps the columns independent
-(`linalg.subspace.power_step`).
+(`linalg.subspace.power_step`). `power_sum` takes ranks above `thin_qr.MAX_COLUMNS` in plain torch.
 
 Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k stands for m or n.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts, measure, sum_parts
-from cosmos_optim.cuda.kernels.thin_qr import plan, warps
+from cosmos_optim.cuda.kernels.thin_qr import plan, supports, warps
 from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_thin, scale_down, scale_up, split_float16
 
 
@@ -84,17 +84,20 @@ def _power_sum(
     tl.store(columns + (batch * parts + part) * R + col, norm_sq)
 
 
-def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple[Tensor, Tensor | None]:
     """Return beta U S / c^2 + (1 - beta) (HU / c + eps U), (B, k, r), and the `columns` that `orthonormal` takes.
 
     The entries of U are at most 1; the product is as exact as in float32.
     """
     batch, k, r = U.shape
+    eps = torch.finfo(torch.float32).eps
+    if not supports(r):
+        return beta * U @ (S / c / c) + (1 - beta) * (HU / c + eps * U), None
     parts, how = plan(k, r)
     U, S, HU = U.contiguous(), S.contiguous(), HU.contiguous()
     Y, columns = torch.empty_like(U), U.new_empty(batch, parts, how["R"])
     _power_sum[(parts, batch)](
-        U, S, HU, c, Y, columns, k, r, beta, 1 - beta, torch.finfo(torch.float32).eps,
-        FLOAT32_DOTS=launch.TARGET.float32_dots, **how, num_warps=warps(how["R"]), num_stages=1,
+        U, S, HU, c, Y, columns, k, r, beta, 1 - beta, eps, FLOAT32_DOTS=launch.TARGET.float32_dots, **how,
+        num_warps=warps(how["R"]), num_stages=1,
     )  # fmt: skip
     return Y, columns

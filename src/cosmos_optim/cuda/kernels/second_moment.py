@@ -1,7 +1,7 @@
 """S <- (T + T')/2 with T = beta C S C' + E, C = U'U_old and E = (1 - beta) Y'Y (L6), and which columns hold gradient.
 
 Three launches: the two Gram matrices by row blocks, then one program for each matrix that adds the blocks and does all
-else.
+else. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
 
 Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, tl
-from cosmos_optim.cuda.kernels.thin_qr import gram_parts
+from cosmos_optim.cuda.kernels.thin_qr import gram_parts, supports
 from cosmos_optim.cuda.kernels.tiles import (
     dot_parts,
     dot_split_tile,
@@ -75,6 +75,8 @@ def second_moment(S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, f
 
     The second is 1 if the diagonal entry of S or of E exceeds `floor` times the trace, else 0.
     """
+    if not supports(S.shape[-1]):
+        return _second_moment_torch(S, U, U_old, Y, beta, floor)
     c_parts, e_parts = gram_parts(U, U_old), gram_parts(Y, Y, gain=1 - beta)
     batch, r = S.shape[:2]
     R, S = c_parts.shape[-1], S.contiguous()
@@ -85,3 +87,15 @@ def second_moment(S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, f
         num_warps=4 if R <= 32 else 8 if R <= 64 else 16,
     )  # fmt: skip
     return out, tracked
+
+
+def _second_moment_torch(
+    S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, floor: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the same for ranks that the kernels do not take."""
+    C, E = U.mT @ U_old, ((1 - beta) * Y).mT @ Y
+    T = beta * C @ S @ C.mT + E
+    T = (T + T.mT) / 2
+    past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (T, E))
+    tracked = (past > floor * past.sum(-1, keepdim=True)) | (now > floor * now.sum(-1, keepdim=True))
+    return T, tracked.to(S.dtype)

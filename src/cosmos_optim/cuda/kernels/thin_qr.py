@@ -3,7 +3,7 @@
 These are the three passes of `linalg.cholesky_qr.orthonormalize` in eight launches instead of fifty. The columns are
 scaled to norm 1, then each pass computes Q <- Q L^-T with L L' = Q'Q (plus a shift in the first pass). Products are of
 float16 parts with float32 sums (`tiles`), as exact as float32; the factorization itself is float32. Sums over rows are
-made in a fixed order.
+made in a fixed order. More than MAX_COLUMNS columns are left to `orthonormalize` itself, in plain torch.
 
 Shapes: Y, Q, A, B (B, k, r); A'B (B, r, r); R is the next power of two of r. Sums over rows are left by row blocks:
 (B, parts, R) for columns, (B, parts, R, R) for Gram matrices.
@@ -27,6 +27,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     scale_up,
     split_float16,
 )
+from cosmos_optim.linalg.cholesky_qr import orthonormalize
 
 # One block holds the Gram matrix and its inverse factor in registers.
 MAX_COLUMNS = 128
@@ -76,13 +77,13 @@ def _gram(
         e = exponent(tl.max(tl.abs(x)))
         x1, x2 = split_float16(x * scale_up(e))
         if UNIT:
-            product = dot_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
-            acc = acc + scale_down(e) * scale_down(e) * product
+            scale_sq = scale_down(e) * scale_down(e)
+            acc = acc + scale_sq * dot_parts(x1, x2, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
         else:
             y = load_thin(b + batch.to(tl.int64) * k * r, row, col, k, r)
             e_y = exponent(tl.max(tl.abs(y)))
-            product = dot_split_tile(y, e_y, x1, x2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
-            acc = acc + scale_down(e) * product
+            zeros = tl.zeros_like(acc)
+            acc = acc + scale_down(e) * dot_split_tile(y, e_y, x1, x2, zeros, False, True, FLOAT32_DOTS)
     i = tl.arange(0, R)
     tl.store(out + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
@@ -146,8 +147,8 @@ def _apply_factor(
         zeros = tl.zeros((BLOCK, R), dtype=tl.float32)
         q = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
         q1, q2 = split_float16(q * scale_up(e))
-        product = dot_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
-        acc = acc + scale_down(e) * scale_down(e) * product
+        scale_sq = scale_down(e) * scale_down(e)
+        acc = acc + scale_sq * dot_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
         q = tl.where(usable, q, load_thin(fallback + base, row, col, tl.where(usable, 0, k), r))
         tl.store(out + base + row[:, None] * r + col[None, :], q, mask=(row[:, None] < k) & (col[None, :] < r))
     tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
@@ -195,6 +196,8 @@ def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> T
     columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has left them.
     """
     batch, k, r = Y.shape
+    if not supports(r):
+        return orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
     parts, how = plan(k, r)
     R, grid = how["R"], (parts, batch)
     # A PARTS of at least 32 makes one kernel serve all k up to 8,192.

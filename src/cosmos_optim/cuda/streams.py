@@ -31,8 +31,8 @@ class Streams:
         self.chunk_streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if self.on else []
         self.product_stream = torch.cuda.Stream(device, priority=0) if self.on else None
         self.depth = 0
-        self._slab: MemoryPool | None = None
-        self._room = 0
+        self._pool: MemoryPool | None = None
+        self._pool_bytes = 0
 
     @classmethod
     def of(cls, device: torch.device) -> Streams:
@@ -69,14 +69,14 @@ class Streams:
         with torch.cuda.stream(self.chunk_streams[k % 2]):
             yield
 
-    def slab(self, size: int) -> MemoryPool:
-        """Memory for the products inside `heavy`: the step's, or a new piece where that is too small."""
+    def pool(self, size: int) -> MemoryPool:
+        """Return memory for the products: the step's pool, or a new one if that is too small."""
         if not self.depth:
             return MemoryPool(size, self.device)
-        if self._slab is None or self._slab.memory.numel() < size:
-            self._slab = None
-            self._slab = MemoryPool(max(size, self._room), self.device)
-        return self._slab
+        if self._pool is None or self._pool.memory.numel() < size:
+            self._pool = None  # free it before the next one is made
+            self._pool = MemoryPool(max(size, self._pool_bytes), self.device)
+        return self._pool
 
     @contextmanager
     def products(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.reductions import max_parts, measure, sum_parts
+from cosmos_optim.cuda.kernels.reductions import max_parts, sum_parts
 from cosmos_optim.cuda.kernels.thin_qr import plan, supports, warps
 from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_thin, scale_down, scale_up, split_float16
 
@@ -44,11 +44,13 @@ def _scaled(
         tl.store(y_max + batch, scaled_max)
 
 
-def scaled(Y: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), which is 1 for zeros."""
+def scaled(Y: Tensor, S: Tensor, norm_sq_parts: Tensor, max_abs_parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), which is 1 for zeros.
+
+    norm_sq_parts, max_abs_parts: |Y|^2 and the largest |entry| of Y by blocks (B, parts), as `measure` returns them.
+    """
     batch, k, r = Y.shape
     Y, S, R = Y.contiguous(), S.contiguous(), power_of_two(r)
-    norm_sq_parts, max_abs_parts = measure(Y)
     halves = torch.empty(2, batch, k, R, dtype=torch.float16, device=Y.device)
     c, y_max = (torch.empty(batch, dtype=torch.float32, device=Y.device) for _ in range(2))
     block, parts = max(1, 2048 // R), norm_sq_parts.shape[1]

@@ -139,14 +139,13 @@ def _overlap(
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
 
-def overlap(X: Tensor, U: Tensor, r: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return X U (B, m, r) and |X - X U U'|^2 by row blocks (B, blocks).
+def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return X U (B, m, r), and |X - X U U'|^2 by row blocks (B, blocks) and by rows (B, m).
 
     Args:
         X: float16 stack (B, m, n) of any strides.
         U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
         r: columns of U.
-        rows: (B, m) float32, written: |X - X U U'|^2 of each row, which costs nothing. None discards it.
     """
     _, batch, n, R = U.shape
     m = X.shape[1]
@@ -154,13 +153,13 @@ def overlap(X: Tensor, U: Tensor, r: int, rows: Tensor | None = None) -> tuple[T
     blocks = -(-m // how.rows)
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     outside_sq = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
-    rows = torch.empty(batch, m, dtype=torch.float32, device=U.device) if rows is None else rows
+    rows = torch.empty(batch, m, dtype=torch.float32, device=U.device)
     _overlap[(blocks, batch)](
         x=X, u=U, y=Y, outside_sq=outside_sq, row_outside_sq=rows, stride=X.stride(0), u_step=U.stride(0), m=m, n=n,
         r=r, sm=X.stride(1), sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
         FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
-    return Y, outside_sq
+    return Y, outside_sq, rows
 
 
 def project_torch(X: Tensor, U: Tensor) -> Tensor:

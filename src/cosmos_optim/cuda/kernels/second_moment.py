@@ -1,7 +1,7 @@
 """S <- (T + T')/2 with T = beta C S C' + E, C = U'U_old and E = (1 - beta) Y'Y (L6), and which columns hold gradient.
 
-Three launches: the two Gram matrices by row blocks, then one program for each matrix that adds the blocks and does all
-else. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
+`thin_qr.gram_parts` makes C and E by row blocks; one program for each matrix adds the blocks and does all else. Ranks
+above `thin_qr.MAX_COLUMNS` run in plain torch.
 
 Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, tl
-from cosmos_optim.cuda.kernels.thin_qr import gram_parts, supports
+from cosmos_optim.cuda.kernels.thin_qr import supports
 from cosmos_optim.cuda.kernels.tiles import (
     dot_parts,
     dot_split_tile,
@@ -70,15 +70,16 @@ def _second_moment(
     tl.store(tracked + batch * r + j, keep.to(tl.float32), mask=j < r)
 
 
-def second_moment(S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
+def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
     """Return the new S (B, r, r), and which columns hold gradient (B, 1, r).
 
     The second is 1 if the diagonal entry of S or of E exceeds `floor` times the trace, else 0.
+
+    c_parts, e_parts: C and E by row blocks (B, parts, R, R), as `thin_qr.gram_parts` returns them.
     """
-    if not supports(S.shape[-1]):
-        return _second_moment_torch(S, U, U_old, Y, beta, floor)
-    c_parts, e_parts = gram_parts(U, U_old), gram_parts(Y, Y, gain=1 - beta)
     batch, r = S.shape[:2]
+    if not supports(r):
+        return _second_moment_torch(S, c_parts.sum(1), e_parts.sum(1), beta, floor)
     R, S = c_parts.shape[-1], S.contiguous()
     out, tracked = torch.empty_like(S), S.new_empty(batch, 1, r)
     _second_moment[(batch,)](
@@ -89,11 +90,8 @@ def second_moment(S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, f
     return out, tracked
 
 
-def _second_moment_torch(
-    S: Tensor, U: Tensor, U_old: Tensor, Y: Tensor, beta: float, floor: float
-) -> tuple[Tensor, Tensor]:
+def _second_moment_torch(S: Tensor, C: Tensor, E: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
     """Compute the same for ranks that the kernels do not take."""
-    C, E = U.mT @ U_old, ((1 - beta) * Y).mT @ Y
     T = beta * C @ S @ C.mT + E
     T = (T + T.mT) / 2
     past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (T, E))

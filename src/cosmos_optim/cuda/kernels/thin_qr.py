@@ -172,8 +172,13 @@ def supports(r: int) -> bool:
 
 
 def gram_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
-    """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r."""
+    """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r.
+
+    Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
+    """
     batch, k, r = A.shape
+    if not supports(r):
+        return ((gain * A).mT @ B).unsqueeze(1)
     parts, how = plan(k, r)
     A, B = A.contiguous(), B.contiguous()
     out = torch.empty(batch, parts, how["R"], how["R"], dtype=torch.float32, device=A.device)

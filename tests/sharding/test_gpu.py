@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cosmos_optim import Cosmos
+from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding import overlap as lanes
 from tests.sharding.problems import gradient, placed
 
@@ -47,14 +48,14 @@ def through_the_host(x: Tensor, send: list[int], receive: list[int], group: Any)
     """gloo has no all-to-all between GPUs."""
     out = torch.empty(sum(receive), dtype=x.dtype)
     dist.all_to_all_single(out, x.cpu(), list(receive), list(send), group=group)
-    lanes.rest()
+    lanes.let_others_run()
     return out.to(x.device)
 
 
 def one_rank(rank: int, folder: str, device: str) -> None:
     """A process of the two that share the GPU."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    comm.exchange = through_the_host  # type: ignore[assignment]
+    collectives.exchange = through_the_host  # type: ignore[assignment]
     mesh = init_device_mesh(device, (2,))
     torch.save({str(dtype): steps(mesh, dtype, device) for dtype in NS_DTYPES}, f"{folder}/found{rank}")
     dist.barrier()
@@ -108,7 +109,7 @@ def test_messages_of_one_stack_travel_while_another_computes() -> None:
             for _ in range(10):
                 X = X @ A
             message = Slow(4_000_000)
-            lanes.rest()
+            lanes.let_others_run()
             message.wait()
 
     def timed(width: int) -> float:

@@ -16,7 +16,7 @@ def jobs_of(seen: list[str], parts: dict[str, int]) -> list[lanes.Job]:
     def job(name: str, count: int) -> None:
         for i in range(count):
             if i:
-                lanes.rest()
+                lanes.let_others_run()
             seen.append(f"{name}{i}")
 
     return [lambda name=name, count=count: job(name, count) for name, count in parts.items()]
@@ -52,14 +52,14 @@ def test_errors_end_all_lanes() -> None:
 
 def in_lanes(rank: int, case: Case) -> object:
     """A sharded run that always uses two lanes, and how often they changed."""
-    run, rest, turns = lanes.run, lanes.rest, [0]
+    run, rest, turns = lanes.run, lanes.let_others_run, [0]
 
     def count() -> None:
         turns[0] += 1
         rest()
 
     lanes.run = lambda jobs, device, width: run(jobs, device, width=2)  # type: ignore[assignment]
-    lanes.rest = count
+    lanes.let_others_run = count
     return turns, together(rank, "fsdp", [case])
 
 

@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.mesh import Cut, Team
-from cosmos_optim.sharding.owner_exchange import Exchange, tiling
+from cosmos_optim.sharding.owner_exchange import Exchange, shard_map
 
 
 def cut(size: int, *over: int) -> Cut:
@@ -38,10 +39,10 @@ def test_equal_parts_at_once(
         sent.append(x)
         return arriving[: sum(receive)]
 
-    monkeypatch.setattr(comm, "exchange", exchange)
+    monkeypatch.setattr(collectives, "exchange", exchange)
     for me in range(len(at)):
         team = Team(None, at, me)  # type: ignore[arg-type]
-        tiles = tiling(cuts, mesh, team)
+        tiles = shard_map(cuts, mesh, team)
         quick, plain = Exchange(team, count, [tiles, tiles]), Exchange(team, count, [tiles, tiles])
         assert [grid.step for grid in quick.grids] == ([] if step is None else [step, step])
         plain.grids = []

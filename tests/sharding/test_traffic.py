@@ -15,6 +15,7 @@ from benchmarks.sharded_cost import Cost, Shape, columns_sharded, grid_sharded, 
 from cosmos_optim import Cosmos
 from cosmos_optim.sharding import sharded_algebra as algebra
 from cosmos_optim.sharding.sharded_algebra import by_sums
+from tests.sharding.message_counter import count_messages
 from tests.sharding.problems import gradient, placed
 from tests.sharding.ranks import run_ranks
 
@@ -59,9 +60,9 @@ def measure(rank: int, name: str, counts: list[int]) -> list[Any]:
             for i, p in enumerate(params):
                 p.grad = placed(gradient(i, p.shape, step, torch.float64), mesh, placements)
             seen.clear()
-            with comm.counting() as traffic, CommDebugMode() as debug:
+            with count_messages() as messages, CommDebugMode() as debug:
                 opt.step()
-        found.append((dict(traffic.calls), traffic.sent, debug.get_total_counts(), sum(seen)))
+        found.append((dict(messages.calls), messages.sent, debug.get_total_counts(), sum(seen)))
     return found
 
 
@@ -102,9 +103,9 @@ def long_and_alone(rank: int) -> Any:
     opt = Cosmos([p], lr=0.01, rank=RANK, ns_dtype=torch.float64, gamma=0.25)
     for step in range(2):
         p.grad = placed(gradient(0, p.shape, step, torch.float64), mesh, (Shard(0),))
-        with comm.counting() as traffic:
+        with count_messages() as messages:
             opt.step()
-    return dict(traffic.calls)
+    return dict(messages.calls)
 
 
 def test_a_long_matrix_stays_where_it_is() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cosmos_optim import Cosmos
-from tests.sharding.problems import Case, Few, gathered, gradient, hsdp, placed, steps
+from tests.sharding.cases import Case, Few, gathered, gradient, hsdp, placed, steps
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9

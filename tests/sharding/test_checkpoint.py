@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.sharding.problems import STEPS, Case, distance, fsdp, gathered, steps
+from tests.sharding.cases import STEPS, Case, distance, fsdp, gathered, steps
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9

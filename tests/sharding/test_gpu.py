@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cosmos_optim import Cosmos
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding import overlap as lanes
-from tests.sharding.problems import gradient, placed
+from tests.sharding.cases import gradient, placed
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from cosmos_optim import SOAP, Cosmos
 from cosmos_optim.sharding.mesh import Cut, cuts_of
-from tests.sharding.problems import gradient, placed, shard_like
+from tests.sharding.cases import gradient, placed, shard_like
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cosmos_optim import SOAP, Cosmos
-from tests.sharding.problems import Case, Small, fsdp, gradient, placed, steps
+from tests.sharding.cases import Case, Small, fsdp, gradient, placed, steps
 from tests.sharding.ranks import run_ranks
 
 M, N, RANK, COUNT = 64, 48, 4, 3

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from cosmos_optim import Cosmos
-from tests.sharding.problems import distance, gathered
+from tests.sharding.cases import distance, gathered
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9

@@ -15,8 +15,8 @@ from benchmarks.sharded_cost import Cost, Shape, columns_sharded, grid_sharded, 
 from cosmos_optim import Cosmos
 from cosmos_optim.sharding import sharded_algebra as algebra
 from cosmos_optim.sharding.sharded_algebra import by_sums
+from tests.sharding.cases import gradient, placed
 from tests.sharding.message_counter import count_messages
-from tests.sharding.problems import gradient, placed
 from tests.sharding.ranks import run_ranks
 
 RANK = 2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.sharding.problems import Case, Even, Few, Pair, Small, Tall, Zoo, distance, together
+from tests.sharding.cases import Case, Even, Few, Pair, Small, Tall, Zoo, distance, together
 from tests.sharding.ranks import run_ranks
 
 # Ten steps in double precision: sums in another order, nothing else. In single precision the same rounding passes

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cosmos_optim import Cosmos
-from tests.sharding.problems import placed
+from tests.sharding.cases import placed
 from tests.sharding.ranks import run_ranks
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cosmos_optim.sharding import overlap as lanes
-from tests.sharding.problems import Case, Pair, distance, together
+from tests.sharding.cases import Case, Pair, distance, together
 from tests.sharding.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cosmos_optim import Cosmos
-from cosmos_optim.sharding import collectives
-from cosmos_optim.sharding import overlap as lanes
+from cosmos_optim.sharding import collectives, overlap
 from tests.sharding.cases import gradient, placed
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +47,7 @@ def through_the_host(x: Tensor, send: list[int], receive: list[int], group: Any)
     """gloo has no all-to-all between GPUs."""
     out = torch.empty(sum(receive), dtype=x.dtype)
     dist.all_to_all_single(out, x.cpu(), list(receive), list(send), group=group)
-    lanes.let_others_run()
+    overlap.let_others_run()
     return out.to(x.device)
 
 
@@ -61,7 +60,7 @@ def one_rank(rank: int, folder: str, device: str) -> None:
     dist.barrier()
 
 
-def test_two_ranks_on_one_gpu(device: str = "cuda") -> None:
+def test_two_ranks_that_share_a_gpu_end_with_the_weights_of_one_process(device: str = "cuda") -> None:
     """The weights of one process, in single precision and with Newton-Schulz in half."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     env = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
@@ -98,8 +97,8 @@ class Slow:
         torch.cuda.current_stream().wait_event(self.done)
 
 
-def test_messages_of_one_stack_travel_while_another_computes() -> None:
-    """Eight stacks that compute and send alternately: two lanes hide most of the shorter of the two."""
+def test_messages_of_one_stack_are_sent_while_another_computes() -> None:
+    """Eight stacks that compute and send alternately: two workers hide most of the shorter of the two."""
     device = torch.device("cuda", 0)
     A = torch.randn(4096, 4096, device=device, dtype=torch.float16)
 
@@ -109,20 +108,20 @@ def test_messages_of_one_stack_travel_while_another_computes() -> None:
             for _ in range(10):
                 X = X @ A
             message = Slow(4_000_000)
-            lanes.let_others_run()
+            overlap.let_others_run()
             message.wait()
 
     def timed(width: int) -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        lanes.run([job] * 8, device, width=width)
+        overlap.run([job] * 8, device, width=width)
         asked = time.perf_counter() - begin
         torch.cuda.synchronize()
         total = time.perf_counter() - begin
         assert asked < 0.7 * total, "the host waited for the GPU"
         return total
 
-    lanes.run([job] * 8, device, width=2)  # streams and the library's handles are made once, while the host waits
+    overlap.run([job] * 8, device, width=2)  # streams and the library's handles are made once, while the host waits
     one, two = (min(timed(width) for _ in range(3)) for width in (1, 2))
-    print(f"one lane {one * 1e3:.1f} ms, two lanes {two * 1e3:.1f} ms")
+    print(f"one worker {one * 1e3:.1f} ms, two workers {two * 1e3:.1f} ms")
     assert two < 0.8 * one

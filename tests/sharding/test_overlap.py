@@ -1,71 +1,77 @@
-"""Two lanes: turns that depend on the jobs alone, and the same numbers."""
+"""Overlapped jobs: their order depends on the jobs alone, and they give the same numbers."""
+
+import threading
 
 import pytest
 import torch
 
-from cosmos_optim.sharding import overlap as lanes
+from cosmos_optim.engine.layout import Job
+from cosmos_optim.sharding import overlap
 from tests.sharding.cases import Case, Pair, distance, together
 from tests.sharding.ranks import run_ranks
 
 CPU = torch.device("cpu")
+CLOSE_64 = 1e-9  # double precision: sums in another order
 
 
-def jobs_of(seen: list[str], parts: dict[str, int]) -> list[lanes.Job]:
-    """Jobs that note each of their parts and rest between them, as after starting a message."""
+def jobs_of(seen: list[str], parts: dict[str, int]) -> list[Job]:
+    """Make jobs that note each of their parts, and let others run between them, as after starting a message."""
 
     def job(name: str, count: int) -> None:
         for i in range(count):
             if i:
-                lanes.let_others_run()
+                overlap.let_others_run()
             seen.append(f"{name}{i}")
 
     return [lambda name=name, count=count: job(name, count) for name, count in parts.items()]
 
 
-def test_turns() -> None:
-    """While one job waits for its message the other runs; a free lane takes the next job."""
+def test_workers_alternate_in_an_order_that_depends_on_the_jobs_alone() -> None:
+    """While one job waits for its message the other runs; a free worker takes the next job."""
     for _ in range(20):
         seen: list[str] = []
-        lanes.run(jobs_of(seen, {"a": 3, "b": 2, "c": 3}), CPU)
+        overlap.run(jobs_of(seen, {"a": 3, "b": 2, "c": 3}), CPU)
         assert seen == ["a0", "b0", "a1", "b1", "c0", "a2", "c1", "c2"]
 
 
-def test_one_lane_is_no_lane() -> None:
-    """In order, in the caller's thread; resting does nothing."""
+def test_width_one_runs_the_jobs_in_order_in_the_callers_thread() -> None:
     seen: list[str] = []
-    lanes.run(jobs_of(seen, {"a": 2, "b": 2}), CPU, width=1)
+    threads: list[threading.Thread] = []
+    jobs = [*jobs_of(seen, {"a": 2, "b": 2}), lambda: threads.append(threading.current_thread())]
+    overlap.run(jobs, CPU, width=1)
     assert seen == ["a0", "a1", "b0", "b1"]
+    assert threads == [threading.current_thread()]
 
 
-def test_errors_end_all_lanes() -> None:
-    """The first error is raised by the caller, and no thread is left behind."""
-
+def test_an_error_in_one_job_stops_all_workers_and_is_raised_by_the_caller() -> None:
     def fail() -> None:
-        raise ZeroDivisionError("in a lane")
+        raise ZeroDivisionError("in a job")
 
     seen: list[str] = []
     first, second = jobs_of(seen, {"a": 5, "b": 1})
-    with pytest.raises(ZeroDivisionError, match="in a lane"):
-        lanes.run([first, second, fail], CPU)
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="in a job"):
+        overlap.run([first, second, fail], CPU)
     assert seen == ["a0", "b0"]
+    assert threading.active_count() == before
 
 
-def in_lanes(rank: int, case: Case) -> object:
-    """A sharded run that always uses two lanes, and how often they changed."""
-    run, rest, turns = lanes.run, lanes.let_others_run, [0]
+def overlapped(rank: int, case: Case) -> object:
+    """Run a sharded case with two workers throughout; return how often they alternated, and the weights."""
+    run, let_others_run, switches = overlap.run, overlap.let_others_run, [0]
 
     def count() -> None:
-        turns[0] += 1
-        rest()
+        switches[0] += 1
+        let_others_run()
 
-    lanes.run = lambda jobs, device, width: run(jobs, device, width=2)  # type: ignore[assignment]
-    lanes.let_others_run = count
-    return turns, together(rank, "fsdp", [case])
+    overlap.run = lambda jobs, device, width: run(jobs, device, width=2)  # type: ignore[assignment]
+    overlap.let_others_run = count
+    return switches, together(rank, "fsdp", [case])
 
 
-def test_same_numbers_in_lanes() -> None:
-    """COSMOS with two shapes, messages of one between those of the other."""
+def test_overlapped_stacks_end_with_the_weights_of_one_process() -> None:
+    """COSMOS with two shapes: messages of one stack between those of the other."""
     case = Case(Pair)
-    turns, found = run_ranks(2, in_lanes, case)[0]
-    assert turns[0] > 100
-    assert distance(found[0], case.alone())[0] < 1e-9
+    switches, found = run_ranks(2, overlapped, case)[0]
+    assert switches[0] > 100
+    assert distance(found[0], case.alone())[0] < CLOSE_64

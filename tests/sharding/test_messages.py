@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from benchmarks.sharded_cost import Cost, Shape, columns_sharded, grid_sharded, rows_sharded
 from cosmos_optim import Cosmos
 from cosmos_optim.sharding import sharded_algebra as algebra
-from cosmos_optim.sharding.sharded_algebra import by_sums
+from cosmos_optim.sharding.sharded_algebra import prefer_sums
 from tests.sharding.cases import gradient, placed
 from tests.sharding.message_counter import count_messages
 from tests.sharding.ranks import run_ranks
@@ -90,11 +90,11 @@ def test_messages_of_a_step(name: str) -> None:
 def test_gram_matrices_are_summed_where_that_is_cheaper() -> None:
     """Counted for the busiest rank: few matrices, long, and divided along the long side."""
     half = torch.float16
-    assert not by_sums(64, 4096, 4096, 8, 5, half)  # square: owners
-    assert not by_sums(64, 11008, 4096, 8, 5, half)  # many: every rank would repeat all of them
-    assert by_sums(1, 65536, 1024, 8, 5, half)
-    assert not by_sums(16, 65536, 1024, 8, 5, half)
-    assert by_sums(1, 40, 4, 4, 5, torch.float64)
+    assert not prefer_sums(64, 4096, 4096, 8, 5, half)  # square: owners
+    assert not prefer_sums(64, 11008, 4096, 8, 5, half)  # many: every rank would repeat all of them
+    assert prefer_sums(1, 65536, 1024, 8, 5, half)
+    assert not prefer_sums(16, 65536, 1024, 8, 5, half)
+    assert prefer_sums(1, 40, 4, 4, 5, torch.float64)
 
 
 def long_and_alone(rank: int) -> Any:

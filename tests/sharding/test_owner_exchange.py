@@ -1,4 +1,4 @@
-"""Journeys of equal parts, which are copied all at once, against those of any parts, which are copied one by one."""
+"""The exchange with owners: parts of a regular grid, copied all at once, against any parts, copied one by one."""
 
 import itertools
 
@@ -10,13 +10,13 @@ from cosmos_optim.sharding.mesh import Cut, Team
 from cosmos_optim.sharding.owner_exchange import Exchange, shard_map
 
 
-def cut(size: int, *over: int) -> Cut:
-    """A whole dimension over these mesh dimensions."""
-    return Cut(size, over, 0, size)
+def cut(size: int, *mesh_dims: int) -> Cut:
+    """Return a dimension that is divided over these mesh dimensions."""
+    return Cut(size, mesh_dims, 0, size)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cuts", "step"),
+    ("mesh", "cuts", "rank_step"),
     [
         ((2, 3), (cut(8, 0), cut(6, 1)), 1),
         ((2, 3), (cut(9, 1), cut(6, 0)), 3),
@@ -28,10 +28,10 @@ def cut(size: int, *over: int) -> Cut:
     ],
 )
 @pytest.mark.parametrize("count", [13, 3])
-def test_equal_parts_at_once(
-    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], cuts: tuple[Cut, Cut], step: int | None, count: int
+def test_a_grid_of_equal_parts_is_exchanged_as_any_parts_are(
+    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], cuts: tuple[Cut, Cut], rank_step: int | None, count: int
 ) -> None:
-    at = tuple(itertools.product(*map(range, mesh)))
+    coordinates = tuple(itertools.product(*map(range, mesh)))
     sent: list[torch.Tensor] = []
     arriving = torch.randn(2 * count * cuts[0].size * cuts[1].size)
 
@@ -40,16 +40,16 @@ def test_equal_parts_at_once(
         return arriving[: sum(receive)]
 
     monkeypatch.setattr(collectives, "exchange", exchange)
-    for me in range(len(at)):
-        team = Team(None, at, me)  # type: ignore[arg-type]
-        tiles = shard_map(cuts, mesh, team)
-        quick, plain = Exchange(team, count, [tiles, tiles]), Exchange(team, count, [tiles, tiles])
-        assert [grid.step for grid in quick.grids] == ([] if step is None else [step, step])
-        plain.grids = []
-        stacks = [torch.randn(count, *tiles.shapes[me]) for _ in range(2)]
-        wholes = quick.to_owners(stacks)
-        for a, b in zip(wholes, plain.to_owners(stacks), strict=True):
-            assert torch.equal(a, b) and a.shape == (quick.counts[me], *tiles.whole)
-        for a, b in zip(quick.to_shards(wholes), plain.to_shards(wholes), strict=True):
+    for rank in range(len(coordinates)):
+        team = Team(None, coordinates, rank)  # type: ignore[arg-type]
+        shards = shard_map(cuts, mesh, team)
+        by_grid, one_by_one = Exchange(team, count, [shards, shards]), Exchange(team, count, [shards, shards])
+        assert [grid.rank_step for grid in by_grid.grids] == ([] if rank_step is None else [rank_step] * 2)
+        one_by_one.grids = []
+        stacks = [torch.randn(count, *shards.part_shapes[rank]) for _ in range(2)]
+        wholes = by_grid.to_owners(stacks)
+        for a, b in zip(wholes, one_by_one.to_owners(stacks), strict=True):
+            assert torch.equal(a, b) and a.shape == (by_grid.owned_counts[rank], *shards.whole_shape)
+        for a, b in zip(by_grid.to_shards(wholes), one_by_one.to_shards(wholes), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(sent[-1], sent[-2])

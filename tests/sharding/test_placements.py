@@ -102,7 +102,7 @@ def test_parts_of_a_cut() -> None:
 
 def _cuts(rank: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2))
-    return [cut.over for cut in cuts_of((8, 8), mesh, (TENSOR_FIRST, S(0)))]
+    return [cut.mesh_dims for cut in cuts_of((8, 8), mesh, (TENSOR_FIRST, S(0)))]
 
 
 def test_a_strided_shard_divides_last() -> None:

@@ -80,8 +80,8 @@ def test_refused() -> None:
     """Each message names the parameter and what is wrong with it."""
     found = run_ranks(4, refused)[1]
     for kind, words in {
-        "partial": ("'layer.weight'", "(8, 6)", "Partial", "What works"),
-        "strided": ("'layer.weight'", "_StridedShard", "interleaves 3 parts", "What works"),
+        "partial": ("'layer.weight'", "(8, 6)", "Partial", "Supported are"),
+        "strided": ("'layer.weight'", "_StridedShard", "interleaves 3 parts", "Supported are"),
         "parts": ("'layer.weight'", "(4, 3)", "(4, 6)"),
         "conv": ("'layer.weight'", "output channels", "Shard(0)"),
         "flat": ("'layer.weight'", "flat partition", "fully_shard"),

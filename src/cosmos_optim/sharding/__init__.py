@@ -1,14 +1,14 @@
-"""Sharded parameters. They are recognized here, by nothing but themselves; this file imports the rest on demand.
+"""Sharded parameters, recognized by their type. This file imports the others only if a parameter is sharded.
 
-    mesh               a DTensor's placements -> which part is where
+    mesh               which part of a tensor is on which rank, from a DTensor's placements
     collectives        the messages between processes
     overlap            messages of one stack while another computes
-    owner_exchange     whole matrices on one rank, and back
-    sharded_algebra    the sums of a rule over ranks
+    owner_exchange     shards to whole matrices on one rank, and back
+    sharded_algebra    the operations of a rule, summed over ranks
     location           where a stack of sharded matrices is, and how its rule runs
     sharded_layout     views and state of a sharded parameter
 
-Nothing here knows a rule by name.
+No file here knows a rule by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cosmos_optim.rules.rule import Rule
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
     """Return the layout of a parameter, read from the parameter."""
-    _refuse_flat(name, p)
+    _refuse_flat_partition(name, p)
     if _is_dtensor(p):
         from cosmos_optim.sharding.sharded_layout import ShardedLayout
 
@@ -34,7 +34,7 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
 
 
 def prepare(layouts: Sequence[Layout]) -> None:
-    """Make the process groups that a step needs. All ranks must call it; ValueError if they could not agree."""
+    """Make the process groups that a step needs. All ranks must call it. Raise ValueError if they could not agree."""
     if any(layout.is_sharded for layout in layouts):
         from cosmos_optim.sharding import sharded_layout
 
@@ -42,14 +42,13 @@ def prepare(layouts: Sequence[Layout]) -> None:
 
 
 def max_over_ranks(layouts: Sequence[Layout]) -> Callable[[Tensor], Tensor]:
-    """Return the elementwise maximum over all processes that share these parameters, as a function.
+    """Return a function that takes the elementwise maximum over all processes that share these parameters.
 
-    Replicas without a mesh (DDP) have equal gradients and need no message.
+    At least one parameter must be sharded. Replicas without a mesh (DDP) have equal gradients and need no message.
     """
-    from cosmos_optim.sharding import collectives
-    from cosmos_optim.sharding.sharded_layout import widest_groups
+    from cosmos_optim.sharding import collectives, sharded_layout
 
-    groups = widest_groups(layouts)
+    groups = sharded_layout.groups_of_all_ranks(layouts)
 
     def maximum(values: Tensor) -> Tensor:
         for group in groups:
@@ -60,17 +59,17 @@ def max_over_ranks(layouts: Sequence[Layout]) -> Callable[[Tensor], Tensor]:
 
 
 def _is_dtensor(p: Tensor) -> bool:
-    """Return whether p is a DTensor. Importing that class takes seconds, and none can exist before it is imported."""
+    """Return whether p is a DTensor. Do not import that class: it takes seconds, and without it there is no DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(p, module.DTensor)
 
 
-def _refuse_flat(name: str, p: Tensor) -> None:
-    """Raise ValueError for the flat parts of matrices that FSDP1 and ZeRO make: rows and columns are lost in them."""
+def _refuse_flat_partition(name: str, p: Tensor) -> None:
+    """Raise ValueError for a flat partition made by FSDP1 or ZeRO: it does not say which rows and columns it holds."""
     for mark, engine in (("_fsdp_flattened", "FSDP1"), ("_is_flat_param", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")):
         if hasattr(p, mark):
             raise ValueError(
                 f"parameter {name!r} of shape {tuple(p.shape)} is a flat partition made by {engine} (placement: 1-D), "
-                "in which rows and columns are lost. Shard the model by torch.distributed.fsdp.fully_shard (FSDP2), "
-                "by tensor parallelism, or not at all (DDP)"
+                "so its rows and columns are lost. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) or "
+                "tensor parallelism, or do not shard it (DDP)"
             )

@@ -1,4 +1,4 @@
-"""The messages between processes; every one goes through here.
+"""The messages between processes: every message of a step is sent by this file.
 
 Nothing here makes the host wait for a GPU: a message is started, another stack may compute, and the stream that needs
 the result waits for it.
@@ -42,6 +42,6 @@ def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist
     return out
 
 
-def reaches(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Return whether the group's backend moves tensors of this device."""
+def supports(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Return whether the group's backend can send tensors of this device."""
     return device.type in {d.type for d in group._device_types}

@@ -1,9 +1,9 @@
-"""The algebra of matrices whose rows or columns are divided among ranks: local products, then sums over a team.
+"""The algebra of matrices with rows or columns divided among ranks: local products, then sums over a team.
 
 A product that contracts rows is summed over the ranks that divide the rows, one that contracts columns over those that
-divide the columns; everything else is local. Only Newton-Schulz needs more. By owners: each matrix travels once to a
-rank that has it whole, and back. By sums: the Gram matrix of the long, divided side is summed and the iteration is
-repeated on every rank. `by_sums` counts both.
+divide the columns; everything else is local. Only Newton-Schulz needs more, and there are two ways. At owners: each
+matrix is sent to a rank that has it whole, and the result is sent back. By sums: the Gram matrix of the long, divided
+side is summed, and every rank repeats the iteration. `prefer_sums` compares their costs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from cosmos_optim.sharding.location import ShardedLocation
     from cosmos_optim.sharding.mesh import Team
 
-# Matrices travel with a norm near this power of two: in half precision the largest element then fits, and elements
-# have all their digits down to 1e-7 of it.
-TRAVEL_EXPONENT = 10
+# Matrices are sent to their owners with a norm near 2 to this power. In half precision the largest element then fits,
+# and elements keep all their digits down to 1e-7 of it.
+EXCHANGE_EXPONENT = 10
 
 
 class ShardedAlgebra(Algebra):
@@ -46,35 +46,33 @@ class ShardedAlgebra(Algebra):
         """The operations on the transposed matrices."""
         return ShardedAlgebra(self.n, self.m, self.location.T)
 
-    # -- sums over ranks ------------------------------------------------------------------------------------------
-
     def mm(self, X: Tensor, U: Tensor) -> Tensor:
         """Return X U, a sum over n."""
-        return _total(super().mm(X, U), self.location.col_team)
+        return _sum_over(self.location.col_team, super().mm(X, U))
 
     def tn(self, X: Tensor, Y: Tensor) -> Tensor:
         """Return X'Y, a sum over m."""
-        return _total(super().tn(X, Y), self.location.row_team)
+        return _sum_over(self.location.row_team, super().tn(X, Y))
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
         """Return A'B, a sum over n."""
-        return _total(super().un(A, B), self.location.col_team)
+        return _sum_over(self.location.col_team, super().un(A, B))
 
     def norm_sq(self, X: Tensor) -> Tensor:
         """Return |X|^2, a sum over m and n."""
-        return _total(super().norm_sq(X), self.location.team)
+        return _sum_over(self.location.team, super().norm_sq(X))
 
     def norm_sq_m(self, P: Tensor) -> Tensor:
         """Return |P|^2 of a thin factor, a sum over m and k."""
-        return _total(super().norm_sq_m(P), self.location.row_team)
+        return _sum_over(self.location.row_team, super().norm_sq_m(P))
 
     def row_norm_sq(self, X: Tensor) -> Tensor:
         """Return the squared norm of each row, a sum over n."""
-        return _total(super().row_norm_sq(X), self.location.col_team)
+        return _sum_over(self.location.col_team, super().row_norm_sq(X))
 
     def slice_n(self, Y: Tensor) -> Tensor:
         """Return the rows of a whole (n, k) matrix that belong to the columns of X held here."""
-        start, length = self.location.my_columns
+        start, length = self.location.local_columns
         return Y.narrow(0, start, length)
 
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
@@ -94,21 +92,22 @@ class ShardedAlgebra(Algebra):
     # -- Newton-Schulz --------------------------------------------------------------------------------------------
 
     def polar(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz) -> Tensor:
-        """Return Newton-Schulz of X / |X|, by sums or at owners."""
+        """Return Newton-Schulz of X / |X|, by sums or at owners, whichever is cheaper."""
         dtype, team = ns.working_dtype(X), self.location.team
-        if self.location.long_side_only and by_sums(X.shape[0], self.m, self.n, team.size, ns.steps, dtype):
+        if self.location.only_long_side_is_cut and prefer_sums(X.shape[0], self.m, self.n, team.size, ns.steps, dtype):
             return self._polar_by_sums(X, norm_sq, ns, dtype, team)
-        # A power of two, so that nothing is rounded; Newton-Schulz ignores a factor.
-        exponent = TRAVEL_EXPONENT - norm_sq.sqrt().clamp_min(1e-38).log2().round()
+        # A power of two, so that nothing is rounded; Newton-Schulz does not depend on a factor.
+        exponent = EXCHANGE_EXPONENT - norm_sq.sqrt().clamp_min(1e-38).log2().round()
         scale = torch.exp2(exponent.clamp(-120, 120)).to(X.dtype)
         exchange = self.location.exchange(X.shape[0])
         (whole,) = exchange.to_owners([(X * scale).to(dtype)])
-        if whole.shape[0]:
-            whole = whole_polar(whole, ns)
+        if len(whole):
+            whole = polar_at_owner(whole, ns)
         (B,) = exchange.to_shards([whole])
         return B.to(X.dtype)
 
     def _polar_by_sums(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz, dtype: torch.dtype, team: Team) -> Tensor:
+        """Return Newton-Schulz of X / |X| with the rows of the longer side on different ranks."""
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
         gain = torch.where(norm_sq > 0, scale * norm_sq.rsqrt(), torch.zeros_like(norm_sq)).to(X.dtype)
         is_wide = self.m < self.n
@@ -120,18 +119,18 @@ class ShardedAlgebra(Algebra):
 
 
 class _SummedProducts(TorchProducts):
-    """Gram matrices are sums over the rows that the ranks hold; they are added in float32 or wider."""
+    """Products with Gram matrices summed over the ranks that divide the rows, in float32 or wider."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
 
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
-        """weight X'X over all ranks."""
+        """Return weight X'X, summed over all ranks."""
         R = super().gram(X, weight)
         return collectives.total(R.to(torch.promote_types(R.dtype, torch.float32)), self.team.group).to(R.dtype)
 
 
-def whole_polar(X: Tensor, ns: NewtonSchulz) -> Tensor:
+def polar_at_owner(X: Tensor, ns: NewtonSchulz) -> Tensor:
     """Run Newton-Schulz on whole matrices at their owner; on a GPU with half the work for symmetric products."""
     if X.is_cuda:
         from cosmos_optim.cuda.for_shards import newton_schulz as newton_schulz_by_kernels
@@ -140,12 +139,12 @@ def whole_polar(X: Tensor, ns: NewtonSchulz) -> Tensor:
     return newton_schulz(X, ns)
 
 
-def by_sums(count: int, m: int, n: int, k: int, steps: int, dtype: torch.dtype) -> bool:
-    """Whether summing Gram matrices costs the busiest of k ranks no more than owners do, in bytes and in flops.
+def prefer_sums(count: int, m: int, n: int, k: int, steps: int, dtype: torch.dtype) -> bool:
+    """Return whether sums of Gram matrices cost the busiest of k ranks no more than owners, in bytes and in flops.
 
-    With length l = a s, width s, f Gram matrices formed in T iterations: an owner computes
-    c(a) = 3 a f + T + 3 (T - f) (in s^3 flops) for each of ceil(N/k) matrices and moves 2 l s (k-1)/k elements of
-    each; by sums every rank computes c(a / k) for all N matrices and moves 2 f s^2 (k-1)/k elements of each.
+    The longer side has l = a s elements, the shorter s. T iterations form f Gram matrices. An owner computes
+    c(a) = 3 a f + T + 3 (T - f) (in s^3 flops) for each of ceil(N/k) matrices, and sends 2 l s (k-1)/k elements of
+    each. By sums, every rank computes c(a / k) for all N matrices, and sends 2 f s^2 (k-1)/k elements of each.
     """
     long, short = max(m, n), min(m, n)
     f = gram_count(long, short, steps, dtype)
@@ -156,5 +155,5 @@ def by_sums(count: int, m: int, n: int, k: int, steps: int, dtype: torch.dtype) 
     return flops and count * f * short * widening <= owned * long
 
 
-def _total(x: Tensor, team: Team | None) -> Tensor:
+def _sum_over(team: Team | None, x: Tensor) -> Tensor:
     return x if team is None else collectives.total(x, team.group)

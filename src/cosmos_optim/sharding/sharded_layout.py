@@ -1,4 +1,4 @@
-"""The layout of a DTensor parameter: views of its local part, and state that is sharded as the parameter is."""
+"""The layout of a DTensor parameter: views of its local part, and state that is sharded like the parameter."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.rules.rule import Rule, Slot
 from cosmos_optim.sharding import collectives
-from cosmos_optim.sharding.location import ShardedLocation, owner_location, sharded_location
-from cosmos_optim.sharding.mesh import WORKS, Cut, agreeing, cuts_of, whole
+from cosmos_optim.sharding.location import ShardedLocation, StateCuts, sharded_location
+from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering, uncut
 
-# Which sides of a matrix may be cut for a rule that says so.
-SIDES = {"both": "mn", "rows": "m", "none": ""}
+# Which sides of a matrix may be cut, by Rule.shardable.
+SHARDABLE_SIDES = {"both": "mn", "rows": "m", "none": ""}
 
 
 class ShardedLayout(Layout):
     """Views of the local part of a parameter that is divided over a mesh.
 
-    Every state tensor is a DTensor on the parameter's mesh: what has the parameter's rows or columns is cut as they
-    are, the rest is replicated. Where the rule wants whole matrices, all of it is cut over all the ranks.
+    Every state tensor is a DTensor on the parameter's mesh. Its dimensions that are rows or columns of the parameter
+    are cut like them; the others are replicated. If the rule needs whole matrices, all state is cut over all ranks.
     """
 
     is_sharded = True
 
     def __init__(self, name: str, p: DTensor, rule: Rule, group: dict[str, Any]) -> None:
         self.mesh, self.placements = p.device_mesh, tuple(p.placements)
-        if p.device_mesh.get_coordinate() is None:
-            raise ValueError(f"parameter {name!r} lies on {p.device_mesh}, of which this rank is no part")
+        if self.mesh.get_coordinate() is None:
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(p.shape)} with placements {self.placements} is on {self.mesh}, "
+                "which does not contain this rank: build its optimizer only on the ranks of that mesh"
+            )
         super().__init__(name, p, rule, group)
         try:
             self.cuts = cuts_of(self.shape, self.mesh, self.placements)
-            self._check_parts(p)
+            self._check_local_part(p)
             if not rule.elementwise:
                 self._assign_roles(group)
         except ValueError as error:
@@ -47,26 +50,30 @@ class ShardedLayout(Layout):
                 f"parameter {name!r} of shape {self.shape} with placements {self.placements} on {self.mesh}: {error}"
             ) from None
 
-    def _check_parts(self, p: DTensor) -> None:
-        here = tuple(p.to_local().shape)
-        expected = tuple(self._part(cut)[1] for cut in self.cuts)
-        if here != expected:
-            raise ValueError(f"its part on this rank has shape {here}, not the {expected} of torch.chunk. {WORKS}")
+    def _check_local_part(self, p: DTensor) -> None:
+        held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
+        if held != expected:
+            raise ValueError(
+                f"its part on this rank has shape {held}, but torch.chunk would give {expected}. {SUPPORTED}"
+            )
         for dim in range(self.mesh.ndim):
             group = self.mesh.get_group(dim)
-            if self.mesh.size(dim) > 1 and not p.is_meta and not collectives.reaches(p.device, group):
+            if self.mesh.size(dim) > 1 and not p.is_meta and not collectives.supports(p.device, group):
                 raise ValueError(
-                    f"it is on {p.device}, but the mesh talks over {self.mesh.device_type}: CPU offload needs process "
-                    "groups for both, init_process_group('cpu:gloo,cuda:nccl')"
+                    f"it is on {p.device}, but its mesh communicates on {self.mesh.device_type}: CPU offload needs "
+                    "process groups for both, init_process_group('cpu:gloo,cuda:nccl')"
                 )
 
-    def _part(self, cut: Cut) -> tuple[int, int]:
+    def _part(self, cut: Cut) -> Interval:
         return cut.part(self.mesh.shape, self.mesh.get_coordinate() or ())
+
+    def _part_shape(self, cuts: Sequence[Cut]) -> tuple[int, ...]:
+        return tuple(self._part(cut).length for cut in cuts)
 
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
     def _role(self, dim: int) -> str:
-        """What a dimension of the stored tensor is: "m" rows, "n" columns, or "b" a batch of matrices."""
+        """Return what a dimension of the stored tensor is: "m" rows, "n" columns, or "b" a batch of matrices."""
         last = len(self.shape) - 1
         if self.kind == "conv":
             role = "m" if dim == 0 else "n"
@@ -78,121 +85,124 @@ class ShardedLayout(Layout):
 
     def _assign_roles(self, group: dict[str, Any]) -> None:
         roles = [self._role(dim) for dim in range(len(self.shape))]
-        if self.kind == "conv" and any(cut.over for cut in self.cuts[1:]):
-            raise ValueError("a convolution can be cut along its output channels (Shard(0)) only")
-        self.by_role = {role: self.cuts[dim] for dim, role in enumerate(roles) if role != "b"}
+        if self.kind == "conv" and any(cut.mesh_dims for cut in self.cuts[1:]):
+            raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
+        self.matrix_cuts = {role: self.cuts[dim] for dim, role in enumerate(roles) if role != "b"}
         if self.kind == "conv":
-            self.by_role["n" if not self.flipped else "m"] = whole(self._matrix_shape()[1])
-        self.stack = [cut for cut, role in zip(self.cuts, roles, strict=True) if role == "b"]
-        self.blocks_mn = self.sizes_mn * math.prod(self._part(cut)[1] for cut in self.stack)
-        self.divided = {role for role in "mn" if self.by_role[role].over}
-        self.owned = not self.divided <= set(SIDES[self.rule.shardable])
+            self.matrix_cuts["m" if self.flipped else "n"] = uncut(self._matrix_shape()[1])
+        self.batch_cuts = [cut for cut, role in zip(self.cuts, roles, strict=True) if role == "b"]
+        self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
+        self.divided = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
+        self.needs_owners = not self.divided <= set(SHARDABLE_SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.slots(group).items()}  # fmt: skip
-        matrix = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])
-                  for slot, cuts in self.state_cuts.values() if slot.axes != "*"]  # fmt: skip
-        whole_ones = (math.prod(shape) for shape, cuts in matrix if not any(cut.over for cut in cuts))
-        self.undivided = max(whole_ones, default=0)
+        matrix_state = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])
+                        for slot, cuts in self.state_cuts.values() if slot.axes != "*"]  # fmt: skip
+        undivided = (math.prod(shape) for shape, cuts in matrix_state if not any(cut.mesh_dims for cut in cuts))
+        self.undivided = max(undivided, default=0)
 
     @cached_property
     def locations(self) -> list[Location]:
-        """Where each block lies. Groups of processes that are missing are made: all ranks must ask together."""
+        """Where each block is. Missing process groups are made: all ranks must read this together."""
         return [self._location_of_block(i) if self.divided else LOCAL for i in range(len(self.sizes_mn))]
 
-    def _rows(self, i: int, cut: Cut | None = None) -> Cut:
-        """The cut of the rows of block i."""
-        cut = cut or self.by_role["m"]
-        return cut.block(sum(self.splits[:i]), sum(self.splits[: i + 1])) if self.splits else cut
+    def _block_of(self, rows: Cut, i: int) -> Cut:
+        """Return the cut of the rows of block i, given that of all rows."""
+        return rows.block(sum(self.splits[:i]), sum(self.splits[: i + 1])) if self.splits else rows
 
     def _location_of_block(self, i: int) -> ShardedLocation:
-        rows, cols = self._rows(i), self.by_role["n"]
-        if not self.owned:
-            return sharded_location(self.mesh, rows, cols)
+        rows, cols = self._block_of(self.matrix_cuts["m"], i), self.matrix_cuts["n"]
+        return sharded_location(self.mesh, rows, cols, self._owner_state(i, rows, cols) if self.needs_owners else None)
+
+    def _owner_state(self, i: int, rows: Cut, cols: Cut) -> StateCuts:
+        """Return the cuts of each state tensor of block i."""
         state: list[tuple[str, tuple[Cut, ...]]] = []
-        for name, (slot, whole_cuts) in self.state_cuts.items():
-            cuts = [rows, cols] if slot.axes == "*" else whole_cuts[self._lead(slot) :]
-            if self.splits and slot.axes.startswith("m"):
-                cuts[0] = self._rows(i, cuts[0])
+        for name, (slot, all_cuts) in self.state_cuts.items():
+            cuts = [rows, cols] if slot.axes == "*" else all_cuts[self._lead(slot) :]
+            if slot.axes.startswith("m"):
+                cuts[0] = self._block_of(cuts[0], i)
             state.append((name, tuple(cuts)))
-        return owner_location(self.mesh, rows, cols, tuple(state))
+        return tuple(state)
 
     def location(self, i: int) -> Location:
-        """Where block i lies."""
+        """Return where block i is."""
         return self.locations[i % len(self.locations)]
 
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
     def local(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor that is stored here."""
+        """Return the part of a tensor that is stored here."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """A gradient with the placement of its parameter: sequence parallelism leaves some as sums yet to be made."""
+        """Return a gradient with the placement of its parameter; sequence parallelism leaves some as partial sums."""
         if not isinstance(grad, DTensor):
             raise ValueError(
                 f"parameter {self.name!r} is a DTensor with placements {self.placements}, but its gradient is a plain "
-                f"tensor of shape {tuple(grad.shape)}: make it one by DTensor.from_local"
+                f"tensor of shape {tuple(grad.shape)}: convert it by DTensor.from_local"
             )
         if tuple(grad.placements) == self.placements:
             return grad
         return grad.redistribute(self.mesh, self.placements)
 
     def zero_gradient(self, p: Tensor) -> Tensor:
-        """Zeros in place of a gradient that is None, without asking the other ranks."""
+        """Return zeros in place of a gradient that is None, without a message to other ranks."""
         zeros = torch.zeros_like(self.local(p))
         return DTensor.from_local(zeros, self.mesh, self.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     def split_rows(self, x: Tensor) -> list[Tensor]:
-        """Row blocks of a fused weight, as far as they are stored here."""
-        return list(x.split([self._part(self._rows(i))[1] for i in range(len(self.sizes_mn))], dim=0))
+        """Return the row blocks of a fused weight, as far as they are stored here."""
+        rows = [self._block_of(self.matrix_cuts["m"], i) for i in range(len(self.sizes_mn))]
+        return list(x.split(self._part_shape(rows), dim=0))
 
-    # -- numbers of the blocks ----------------------------------------------------------------------------------------
+    # -- one number for each block ------------------------------------------------------------------------------------
 
     def expand_to_all_blocks(self, values: Tensor) -> Tensor:
-        """A number for each block here as a number for each block of the parameter, 0 for those of other processes."""
-        if not any(cut.over for cut in self.stack):
+        """Turn a number for each block here into one for each block of the parameter, 0 for those held elsewhere."""
+        if not any(cut.mesh_dims for cut in self.batch_cuts):
             return values
-        everywhere = values.new_zeros([cut.size for cut in self.stack])
-        here = self._here(everywhere)
-        here.copy_(values.view(here.shape))
-        return everywhere.flatten()
+        expanded = values.new_zeros([cut.size for cut in self.batch_cuts])
+        local = self._narrow(expanded, self.batch_cuts)
+        local.copy_(values.view(local.shape))
+        return expanded.flatten()
 
     def select_local_blocks(self, values: Tensor) -> Tensor:
-        """Of a number for each block of the parameter those of the blocks here."""
-        if not any(cut.over for cut in self.stack):
+        """Select the numbers of the blocks here from one number for each block of the parameter."""
+        if not any(cut.mesh_dims for cut in self.batch_cuts):
             return values
-        return self._here(values.view([cut.size for cut in self.stack])).flatten()
+        return self._narrow(values.view([cut.size for cut in self.batch_cuts]), self.batch_cuts).flatten()
 
-    def _here(self, everywhere: Tensor) -> Tensor:
-        for dim, cut in enumerate(self.stack):
-            everywhere = everywhere.narrow(dim, *self._part(cut))
-        return everywhere
+    def _narrow(self, whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
+        """Return this rank's part of a whole tensor, as a view."""
+        for dim, cut in enumerate(cuts):
+            whole = whole.narrow(dim, *self._part(cut))
+        return whole
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _lead(self, slot: Slot) -> int:
-        """Leading dimensions of a state tensor that count matrices: a batch, or the blocks of a fused weight."""
+        """Return how many leading dimensions of a state tensor count matrices: a batch, or blocks of a fused weight."""
         if self.splits:
             return 0 if slot.axes.startswith("m") else 1
         return len(slot.axes) - len(slot.axes.lstrip("b"))
 
     def placements_of(self, slot: Slot) -> tuple[Placement, ...]:
-        """How a state tensor lies on the parameter's mesh."""
+        """Return the placements of a state tensor on the parameter's mesh."""
         if slot.axes == "*":
             return self.placements
-        found: list[Placement] = []
+        placements: list[Placement] = []
         for placement in self.placements:
             axis = self._axis_for(placement, slot)
             if axis is None:
-                found.append(Replicate())
+                placements.append(Replicate())
             elif isinstance(placement, _StridedShard):
-                found.append(_StridedShard(axis, split_factor=placement.split_factor))
+                placements.append(_StridedShard(axis, split_factor=placement.split_factor))
             else:
-                found.append(Shard(axis))
-        return tuple(found)
+                placements.append(Shard(axis))
+        return tuple(placements)
 
     def _axis_for(self, placement: Placement, slot: Slot) -> int | None:
-        """The dimension of a state tensor that a mesh dimension cuts, if any."""
+        """Return the dimension of a state tensor that a mesh dimension with this placement cuts, if any."""
         if not isinstance(placement, (Shard, _StridedShard)):
             return None
         dim = placement.dim % len(self.shape)
@@ -201,58 +211,54 @@ class ShardedLayout(Layout):
             return dim
         lead = self._lead(slot)
         axis = slot.axes.find(role, lead)
-        if axis >= 0 or not self.owned:
-            return axis if axis >= 0 else None
+        if axis >= 0:
+            return axis
+        if not self.needs_owners:
+            return None
         return next((a for a in range(lead, len(slot.axes)) if slot.axes[a] not in "mn"), lead)
 
     def zeros(self, p: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """One zero state tensor on the parameter's mesh."""
+        """Allocate one state tensor on the parameter's mesh."""
         if slot.axes == "*":
             return super().zeros(p, slot, dtype)
-        local = torch.zeros(self._local_shape(slot), dtype=dtype, device=p.device)
-        return self._as_dtensor(local, slot)
+        placements = self.placements_of(slot)
+        shape = self._part_shape(cuts_of(slot.shape, self.mesh, placements))
+        return self._as_dtensor(torch.zeros(shape, dtype=dtype, device=p.device), slot, placements)
 
-    def _local_shape(self, slot: Slot) -> list[int]:
-        return [self._part(cut)[1] for cut in cuts_of(slot.shape, self.mesh, self.placements_of(slot))]
-
-    def _as_dtensor(self, local: Tensor, slot: Slot) -> DTensor:
-        stride = torch.empty(slot.shape, dtype=torch.float32, device="meta").stride()
-        return DTensor.from_local(
-            local, self.mesh, self.placements_of(slot), run_check=False, shape=torch.Size(slot.shape), stride=stride
-        )
+    def _as_dtensor(self, local: Tensor, slot: Slot, placements: Sequence[Placement]) -> DTensor:
+        shape = torch.Size(slot.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
-        """A copy of a loaded state tensor, placed as this layout places it; a whole tensor is cut."""
+        """Copy a loaded state tensor to the placements of this layout; a whole tensor is cut."""
         if slot is None:
             return super().adopt(self.local(value), p, slot)
         placements = self.placements_of(slot)
         if isinstance(value, DTensor) and value.device_mesh == self.mesh:
             return value.redistribute(self.mesh, placements).to(p.device, copy=True)
-        plain = value.full_tensor() if isinstance(value, DTensor) else value
-        for dim, cut in enumerate(cuts_of(slot.shape, self.mesh, placements)):
-            plain = plain.narrow(dim, *self._part(cut))
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        local = self._narrow(whole, cuts_of(slot.shape, self.mesh, placements))
         if slot.axes == "*":
             copy = super().zeros(p, slot, value.dtype)
-            self.local(copy).copy_(plain)
+            self.local(copy).copy_(local)
             return copy
-        return self._as_dtensor(plain.to(p.device, copy=True).contiguous(), slot)
+        return self._as_dtensor(local.to(p.device, copy=True).contiguous(), slot, placements)
 
 
 def prepare(layouts: Sequence[Layout]) -> None:
-    """Make the process groups of these parameters, here where all ranks are and not in the middle of a step.
+    """Make the process groups of these parameters while all ranks are here, not in the middle of a step.
 
-    All ranks must be able to agree: of the meshes, one must hold the ranks of every other.
+    Raise ValueError if the ranks could not agree on a step: one of the meshes must hold the ranks of every other.
     """
-    sharded = [x for x in layouts if isinstance(x, ShardedLayout)]
-    if not sharded:
-        return
-    widest = max(sharded, key=lambda x: x.mesh.size())
-    ranks = set(widest.mesh.mesh.flatten().tolist())
+    sharded = _sharded(layouts)
+    largest = _on_largest_mesh(sharded)
+    ranks = set(largest.mesh.mesh.flatten().tolist())
     for other in sharded:
         if not ranks >= set(other.mesh.mesh.flatten().tolist()):
             raise ValueError(
-                f"parameters {widest.name!r} (placements {widest.placements} on {widest.mesh}) and {other.name!r} "
-                f"(placements {other.placements} on {other.mesh}) lie on meshes of different ranks, so that the ranks "
+                f"parameters {largest.name!r} (placements {largest.placements} on {largest.mesh}) and {other.name!r} "
+                f"(placements {other.placements} on {other.mesh}) are on meshes of different ranks, so the ranks "
                 "cannot agree on a step: use one optimizer for each mesh"
             )
     for layout in sharded:
@@ -260,7 +266,14 @@ def prepare(layouts: Sequence[Layout]) -> None:
             _ = layout.locations
 
 
-def widest_groups(layouts: Sequence[object]) -> list[dist.ProcessGroup]:
-    """Groups that reach, one after the other, all ranks that share these parameters; none on one process."""
-    sharded = [x for x in layouts if isinstance(x, ShardedLayout)]
-    return agreeing(max((x.mesh for x in sharded), key=lambda mesh: mesh.size())) if sharded else []
+def groups_of_all_ranks(layouts: Sequence[Layout]) -> list[dist.ProcessGroup]:
+    """Return groups that reach, one after the other, all ranks that share these parameters."""
+    return groups_covering(_on_largest_mesh(_sharded(layouts)).mesh)
+
+
+def _sharded(layouts: Sequence[Layout]) -> list[ShardedLayout]:
+    return [x for x in layouts if isinstance(x, ShardedLayout)]
+
+
+def _on_largest_mesh(layouts: Sequence[ShardedLayout]) -> ShardedLayout:
+    return max(layouts, key=lambda x: x.mesh.size())

@@ -1,8 +1,8 @@
-"""A small model with every kind of parameter, gradients for it, and the same optimizer run on one process."""
+"""Small models with every kind of parameter, gradients for them, and an optimizer run sharded or on one process."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ FUSED = {"*.qkv.weight": {"split_sizes": (8, 8, 8)}}
 
 
 class Block(nn.Module):
-    """Matrices of several shapes and a norm; `wide` has a side long enough for an iterated first basis."""
+    """Matrices of several shapes, and a norm. `wide` has a side long enough for an iterated first basis."""
 
     def __init__(self, *shapes: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Even(nn.Module):
-    """Sizes that divide: tensor parallelism wants them."""
+    """Sizes that divide evenly, as tensor parallelism needs."""
 
     shapes = ("square", "tall", "wide", "qkv")
 
@@ -43,20 +43,20 @@ class Even(nn.Module):
         self.blocks = nn.ModuleList(Block(*self.shapes) for _ in range(2))
 
 
-class Pair(Even):
-    """Two shapes are enough for the rules that have been tested alone."""
+class TallAndWide(Even):
+    """Two shapes only: enough for rules that other tests have checked on one process."""
 
     shapes = ("tall", "wide")
 
 
-class Tall(Even):
-    """No more columns than rows: SOAP divides noise by noise in directions without gradient."""
+class SquareAndTall(Even):
+    """No more columns than rows: in directions without gradient, SOAP would divide noise by noise."""
 
     shapes = ("square", "tall")
 
 
-class Zoo(Even):
-    """What does not divide, too: odd sizes, fewer rows than ranks, experts, a convolution, an embedding."""
+class EveryKind(Even):
+    """Also sizes that do not divide: odd ones, fewer rows than ranks, experts, a convolution, an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class Zoo(Even):
         self.conv = nn.Conv2d(3, 5, 2)
 
 
-class Small(Zoo):
-    """The same with fewer shapes: eight ranks share two cores."""
+class EveryKindSmall(EveryKind):
+    """The same with fewer shapes, because eight ranks share two cores."""
 
     shapes = ("square", "qkv")
 
 
-class Few(Even):
+class FewShapes(Even):
     """One shape that divides, one that does not, one with fewer rows than ranks."""
 
     shapes = ("square",)
@@ -85,7 +85,7 @@ class Few(Even):
 
 
 def build(kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
-    """A model with the same weights on every process."""
+    """Return a model with the same weights on every process."""
     model = kind().to(dtype)
     for i, p in enumerate(model.parameters()):
         g = torch.Generator().manual_seed(1000 + i)
@@ -94,7 +94,7 @@ def build(kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
 
 
 def gradient(index: int, shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
-    """The gradient of a parameter at a step: three leading directions that stay, and noise that does not."""
+    """Return the gradient of a parameter at a step: three constant leading directions, and noise that changes."""
     g = torch.Generator().manual_seed(7 * index + 1)
     rows, cols = math.prod(shape[:-1]) or 1, shape[-1]
     left = torch.randn(rows, 3, generator=g, dtype=torch.float64)
@@ -105,7 +105,7 @@ def gradient(index: int, shape: torch.Size, step: int, dtype: torch.dtype) -> Te
 
 
 def placed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor cut by chunks, mesh dimension after mesh dimension, strided shards (FSDP2's) after all others."""
+    """Cut a tensor by torch.chunk, mesh dimension after mesh dimension, FSDP2's strided shards after all others."""
     order = sorted(range(mesh.ndim), key=lambda dim: (isinstance(placements[dim], _StridedShard), dim))
     part = whole
     for dim in order:
@@ -119,12 +119,12 @@ def placed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
 
 
 def shard_like(p: Tensor, whole: Tensor) -> Tensor:
-    """`whole` placed as p is."""
+    """Return `whole` with the placements of p."""
     return placed(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
 
 
-def steps(model: nn.Module, opt: torch.optim.Optimizer, dtype: torch.dtype, which: range = range(STEPS)) -> None:
-    """Optimizer steps on the made-up gradients."""
+def take_steps(model: nn.Module, opt: torch.optim.Optimizer, dtype: torch.dtype, which: range = range(STEPS)) -> None:
+    """Take optimizer steps with the gradients of `gradient`."""
     for step in which:
         for i, p in enumerate(model.parameters()):
             p.grad = shard_like(p, gradient(i, p.shape, step, dtype))
@@ -133,15 +133,15 @@ def steps(model: nn.Module, opt: torch.optim.Optimizer, dtype: torch.dtype, whic
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer on a model: what one process and many must agree on."""
+    """An optimizer on a model: one process and several must get the same weights."""
 
-    model: type[nn.Module] = Zoo
+    model: type[nn.Module] = EveryKind
     name: str = "cosmos"
     dtype: torch.dtype = torch.float64
     options: tuple[tuple[str, Any], ...] = ()
 
     def build(self, shard: Callable[[nn.Module], nn.Module] | None = None) -> tuple[nn.Module, Any]:
-        """The model, sharded or not, and its optimizer: Newton-Schulz in the case's precision, a small basis."""
+        """Return the model, sharded or not, and its optimizer: Newton-Schulz in the case's precision, a small basis."""
         model = build(self.model, self.dtype)
         if shard is not None:
             shard(model)
@@ -155,10 +155,10 @@ class Case:
         return model, OPTIMIZERS[self.name](groups, lr=0.01, weight_decay=0.1, **hyper, **dict(self.options))
 
     @functools.cache  # noqa: B019
-    def alone(self) -> Weights:
-        """The weights after STEPS steps on one process, without a mesh."""
+    def on_one_process(self) -> Weights:
+        """Return the weights after STEPS steps on one process, without a mesh."""
         model, opt = self.build()
-        steps(model, opt, self.dtype)
+        take_steps(model, opt, self.dtype)
         return {key: p.detach().clone() for key, p in model.named_parameters()}
 
 
@@ -166,24 +166,24 @@ class Case:
 
 
 def fsdp(model: nn.Module) -> nn.Module:
-    """FSDP2 over all ranks: each block, then the rest."""
-    return _fully(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    """Apply FSDP2 over all ranks: to each block, then to the rest."""
+    return _fully_shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def hsdp(model: nn.Module) -> nn.Module:
-    """Two replicas, each sharded over half of the ranks."""
+    """Make two replicas, each sharded over half of the ranks."""
     shape = (2, dist.get_world_size() // 2)
-    return _fully(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+    return _fully_shard(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
 
 
-def _fully(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
-    """`square` and `tall` by output rows, `wide` by input columns."""
+    """Cut `square` and `tall` by output rows, `wide` by input columns."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {"square": ColwiseParallel(), "tall": ColwiseParallel(), "wide": RowwiseParallel()}
     for block in model.blocks:
@@ -192,13 +192,13 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Modu
 
 
 def fsdp_tensor_parallel(model: nn.Module) -> nn.Module:
-    """FSDP2 over tensor parallelism on two ranks."""
+    """Apply FSDP2 over tensor parallelism on two ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
-    return _fully(tensor_parallel(model, mesh["tensor"]), mesh["data"])
+    return _fully_shard(tensor_parallel(model, mesh["tensor"]), mesh["data"])
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """DDP, of which the optimizer sees nothing."""
+    """Apply DDP, which the optimizer does not see."""
     nn.parallel.DistributedDataParallel(model)
     return model
 
@@ -208,23 +208,27 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }  # fmt: skip
 
 
-def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights of a sharded model, on every rank."""
-    for name, p in model.named_parameters():
-        yield name, (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+def full_weights(model: nn.Module) -> Weights:
+    """Return the whole weights of a sharded model, on every rank."""
+    return {name: full(p).clone() for name, p in model.named_parameters()}
 
 
-def together(rank: int, layout: str, cases: list[Case]) -> list[Weights] | None:
-    """What a rank does for each case: shard, step, gather. The first and the last rank show what they have."""
+def full(p: Tensor) -> Tensor:
+    """Return the whole of a parameter, sharded or not."""
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+def run_sharded(rank: int, layout: str, cases: list[Case]) -> list[Weights] | None:
+    """Shard, step and gather each case. Return the weights, on the first and the last rank."""
     found = []
     for case in cases:
         model, opt = case.build(LAYOUTS[layout])
-        steps(model, opt, case.dtype)
-        found.append(dict(gathered(model)))
+        take_steps(model, opt, case.dtype)
+        found.append(full_weights(model))
     return found if rank in (0, dist.get_world_size() - 1) else None
 
 
 def distance(a: Weights, b: Weights) -> tuple[float, str]:
-    """The largest difference of two sets of weights relative to the largest weight, and where."""
+    """Return the largest difference of two sets of weights, relative to the largest weight, and the weight's name."""
     found = {key: float((a[key] - b[key]).abs().max() / b[key].abs().max()) for key in b}
     return max((value, key) for key, value in found.items())

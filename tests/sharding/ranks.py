@@ -1,7 +1,7 @@
-"""Ranks for tests: forked processes with gloo between them, started in a tenth of a second.
+"""Run a function on several ranks: forked processes connected by gloo, started in a tenth of a second.
 
-What the ranks import is imported here, once, before the fork. torch must not have started a pool of threads by then
-(conftest keeps it to one): a forked child would wait for threads that it does not have.
+This file imports everything that the ranks need, once, before the fork. torch must not have started a pool of threads
+by then (conftest keeps it to one): a forked child would wait for threads that it does not have.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
-PATIENCE = 100.0
+TIMEOUT_S = 100.0
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, dying: tuple[int, ...] = ()) -> list[Any]:
-    """work(rank, *args) on each of `world` ranks; its results in order. An error on any rank is raised here.
+    """Call work(rank, *args) on each of `world` ranks and return the results in order. Raise an error of any rank.
 
-    Ranks in `dying` are meant to end without a result.
+    Ranks in `dying` are expected to end without a result.
     """
     with tempfile.TemporaryDirectory() as folder:
         pids = {}
@@ -40,7 +40,7 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, dying: tuple[int
         errors = [p.read_text() for p in sorted(Path(folder).glob("error*"))]
         assert not errors, f"{len(errors)} of {world} ranks failed; the first:\n{errors[0]}"
         missing = [r for r in range(world) if not (Path(folder) / f"result{r}").exists()]
-        assert tuple(missing) == dying, f"ranks {missing} of {world} gave no result within {PATIENCE} s"
+        assert tuple(missing) == dying, f"ranks {missing} of {world} gave no result within {TIMEOUT_S} s"
         return [pickle.loads((Path(folder) / f"result{r}").read_bytes()) for r in range(world) if r not in dying]
 
 
@@ -51,7 +51,7 @@ def _child(rank: int, world: int, folder: Path, work: Callable[..., Any], args: 
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
         result = work(rank, *args)
         (folder / f"result{rank}").write_bytes(pickle.dumps(result))
-        with contextlib.suppress(RuntimeError):  # of a rank that was meant to die
+        with contextlib.suppress(RuntimeError):  # a rank that was expected to die is missing
             dist.barrier()
     except BaseException:
         (folder / f"error{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
@@ -60,8 +60,8 @@ def _child(rank: int, world: int, folder: Path, work: Callable[..., Any], args: 
 
 
 def _wait(pids: dict[int, int]) -> None:
-    """Until all ranks are gone; ranks that outlive a failed one, or the time, are ended."""
-    end = time.monotonic() + PATIENCE
+    """Wait until all ranks have ended; kill those that are left after the timeout."""
+    end = time.monotonic() + TIMEOUT_S
     left = dict(pids)
     while left and time.monotonic() < end:
         for pid in list(left):

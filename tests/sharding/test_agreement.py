@@ -1,4 +1,4 @@
-"""Ranks decide alike and stay alike."""
+"""Ranks take the same decisions and keep equal copies."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cosmos_optim import Cosmos
-from tests.sharding.cases import Case, Few, gathered, gradient, hsdp, placed, steps
+from tests.sharding.cases import Case, FewShapes, full, full_weights, gradient, hsdp, placed, take_steps
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9
@@ -22,7 +22,7 @@ def matrix(mesh: Any, seed: int = 0) -> nn.Parameter:
 
 
 def one_bad_rank(rank: int, nonfinite: str) -> Any:
-    """The second step has a NaN in the part of rank 1 only."""
+    """Take three steps; the second has a NaN in the part of rank 1 only."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     p, b = matrix(mesh), nn.Parameter(torch.ones(3, dtype=torch.float64))
     groups = [{"params": [p]}, {"params": [b], "rule": "adam"}]
@@ -43,8 +43,8 @@ def one_bad_rank(rank: int, nonfinite: str) -> Any:
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_a_bad_gradient_on_one_rank_is_bad_on_all(nonfinite: str) -> None:
-    """Nothing moves on any rank, in no group, and the next step is taken by all."""
+def test_a_nan_on_one_rank_changes_nothing_on_any_rank(nonfinite: str) -> None:
+    """In no parameter group; and all ranks take the next step."""
     for seen in run_ranks(3, one_bad_rank, nonfinite):
         errors = [x for x in seen if isinstance(x, str)]
         first, second, third = (x for x in seen if not isinstance(x, str))
@@ -56,7 +56,7 @@ def test_a_bad_gradient_on_one_rank_is_bad_on_all(nonfinite: str) -> None:
 
 
 def first_rows_zero(rank: int) -> torch.Tensor:
-    """A first gradient that is zero on rank 0 alone."""
+    """Take three steps; the first and last gradients are zero on rank 0 alone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     start = gradient(0, SHAPE, 0, torch.float64)
     p = nn.Parameter(start if mesh is None else placed(start, mesh, (Shard(0),)))
@@ -67,19 +67,19 @@ def first_rows_zero(rank: int) -> torch.Tensor:
             G[:2] = 0
         p.grad = G if mesh is None else placed(G, mesh, (Shard(0),))
         opt.step()
-    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+    return full(p)
 
 
 @pytest.mark.parametrize("world", [3, 8])
-def test_a_zero_part_is_no_zero_gradient(world: int) -> None:
-    """All ranks take their first basis in the same step; two of eight hold no row at all."""
+def test_a_gradient_that_is_zero_on_one_rank_starts_the_basis_on_all(world: int) -> None:
+    """All ranks take their first basis in the same step. Two of eight ranks hold no row."""
     expected = first_rows_zero(0)
     for found in run_ranks(world, first_rows_zero):
         assert float((found - expected).abs().max()) < CLOSE_64
 
 
-def starved(rank: int, placements: Any, experts: int, nonfinite: str) -> torch.Tensor:
-    """Experts over a mesh of 2 x 2: one without a gradient in every other step, two with part of a gradient."""
+def partly_zero_experts(rank: int, placements: Any, experts: int, nonfinite: str) -> torch.Tensor:
+    """Train experts on a mesh of 2 x 2: one has a zero gradient in every other step, two have zeros in part of it."""
     mesh = init_device_mesh("cpu", (2, 2)) if dist.is_initialized() else None
     shape = torch.Size((experts, 6, 4))
     start = gradient(0, shape, 0, torch.float64)
@@ -93,7 +93,7 @@ def starved(rank: int, placements: Any, experts: int, nonfinite: str) -> torch.T
             G[-1, 3:] = 0
         p.grad = G if mesh is None else placed(G, mesh, placements)
         opt.step()
-    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+    return full(p)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def starved(rank: int, placements: Any, experts: int, nonfinite: str) -> torch.T
     [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(2), Shard(1)), (Shard(0), Replicate()), (Shard(0), Shard(0))],
 )
 @pytest.mark.parametrize(("experts", "nonfinite"), [(5, "skip"), (4, "raise")])  # four: some ranks have one each
-def test_an_expert_without_a_gradient_stays_wherever_it_lies(placements: Any, experts: int, nonfinite: str) -> None:
-    """Ranks that hold parts of one matrix decide together: a part of zeros is no matrix without a gradient."""
-    expected = starved(0, placements, experts, nonfinite)
-    for found in run_ranks(4, starved, placements, experts, nonfinite):
+def test_experts_with_zero_gradients_end_as_on_one_process(placements: Any, experts: int, nonfinite: str) -> None:
+    """Ranks that hold parts of one matrix decide together: zeros in one part do not make the gradient zero."""
+    expected = partly_zero_experts(0, placements, experts, nonfinite)
+    for found in run_ranks(4, partly_zero_experts, placements, experts, nonfinite):
         assert float((found - expected).abs().max()) < CLOSE_64
 
 
 def without_tokens(rank: int, placements: Any, bad_step: int, nonfinite: str) -> torch.Tensor:
-    """Experts of which those of the last expert-parallel rank have the gradient None in one step."""
+    """Train experts; those of the last expert-parallel rank have the gradient None in one step."""
     mesh = init_device_mesh("cpu", (2, 2)) if dist.is_initialized() else None
     shape = torch.Size((4, 6, 5))
     start = gradient(0, shape, 0, torch.float64)
@@ -126,20 +126,22 @@ def without_tokens(rank: int, placements: Any, bad_step: int, nonfinite: str) ->
         if mesh is not None and step == bad_step and mesh.get_coordinate()[0] == 1:
             stacks[1].grad = stacks[2].grad = None
         opt.step()
-    return torch.stack([(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in stacks])
+    return torch.stack([full(p) for p in stacks])
 
 
 @pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(0), Shard(1))])
 @pytest.mark.parametrize(("bad_step", "nonfinite"), [(0, "skip"), (1, "skip"), (1, "raise")])
-def test_experts_without_tokens_may_have_no_gradient(placements: Any, bad_step: int, nonfinite: str) -> None:
-    """On the ranks that hold them, whatever their rule: the others have one, and all go on together."""
+def test_with_missing_zero_experts_without_tokens_may_have_the_gradient_none(
+    placements: Any, bad_step: int, nonfinite: str
+) -> None:
+    """On the ranks that hold them, with any rule: the other ranks have a gradient, and no rank waits."""
     expected = without_tokens(0, placements, bad_step, nonfinite)
     for found in run_ranks(4, without_tokens, placements, bad_step, nonfinite):
         assert float((found - expected).abs().max()) < CLOSE_64
 
 
 def one_overflow(rank: int, shape: torch.Size) -> list[float]:
-    """A gradient scaler has found an overflow on the last rank alone."""
+    """Take three steps; in the second, a gradient scaler has found an overflow on the last rank alone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     p = nn.Parameter(placed(gradient(0, shape, 0, torch.float64), mesh, (Shard(0),)))
     opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25)
@@ -152,14 +154,14 @@ def one_overflow(rank: int, shape: torch.Size) -> list[float]:
     return counts
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])  # of two experts the last of three ranks has none
+@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])  # the last of three ranks holds none of two experts
 def test_an_overflow_on_one_rank_skips_the_step_of_all(shape: tuple[int, ...]) -> None:
-    """Whatever a scaler tells the others."""
+    """Even if the scalers of the other ranks have found none."""
     assert run_ranks(3, one_overflow, torch.Size(shape)) == [[1.0, 1.0, 2.0]] * 3
 
 
-def unused(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two steps with a gradient and two without."""
+def unused_experts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take two steps with a gradient and two without."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shape = torch.Size((4, 6, 5))
     p, q = (nn.Parameter(placed(gradient(0, shape, 0, torch.float64), mesh, (Shard(0),))) for _ in range(2))
@@ -175,28 +177,27 @@ def unused(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return before, p.full_tensor().detach()
 
 
-def test_a_stack_that_nobody_used_is_left_alone() -> None:
-    """None everywhere is no gradient, on ranks as on one process."""
-    for before, after in run_ranks(2, unused):
+def test_a_gradient_that_is_none_on_all_ranks_leaves_the_parameter_unchanged() -> None:
+    for before, after in run_ranks(2, unused_experts):
         assert torch.equal(before, after)
 
 
 def fifty_steps(rank: int) -> dict[str, bytes]:
-    """Everything this rank holds, bit by bit: weights and state."""
-    case = Case(Few, dtype=torch.float32)
+    """Return the bytes of all weights and state on this rank after fifty steps."""
+    case = Case(FewShapes, dtype=torch.float32)
     model, opt = case.build(hsdp)
-    steps(model, opt, case.dtype, range(50))
+    take_steps(model, opt, case.dtype, range(50))
     held = {}
     for name, p in model.named_parameters():
         for key, value in {"weight": p, **opt.state[p]}.items():
             local = value.to_local() if isinstance(value, DTensor) else value
             held[f"{name} {key}"] = local.detach().contiguous().numpy().tobytes()
-    assert dict(gathered(model))["odd.weight"].isfinite().all()
+    assert full_weights(model)["odd.weight"].isfinite().all()
     return held
 
 
-def test_replicas_are_equal_bit_by_bit() -> None:
-    """HSDP on 2 x 2 ranks: replicas hold the same parts, and all ranks the same of what nobody divides."""
+def test_replicas_stay_equal_bit_for_bit() -> None:
+    """HSDP on 2 x 2 ranks: replicas hold the same parts, and all ranks hold the same undivided state."""
     a, b, c, d = run_ranks(4, fifty_steps)
     assert a == c
     assert b == d
@@ -206,8 +207,8 @@ def test_replicas_are_equal_bit_by_bit() -> None:
         assert a[key] == b[key], key
 
 
-def a_sum_to_be_made(rank: int) -> tuple[float, float]:
-    """Sequence parallelism leaves gradients of replicated parameters as partial sums."""
+def partial_gradient(rank: int) -> tuple[float, float]:
+    """Step with a gradient that is a partial sum, as sequence parallelism leaves it for replicated parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = gradient(0, SHAPE, 0, torch.float64)
     p, q = (nn.Parameter(placed(whole, mesh, (Replicate(),))) for _ in range(2))
@@ -219,8 +220,7 @@ def a_sum_to_be_made(rank: int) -> tuple[float, float]:
     return float((p.to_local() - q.to_local()).abs().max()), float((p.to_local() - whole).abs().max())
 
 
-def test_partial_gradients_are_summed() -> None:
-    """As if the sum had been made before."""
-    for between, moved in run_ranks(2, a_sum_to_be_made):
+def test_a_partial_gradient_steps_as_its_sum_does() -> None:
+    for between, moved in run_ranks(2, partial_gradient):
         assert between < 1e-12
         assert moved > 1e-3

@@ -1,53 +1,78 @@
-"""Sharded runs give the numbers of one process: every layout, kind of parameter and rule."""
+"""Sharded runs end with the weights of one process: every layout, kind of parameter and rule."""
 
 import pytest
 import torch
 
-from tests.sharding.cases import Case, Even, Few, Pair, Small, Tall, Zoo, distance, together
+from tests.sharding.cases import (
+    Case,
+    Even,
+    EveryKind,
+    EveryKindSmall,
+    FewShapes,
+    SquareAndTall,
+    TallAndWide,
+    distance,
+    run_sharded,
+)
 from tests.sharding.ranks import run_ranks
 
-# Ten steps in double precision: sums in another order, nothing else. In single precision the same rounding passes
+# Ten steps in double precision differ only by sums in another order. In single precision the same rounding passes
 # through ten power steps and as many Newton-Schulz iterations.
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-3}
 
 
 def compare(layout: str, world: int, cases: list[Case]) -> None:
-    """All cases on `world` ranks against one process."""
-    results = run_ranks(world, together, layout, cases)
+    """Compare all cases on `world` ranks with one process."""
+    results = run_ranks(world, run_sharded, layout, cases)
     for result in (results[0], results[-1]):
         for case, weights in zip(cases, result, strict=True):
-            far, where = distance(weights, case.alone())
+            far, where = distance(weights, case.on_one_process())
             assert far < CLOSE[case.dtype], f"{case}: {where} differs by {far:.1e}"
 
 
 @pytest.mark.parametrize(
     ("layout", "world", "model"),
     [
-        ("ddp", 2, Small), ("fsdp", 1, Zoo), ("fsdp", 2, Zoo), ("fsdp", 4, Zoo), ("fsdp", 8, Small), ("hsdp", 4, Zoo),
-        ("tp", 2, Even), ("fsdp_tp", 4, Even),
+        ("ddp", 2, EveryKindSmall),
+        ("fsdp", 1, EveryKind),
+        ("fsdp", 2, EveryKind),
+        ("fsdp", 4, EveryKind),
+        ("fsdp", 8, EveryKindSmall),
+        ("hsdp", 4, EveryKind),
+        ("tp", 2, Even),
+        ("fsdp_tp", 4, Even),
     ],
-)  # fmt: skip
-def test_cosmos(layout: str, world: int, model: type[torch.nn.Module]) -> None:
-    """COSMOS in both precisions."""
-    narrow = Pair if layout in ("tp", "fsdp_tp") else Few
+)
+def test_sharded_cosmos_ends_with_the_weights_of_one_process(
+    layout: str, world: int, model: type[torch.nn.Module]
+) -> None:
+    """In double and in single precision."""
+    narrow = TallAndWide if layout in ("tp", "fsdp_tp") else FewShapes
     compare(layout, world, [Case(model), Case(narrow, dtype=torch.float32)])
 
 
-PAPER = Case(Pair, options=(("nesterov", False), ("row_beta2", None)))  # rows are left alone in none of the others
-# Two-sided COSMOS begins with singular vectors on both sides, so that the first O'GU is diagonal: what stands beside
-# the diagonal is rounding, and only an epsilon above it keeps the quotient from being rounding too.
-WHOLE = [Case(Pair, options=(("two_sided", True), ("nesterov", True), ("eps", 1e-3))),
-         Case(Tall, "soap", options=(("frequency", 2),)),
-         Case(Tall, "soap", options=(("two_sided", True),)),
-         Case(Pair, "galore", options=(("update_gap", 4),)),
-         Case(Pair, "adam-mini", options=(("block_rows", 4),))]  # fmt: skip
-PLAIN = [Case(Pair, options=(("side", "smaller"),)), Case(Pair, "muon"), Case(Pair, "normuon"), Case(Pair, "adam"),
-         Case(Pair, "muon", options=(("normalize", True),))]  # fmt: skip
+# Tested on FSDP2 and on FSDP2 x tensor parallelism. Two-sided SOAP goes to owners on both, one-sided SOAP on the second.
+# Two-sided COSMOS begins with singular vectors on both sides, so the first O'GU is diagonal. The other elements are
+# rounding, and only an epsilon above them keeps the quotient from being rounding too.
+RULES = [
+    Case(TallAndWide, options=(("nesterov", False), ("row_beta2", None))),  # the only case without normalized rows
+    Case(TallAndWide, options=(("two_sided", True), ("nesterov", True), ("eps", 1e-3))),
+    Case(SquareAndTall, "soap", options=(("frequency", 2),)),
+    Case(SquareAndTall, "soap", options=(("two_sided", True),)),
+    Case(TallAndWide, "galore", options=(("update_gap", 4),)),
+    Case(TallAndWide, "adam-mini", options=(("block_rows", 4),)),
+]
+# Tested on FSDP2 only.
+MORE_RULES = [
+    Case(TallAndWide, options=(("side", "smaller"),)),
+    Case(TallAndWide, "muon"),
+    Case(TallAndWide, "muon", options=(("normalize", True),)),
+    Case(TallAndWide, "normuon"),
+    Case(TallAndWide, "adam"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "world", "cases"), [("fsdp", 3, [*PLAIN, PAPER, *WHOLE]), ("fsdp_tp", 4, [PAPER, *WHOLE])]
-)
-def test_rules(layout: str, world: int, cases: list[Case]) -> None:
-    """Every other rule by the same code: on shards, or whole on owners where it wants that."""
+@pytest.mark.parametrize(("layout", "world", "cases"), [("fsdp", 3, [*MORE_RULES, *RULES]), ("fsdp_tp", 4, RULES)])
+def test_every_sharded_rule_ends_with_the_weights_of_one_process(layout: str, world: int, cases: list[Case]) -> None:
+    """On shards, or on whole matrices at owners if the rule needs them."""
     compare(layout, world, cases)

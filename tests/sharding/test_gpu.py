@@ -1,4 +1,4 @@
-"""On a GPU: shards of two ranks on one device, and messages of one stack while another computes."""
+"""Sharding on a GPU: two ranks on one device, and messages of one stack while another computes."""
 
 import os
 import subprocess
@@ -28,8 +28,8 @@ SHAPES = [(256, 128), (100, 96), (128, 256)] * 2
 LR = 0.01
 
 
-def steps(mesh: Any, ns_dtype: torch.dtype | None, device: str) -> list[Tensor]:
-    """Five steps; the parts of the weights that this rank holds."""
+def take_steps(mesh: Any, ns_dtype: torch.dtype | None, device: str) -> list[Tensor]:
+    """Take five steps and return the parts of the weights that this rank holds."""
     params = []
     for i, shape in enumerate(SHAPES):
         start = gradient(i, torch.Size(shape), -1, torch.float32).to(device)
@@ -44,7 +44,7 @@ def steps(mesh: Any, ns_dtype: torch.dtype | None, device: str) -> list[Tensor]:
 
 
 def through_the_host(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-    """gloo has no all-to-all between GPUs."""
+    """Exchange by way of the host, because gloo has no all-to-all between GPUs."""
     out = torch.empty(sum(receive), dtype=x.dtype)
     dist.all_to_all_single(out, x.cpu(), list(receive), list(send), group=group)
     overlap.let_others_run()
@@ -52,16 +52,16 @@ def through_the_host(x: Tensor, send: list[int], receive: list[int], group: Any)
 
 
 def one_rank(rank: int, folder: str, device: str) -> None:
-    """A process of the two that share the GPU."""
+    """Run one of the two processes that share the GPU."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     collectives.exchange = through_the_host  # type: ignore[assignment]
     mesh = init_device_mesh(device, (2,))
-    torch.save({str(dtype): steps(mesh, dtype, device) for dtype in NS_DTYPES}, f"{folder}/found{rank}")
+    torch.save({str(dtype): take_steps(mesh, dtype, device) for dtype in NS_DTYPES}, f"{folder}/found{rank}")
     dist.barrier()
 
 
 def test_two_ranks_that_share_a_gpu_end_with_the_weights_of_one_process(device: str = "cuda") -> None:
-    """The weights of one process, in single precision and with Newton-Schulz in half."""
+    """In single precision, and with Newton-Schulz in half precision."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     env = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,26 +74,26 @@ def test_two_ranks_that_share_a_gpu_end_with_the_weights_of_one_process(device: 
         first, second = (torch.load(Path(folder) / f"found{rank}") for rank in range(2))
     for dtype, close in NS_DTYPES.items():
         pairs = zip(first[str(dtype)], second[str(dtype)], strict=True)
-        for shape, parts, expected in zip(SHAPES, pairs, steps(None, dtype, device), strict=True):
+        for shape, parts, expected in zip(SHAPES, pairs, take_steps(None, dtype, device), strict=True):
             far = float((torch.cat(parts) - expected).square().mean().sqrt()) / LR
             print(f"{shape}, {dtype}: {far:.1e}")
             assert far < close, f"{shape}, {dtype}: {far:.1e}"
 
 
-class Slow:
-    """A message that takes its time on a stream of its own, as one over a network does."""
+class SlowMessage:
+    """A message that takes time on its own stream, as one over a network does."""
 
     stream: Any = None
 
     def __init__(self, cycles: int) -> None:
-        Slow.stream = Slow.stream or torch.cuda.Stream()
-        Slow.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(Slow.stream):
+        SlowMessage.stream = SlowMessage.stream or torch.cuda.Stream()
+        SlowMessage.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(SlowMessage.stream):
             torch.cuda._sleep(cycles)
-            self.done = Slow.stream.record_event()
+            self.done = SlowMessage.stream.record_event()
 
     def wait(self) -> None:
-        """The current stream waits, the host does not."""
+        """Make the current stream wait, but not the host."""
         torch.cuda.current_stream().wait_event(self.done)
 
 
@@ -107,7 +107,7 @@ def test_messages_of_one_stack_are_sent_while_another_computes() -> None:
         for _ in range(4):
             for _ in range(10):
                 X = X @ A
-            message = Slow(4_000_000)
+            message = SlowMessage(4_000_000)
             overlap.let_others_run()
             message.wait()
 
@@ -115,10 +115,10 @@ def test_messages_of_one_stack_are_sent_while_another_computes() -> None:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         overlap.run([job] * 8, device, width=width)
-        asked = time.perf_counter() - begin
+        queued = time.perf_counter() - begin
         torch.cuda.synchronize()
         total = time.perf_counter() - begin
-        assert asked < 0.7 * total, "the host waited for the GPU"
+        assert queued < 0.7 * total, "the host waited for the GPU"
         return total
 
     overlap.run([job] * 8, device, width=2)  # streams and the library's handles are made once, while the host waits

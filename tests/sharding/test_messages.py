@@ -1,4 +1,4 @@
-"""What a step sends: the number of messages, and bytes by the formulas of docs/distributed.md."""
+"""The messages of a step: how many there are, and their bytes by the formulas of docs/distributed.md."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks.sharded_cost import Cost, Shape, columns_sharded, grid_sharded, rows_sharded
 from cosmos_optim import Cosmos
-from cosmos_optim.sharding import sharded_algebra as algebra
+from cosmos_optim.sharding import sharded_algebra
 from cosmos_optim.sharding.sharded_algebra import prefer_sums
 from tests.sharding.cases import gradient, placed
 from tests.sharding.message_counter import count_messages
@@ -32,7 +32,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
 
 
 def formula(name: str, count: int, rank: int) -> Cost:
-    """Bytes by docs/distributed.md, in double precision throughout."""
+    """Return the bytes by docs/distributed.md, in double precision throughout."""
     shape, sizes = Shape(M, N, count), {"word": 8, "travel": 8}
     if name == "tp columns":
         return columns_sharded(shape, RANK, 2, rank, **sizes)
@@ -45,12 +45,12 @@ def formula(name: str, count: int, rank: int) -> Cost:
 
 
 def measure(rank: int, name: str, counts: list[int]) -> list[Any]:
-    """A step of models with that many equal matrices: our counts, torch's, and matrices iterated here."""
+    """Take a step for each number of equal matrices. Return our counts, torch's, and the matrices iterated here."""
     dims, placements = MESHES[name]
     mesh = init_device_mesh("cpu", dims)
     seen: list[int] = []
-    inner = algebra.newton_schulz
-    algebra.newton_schulz = lambda X, *rest: (seen.append(X.shape[0]), inner(X, *rest))[1]
+    inner = sharded_algebra.newton_schulz
+    sharded_algebra.newton_schulz = lambda X, *rest: (seen.append(X.shape[0]), inner(X, *rest))[1]
     found = []
     for count in counts:
         params = [nn.Parameter(placed(gradient(i, torch.Size((M, N)), 0, torch.float64), mesh, placements))
@@ -70,16 +70,16 @@ SUMS = {"fsdp": 7, "hsdp": 7, "tp rows": 7, "tp columns": 12, "fsdp x tp rows": 
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_messages_of_a_step(name: str) -> None:
-    """As many for nine matrices as for three, bytes by the formula, and no rank iterates more than its share."""
+def test_a_step_sends_the_documented_messages_and_bytes(name: str) -> None:
+    """As many messages for nine matrices as for three, and no rank iterates more than its share."""
     dims, _ = MESHES[name]
     world = torch.Size(dims).numel()
     team = dims[-1] if name == "hsdp" else world
     counts = [3, 9]
     for rank, found in enumerate(run_ranks(world, measure, name, counts)):
-        for count, (calls, sent, torchs, iterated) in zip(counts, found, strict=True):
+        for count, (calls, sent, by_torch, iterated) in zip(counts, found, strict=True):
             assert calls == {"sum": SUMS[name], "exchange": 2, "max": 1}
-            assert torchs == sum(calls.values())
+            assert by_torch == sum(calls.values())
             expected = formula(name, count, rank)
             assert sent["sum"] == pytest.approx(expected.sums)
             assert sent["exchange"] == expected.exchange
@@ -87,8 +87,8 @@ def test_messages_of_a_step(name: str) -> None:
             assert iterated <= -(-count // team)
 
 
-def test_gram_matrices_are_summed_where_that_is_cheaper() -> None:
-    """Counted for the busiest rank: few matrices, long, and divided along the long side."""
+def test_gram_matrices_are_summed_only_if_that_is_not_dearer() -> None:
+    """For the busiest rank: that is so for few and long matrices, divided along the long side."""
     half = torch.float16
     assert not prefer_sums(64, 4096, 4096, 8, 5, half)  # square: owners
     assert not prefer_sums(64, 11008, 4096, 8, 5, half)  # many: every rank would repeat all of them
@@ -97,7 +97,8 @@ def test_gram_matrices_are_summed_where_that_is_cheaper() -> None:
     assert prefer_sums(1, 40, 4, 4, 5, torch.float64)
 
 
-def long_and_alone(rank: int) -> Any:
+def one_long_matrix(rank: int) -> Any:
+    """Count the messages of one long matrix in its second step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     p = nn.Parameter(placed(gradient(0, torch.Size((40, 4)), 0, torch.float64), mesh, (Shard(0),)))
     opt = Cosmos([p], lr=0.01, rank=RANK, ns_dtype=torch.float64, gamma=0.25)
@@ -108,6 +109,6 @@ def long_and_alone(rank: int) -> Any:
     return dict(messages.calls)
 
 
-def test_a_long_matrix_stays_where_it_is() -> None:
-    """No exchange; a Gram matrix an iteration, since double precision makes each afresh."""
-    assert run_ranks(4, long_and_alone)[0] == {"sum": 7 + 5, "max": 1}
+def test_one_long_matrix_is_iterated_by_sums_without_an_exchange() -> None:
+    """One sum for each of five iterations, because double precision forms every Gram matrix again."""
+    assert run_ranks(4, one_long_matrix)[0] == {"sum": 7 + 5, "max": 1}

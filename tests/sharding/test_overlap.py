@@ -7,7 +7,7 @@ import torch
 
 from cosmos_optim.engine.layout import Job
 from cosmos_optim.sharding import overlap
-from tests.sharding.cases import Case, Pair, distance, together
+from tests.sharding.cases import Case, TallAndWide, distance, run_sharded
 from tests.sharding.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -66,12 +66,12 @@ def overlapped(rank: int, case: Case) -> object:
 
     overlap.run = lambda jobs, device, width: run(jobs, device, width=2)  # type: ignore[assignment]
     overlap.let_others_run = count
-    return switches, together(rank, "fsdp", [case])
+    return switches, run_sharded(rank, "fsdp", [case])
 
 
 def test_overlapped_stacks_end_with_the_weights_of_one_process() -> None:
     """COSMOS with two shapes: messages of one stack between those of the other."""
-    case = Case(Pair)
+    case = Case(TallAndWide)
     switches, found = run_ranks(2, overlapped, case)[0]
     assert switches[0] > 100
-    assert distance(found[0], case.alone())[0] < CLOSE_64
+    assert distance(found[0], case.on_one_process())[0] < CLOSE_64

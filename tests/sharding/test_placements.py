@@ -1,4 +1,4 @@
-"""Parameters placed in every way the library claims, one by one, against one process."""
+"""Every supported placement of one parameter, compared with one process."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ COSMOS: list[tuple[tuple[int, ...], dict[str, Any], tuple[Any, Any]]] = [
     ((2, 8, 6), {}, (S(1), S(1))),
     ((3, 8, 6), {}, (TENSOR_FIRST, S(0))),
     ((5, 2, 2, 2), {"layout": "conv"}, (S(0), S(0))),
-    ((40, 4), {}, (S(0), S(0))),  # so long and alone that Gram matrices are summed
+    ((40, 4), {}, (S(0), S(0))),  # so long that Gram matrices are summed
     ((4, 40), {}, (S(1), S(1))),
 ]
 SOAPS = [
@@ -55,7 +55,7 @@ SOAPS = [
 
 
 def train(cls: Any, cases: list[Any], mesh: Any = None) -> list[torch.Tensor]:
-    """STEPS steps on one parameter a case; the weights."""
+    """Take STEPS steps with one parameter for each case, and return the parameters."""
     groups = []
     for i, (shape, settings, placements) in enumerate(cases):
         start = gradient(i, torch.Size(shape), -1, torch.float64)
@@ -72,7 +72,7 @@ def train(cls: Any, cases: list[Any], mesh: Any = None) -> list[torch.Tensor]:
 
 
 def compare(rank: int, cls: Any, cases: list[Any], expected: list[torch.Tensor]) -> list[float]:
-    """How far each parameter's part is from that part of the expected whole."""
+    """Return how far each parameter's part is from that part of the expected whole."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
     far = []
     for p, whole in zip(train(cls, cases, mesh), expected, strict=True):
@@ -82,7 +82,7 @@ def compare(rank: int, cls: Any, cases: list[Any], expected: list[torch.Tensor])
 
 
 @pytest.mark.parametrize(("cls", "cases"), [(Cosmos, COSMOS), (SOAP, SOAPS)])
-def test_every_placement(cls: Any, cases: list[Any]) -> None:
+def test_every_placement_ends_with_the_weights_of_one_process(cls: Any, cases: list[Any]) -> None:
     """2 x 2 ranks, uneven and empty parts, fused weights, experts, transposed storage."""
     expected = train(cls, cases)
     for far in run_ranks(4, compare, cls, cases, expected):
@@ -90,8 +90,8 @@ def test_every_placement(cls: Any, cases: list[Any]) -> None:
             assert distance < CLOSE_64, f"{case}: {distance:.1e}"
 
 
-def test_parts_of_a_cut() -> None:
-    """torch.chunk's parts, nested; a block of a fused weight gets what falls to it."""
+def test_a_cut_has_the_nested_parts_of_torch_chunk() -> None:
+    """And a block of a fused weight gets the intersection of each part with the block."""
     assert [Cut(7, (0,), 0, 7).part((3,), (i,)) for i in range(3)] == [(0, 3), (3, 3), (6, 1)]
     assert [Cut(3, (0,), 0, 3).part((4,), (i,)) for i in range(4)] == [(0, 1), (1, 1), (2, 1), (3, 0)]
     nested = Cut(8, (1, 0), 0, 8)  # mesh dimension 1 divides first
@@ -100,11 +100,12 @@ def test_parts_of_a_cut() -> None:
     assert [block.part((3,), (i,)) for i in range(3)] == [(0, 0), (0, 4), (4, 1)]
 
 
-def _cuts(rank: int) -> list[Any]:
+def strided_cuts(rank: int) -> list[Any]:
+    """Return the mesh dimensions that cut each dimension of a matrix, the outermost first."""
     mesh = init_device_mesh("cpu", (2, 2))
     return [cut.mesh_dims for cut in cuts_of((8, 8), mesh, (TENSOR_FIRST, S(0)))]
 
 
-def test_a_strided_shard_divides_last() -> None:
-    """FSDP2 divides what tensor parallelism left."""
-    assert run_ranks(4, _cuts)[0] == [(1, 0), ()]
+def test_a_strided_shard_divides_the_parts_of_the_other_shards() -> None:
+    """FSDP2 divides the parts that tensor parallelism has made."""
+    assert run_ranks(4, strided_cuts)[0] == [(1, 0), ()]

@@ -1,4 +1,4 @@
-"""Layouts that cannot run are refused when the optimizer is built, with the parameter, its placements and a way out."""
+"""Layouts that cannot run are refused when the optimizer is built. The error names parameter, placements and remedy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from tests.sharding.ranks import run_ranks
 
 
 def message(build: Callable[[], Any]) -> str:
-    """The ValueError of a constructor."""
+    """Return the message of a constructor's ValueError."""
     try:
         build()
     except ValueError as error:
@@ -26,7 +26,7 @@ def message(build: Callable[[], Any]) -> str:
 
 
 def refused(rank: int) -> dict[str, str]:
-    """The messages of everything that must not be built."""
+    """Return the messages of all layouts that must be refused."""
     mesh = init_device_mesh("cpu", (2, 2))
     left, right = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [1, 2, 3])
     whole = torch.ones(8, 6)
@@ -56,8 +56,8 @@ def refused(rank: int) -> dict[str, str]:
     return found
 
 
-def beside_other_groups(rank: int) -> str:
-    """Matrices cut over two of three mesh dimensions, then on a mesh of some ranks; one of them is in another group."""
+def with_other_groups(rank: int) -> str:
+    """Cut matrices over two of three mesh dimensions, then on a mesh of some ranks; one of them is in another group."""
     dist.new_group([0, 5])
     cube = init_device_mesh("cpu", (2, 2, 2))
     p = nn.Parameter(placed(torch.ones(8, 6), cube, (Replicate(), Shard(0), Shard(1))))
@@ -69,15 +69,14 @@ def beside_other_groups(rank: int) -> str:
     return message(lambda: Cosmos([nn.Parameter(placed(torch.ones(8, 6), few, (Shard(0), Shard(1))))], gamma=0.25))
 
 
-def test_ranks_that_are_in_different_numbers_of_groups() -> None:
-    """With all ranks there every group can be made; a group of some would be waited for for ever, and is refused."""
-    found = run_ranks(8, beside_other_groups)
+def test_a_mesh_of_some_ranks_in_different_numbers_of_groups_is_refused() -> None:
+    """On a mesh of all ranks every group can be made. Making a group of some ranks would wait forever."""
+    found = run_ranks(8, with_other_groups)
     assert found[4:] == [""] * 4
     assert all("different numbers of groups" in text and "[0, 1, 2, 3]" in text for text in found[:4])
 
 
-def test_refused() -> None:
-    """Each message names the parameter and what is wrong with it."""
+def test_layouts_that_cannot_run_are_refused_with_name_reason_and_remedy() -> None:
     found = run_ranks(4, refused)[1]
     for kind, words in {
         "partial": ("'layer.weight'", "(8, 6)", "Partial", "Supported are"),

@@ -1,4 +1,4 @@
-"""fully_shard changes the class of a module, never its route."""
+"""fully_shard changes the class of a module, but not the routing of its parameters."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from tests.sharding.ranks import run_ranks
 
 
 class Conv1D(nn.Module):
-    """As in transformers' GPT-2: known by its name, stored (in, out)."""
+    """A layer like that of transformers' GPT-2: recognized by its name, stored (in, out)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,12 +18,13 @@ class Conv1D(nn.Module):
 
 
 def routes(model: nn.Module) -> dict[str, object]:
-    """(rule, layout, split_sizes) by parameter."""
+    """Return (rule, layout, split_sizes) of each parameter."""
     return {name: (group["rule"], group.get("layout"), group.get("split_sizes"))
             for group in param_groups(model) for name, _ in group["params"]}  # fmt: skip
 
 
 def before_and_after(rank: int) -> tuple[object, object]:
+    """Return the routes before and after fully_shard."""
     model = nn.ModuleDict({"c": Conv1D(), "gru": nn.GRU(4, 6), "linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4),
                            "attention": nn.MultiheadAttention(4, 2)})  # fmt: skip
     before = routes(model)
@@ -32,8 +33,8 @@ def before_and_after(rank: int) -> tuple[object, object]:
     return before, routes(model)
 
 
-def test_routes_survive_fully_shard() -> None:
-    """Every module sharded by itself."""
+def test_fully_shard_does_not_change_rule_layout_or_splits() -> None:
+    """With fully_shard applied to every module."""
     for before, after in run_ranks(2, before_and_after):
         assert before["c.weight"][1] == "in_out"
         assert len(before["gru.weight_ih_l0"][2]) == 3

@@ -1,4 +1,4 @@
-"""Sharded state: where it lies, what it weighs, and that every rank has the same."""
+"""Sharded state: its placements, its bytes, and its conversion from and to whole tensors."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cosmos_optim import SOAP, Cosmos
-from tests.sharding.cases import Case, Small, fsdp, gradient, placed, steps
+from tests.sharding.cases import Case, EveryKindSmall, fsdp, gradient, placed, take_steps
 from tests.sharding.ranks import run_ranks
 
 M, N, RANK, COUNT = 64, 48, 4, 3
@@ -18,7 +18,7 @@ SLACK = 1.02  # step counts
 
 
 def describe(rank: int) -> dict[str, Any]:
-    """State of equal matrices over all ranks by rows, and over 2 x 2 by rows and columns."""
+    """Describe the state of equal matrices cut over 4 ranks by rows, and over 2 x 2 by rows and columns."""
     flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     whole = gradient(0, torch.Size((M, N)), 0, torch.float32)
     rows = [nn.Parameter(placed(whole, flat, (Shard(0),))) for _ in range(COUNT)]
@@ -34,8 +34,8 @@ def describe(rank: int) -> dict[str, Any]:
     }
 
 
-def test_placements_and_bytes() -> None:
-    """M, V and v are cut as the parameter's rows are, U as its columns; a rank holds its part and no more."""
+def test_a_rank_holds_its_share_of_the_state_and_no_more() -> None:
+    """M, V and v are cut like the parameter's rows, U like its columns."""
     found = run_ranks(4, describe)
     R, S = Replicate(), Shard
     for one in found:
@@ -48,44 +48,43 @@ def test_placements_and_bytes() -> None:
         assert one["owned"] <= SLACK * 4 * (2 * M * N + 2 * N * N + 2 * M * M) / 4
 
 
-def through_whole(rank: int) -> float:
-    """State gathered to whole tensors and loaded into another optimizer by torch's own functions."""
-    case = Case(Small)
+def save_and_load_full_state(rank: int) -> float:
+    """Gather state to whole tensors and load it into another optimizer by torch's functions; return the difference."""
+    case = Case(EveryKindSmall)
     model, opt = case.build(fsdp)
-    steps(model, opt, case.dtype, range(3))
+    take_steps(model, opt, case.dtype, range(3))
     options = StateDictOptions(full_state_dict=True)
     whole = get_optimizer_state_dict(model, opt, options=options)
     other = case.build(fsdp)
     for p, q in zip(model.parameters(), other[0].parameters(), strict=True):
         q.data.copy_(p.data)
     set_optimizer_state_dict(*other, whole, options=options)
-    steps(model, opt, case.dtype, range(3, 5))
-    steps(*other, case.dtype, range(3, 5))
+    take_steps(model, opt, case.dtype, range(3, 5))
+    take_steps(*other, case.dtype, range(3, 5))
     pairs = zip(model.parameters(), other[0].parameters(), strict=True)
     return max(float((p.full_tensor() - q.full_tensor()).abs().max()) for p, q in pairs)
 
 
-def test_whole_state_is_cut_again() -> None:
-    """full_state_dict and back changes not a bit."""
-    assert run_ranks(2, through_whole) == [0.0, 0.0]
+def test_a_full_state_dict_and_back_changes_no_bit() -> None:
+    assert run_ranks(2, save_and_load_full_state) == [0.0, 0.0]
 
 
-def own_state_dict(rank: int, saved: Any) -> Any:
-    """state_dict of one process into sharded optimizers and back."""
-    case = Case(Small)
+def load_state_of_one_process(rank: int, saved: Any) -> Any:
+    """Load the state_dict of one process into a sharded optimizer, and return it gathered."""
+    case = Case(EveryKindSmall)
     model, opt = case.build(fsdp)
     opt.load_state_dict(saved)
     held = opt.state_dict()["state"]
     return {i: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in s.items()} for i, s in held.items()}
 
 
-def test_state_dict_of_one_process() -> None:
-    """Plain tensors are cut where they are loaded."""
-    case = Case(Small)
+def test_a_state_dict_of_one_process_loads_into_sharded_optimizers() -> None:
+    """Plain tensors are cut when they are loaded."""
+    case = Case(EveryKindSmall)
     model, opt = case.build()
-    steps(model, opt, case.dtype, range(2))
+    take_steps(model, opt, case.dtype, range(2))
     saved = opt.state_dict()
-    for found in run_ranks(3, own_state_dict, saved):
+    for found in run_ranks(3, load_state_of_one_process, saved):
         for i, state in saved["state"].items():
             for key, value in state.items():
                 assert torch.equal(found[i][key], value), f"parameter {i}, {key}"

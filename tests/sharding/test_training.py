@@ -1,4 +1,4 @@
-"""Real backward passes: each rank sees its part of a batch, the weights are those of the whole batch on one process."""
+"""Real backward passes: ranks that each see a part of a batch train as one process with the whole batch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from cosmos_optim import Cosmos
-from tests.sharding.cases import distance, gathered
+from tests.sharding.cases import distance, full_weights
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9
@@ -23,7 +23,7 @@ def model_of() -> nn.Module:
 
 
 def train(rank: int, how: str) -> dict[str, Tensor]:
-    """Ten steps; every data-parallel rank takes its part of each batch."""
+    """Take ten steps; every data-parallel rank takes its part of each batch."""
     model = wrapped = model_of()
     parts, part = 1, 0
     if how == "ddp":
@@ -45,12 +45,11 @@ def train(rank: int, how: str) -> dict[str, Tensor]:
         wrapped(x.chunk(parts)[part]).sub(y.chunk(parts)[part]).square().mean().backward()
         opt.step()
         opt.zero_grad()
-    return dict(gathered(model))
+    return full_weights(model)
 
 
 @pytest.mark.parametrize(("how", "world"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp_tp", 4)])
-def test_parts_of_a_batch(how: str, world: int) -> None:
-    """As one process with the whole batch."""
+def test_ranks_with_parts_of_a_batch_train_as_one_process_with_all_of_it(how: str, world: int) -> None:
     expected = train(0, "alone")
     for weights in run_ranks(world, train, how):
         assert distance(weights, expected)[0] < CLOSE_64, distance(weights, expected)

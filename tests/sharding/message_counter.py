@@ -1,7 +1,7 @@
 """Count the messages that a process sends through `collectives`."""
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +23,12 @@ class Messages:
     """
 
     calls: Counter[str] = field(default_factory=Counter)
-    sent: Counter[str] = field(default_factory=Counter)
+    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def note(self, kind: str, sent: float) -> None:
         """Count one more message."""
         self.calls[kind] += 1
-        self.sent[kind] += sent  # type: ignore[assignment]
+        self.sent[kind] += sent
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ def compare(layout: str, world: int, cases: list[Case]) -> None:
     results = run_ranks(world, run_sharded, layout, cases)
     for result in (results[0], results[-1]):
         for case, weights in zip(cases, result, strict=True):
-            far, where = distance(weights, case.on_one_process())
-            assert far < CLOSE[case.dtype], f"{case}: {where} differs by {far:.1e}"
+            far, name = distance(weights, case.on_one_process())
+            assert far < CLOSE[case.dtype], f"{case}: {name} differs by {far:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_sharded_cosmos_ends_with_the_weights_of_one_process(
     compare(layout, world, [Case(model), Case(narrow, dtype=torch.float32)])
 
 
-# Tested on FSDP2 and on FSDP2 x tensor parallelism. Two-sided SOAP goes to owners on both, one-sided SOAP on the second.
+# Tested on FSDP2 and on FSDP2 x tensor parallelism. Two-sided SOAP runs at owners on both, one-sided on the second.
 # Two-sided COSMOS begins with singular vectors on both sides, so the first O'GU is diagonal. The other elements are
 # rounding, and only an epsilon above them keeps the quotient from being rounding too.
 RULES = [

@@ -50,7 +50,7 @@ def measure(rank: int, name: str, counts: list[int]) -> list[Any]:
     mesh = init_device_mesh("cpu", dims)
     seen: list[int] = []
     inner = sharded_algebra.newton_schulz
-    sharded_algebra.newton_schulz = lambda X, *rest: (seen.append(X.shape[0]), inner(X, *rest))[1]
+    sharded_algebra.newton_schulz = lambda X, *args: (seen.append(X.shape[0]), inner(X, *args))[1]
     found = []
     for count in counts:
         params = [nn.Parameter(placed(gradient(i, torch.Size((M, N)), 0, torch.float64), mesh, placements))

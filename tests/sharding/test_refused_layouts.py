@@ -28,6 +28,7 @@ def message(build: Callable[[], Any]) -> str:
 def refused(rank: int) -> dict[str, str]:
     """Return the messages of all layouts that must be refused."""
     mesh = init_device_mesh("cpu", (2, 2))
+    other = DeviceMesh("cpu", [2, 3])
     left, right = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [1, 2, 3])
     whole = torch.ones(8, 6)
 
@@ -44,6 +45,9 @@ def refused(rank: int) -> dict[str, str]:
         "partial": message(lambda: cosmos(local((Partial(), Replicate())))),
         "strided": message(lambda: cosmos(local((_StridedShard(0, split_factor=3), Shard(0))))),
         "parts": message(lambda: cosmos(local((Shard(0), Replicate())))),
+        "other mesh": message(
+            lambda: cosmos(DTensor.from_local(torch.ones(4, 6), other, (Shard(0),), run_check=False))
+        ),
         "conv": message(lambda: cosmos(placed(torch.ones(4, 4, 2, 2), mesh, (Shard(1), Replicate())), layout="conv")),
         "flat": message(lambda: Cosmos([{"params": [("layer.weight", flat)], "rule": "adam"}])),
         "fsdp1": message(lambda: Cosmos(FullyShardedDataParallel(nn.Linear(6, 8), device_id=torch.device("cpu")))),
@@ -82,6 +86,7 @@ def test_layouts_that_cannot_run_are_refused_with_name_reason_and_remedy() -> No
         "partial": ("'layer.weight'", "(8, 6)", "Partial", "Supported are"),
         "strided": ("'layer.weight'", "_StridedShard", "interleaves 3 parts", "Supported are"),
         "parts": ("'layer.weight'", "(4, 3)", "(4, 6)"),
+        "other mesh": ("'layer.weight'", "Shard(dim=0)", "does not contain this rank", "build its optimizer"),
         "conv": ("'layer.weight'", "output channels", "Shard(0)"),
         "flat": ("'layer.weight'", "flat partition", "fully_shard"),
         "fsdp1": ("_flat_param", "flat p", "fully_shard"),

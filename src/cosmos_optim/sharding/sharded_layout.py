@@ -227,7 +227,7 @@ class ShardedLayout(Layout):
 
     def _as_dtensor(self, local: Tensor, slot: Slot, placements: Sequence[Placement]) -> DTensor:
         shape = torch.Size(slot.shape)
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, dtype=torch.float32, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cosmos_optim.engine.layout import LAYOUTS
+from cosmos_optim.linalg.coefficients import COEFFICIENTS
 from cosmos_optim.rules import RULES, Rule
-from cosmos_optim.rules.checks import require, require_number
+from cosmos_optim.rules.muon import SCALINGS
 from cosmos_optim.rules.rule import two_sided
 
 # The hyper-parameters of every group, for any rule.
@@ -29,12 +32,6 @@ COMMON: dict[str, Any] = {
     "split_sizes": None,
     "layout": "matrix",
 }
-CHOICES: dict[str, tuple[str, ...]] = {
-    "nonfinite": ("skip", "raise"),
-    "missing": ("skip", "zero"),
-    "side": ("input", "smaller"),
-    "layout": LAYOUTS,
-}
 # Keys that other code keeps in a group: the optimizer itself, torch's schedulers, and people's labels for loggers.
 FOREIGN = (
     "params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
@@ -42,6 +39,110 @@ FOREIGN = (
 )  # fmt: skip
 ROUTING = ("overrides", "head")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr"}
+
+
+Check = Callable[[str, Any], None]
+
+
+def require(condition: bool, name: str, value: object, wanted: str) -> None:
+    """Raise ValueError for a hyper-parameter that is out of its range."""
+    if not condition:
+        raise ValueError(f"{name}={value!r} is not valid: {wanted}")
+
+
+def require_number(name: str, value: object) -> None:
+    """Raise ValueError if `value` is not a number."""
+    hint = " (YAML reads 5e-4 as text, and 5.0e-4 as a number)" if isinstance(value, str) else ""
+    require(isinstance(value, (Real, Tensor)) and not is_bool(value), name, value, f"give a number{hint}")
+
+
+def is_bool(value: object) -> bool:
+    """Return whether `value` is True or False, numpy's included."""
+    return type(value).__name__ in ("bool", "bool_")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raise ValueError if `value` is not True, False, or a number that stands for one."""
+    require(is_bool(value) or isinstance(value, (Real, Tensor)), name, value, "give True or False, or a number")
+
+
+def _number(low: float, below: float, wanted: str, optional: bool = False) -> Check:
+    """Return a check for a number in [low, below), or None if that is allowed."""
+
+    def check(name: str, value: Any) -> None:
+        if not (optional and value is None):
+            require_number(name, value)
+            require(low <= value < below, name, value, wanted)
+
+    return check
+
+
+def _integer(name: str, value: Any) -> None:
+    require_number(name, value)
+    require(isinstance(value, int) and value >= 1, name, value, "it must be a positive integer")
+
+
+def _one_of(choices: Iterable[Any]) -> Check:
+    known = tuple(choices)
+    return lambda name, value: require(value in known, name, value, f"one of {known}")
+
+
+def _betas(name: str, value: Any) -> None:
+    require(isinstance(value, (tuple, list)) and len(value) == 2, name, value, "give two numbers (beta1, beta2)")
+    for i, beta in enumerate(value):
+        _FRACTION(f"{name}[{i}]", beta)
+
+
+def _nesterov(name: str, value: Any) -> None:
+    wanted = "give True or False (a number of steps to look ahead was measured to be worse than one)"
+    require(is_bool(value), name, value, wanted)
+
+
+def _ns_dtype(name: str, value: Any) -> None:
+    is_float = isinstance(value, torch.dtype) and value.is_floating_point
+    require(value is None or is_float, name, value, "a floating-point torch.dtype, or None to choose by device")
+
+
+def _split_sizes(name: str, value: Any) -> None:
+    listed = isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value)
+    require(value is None or listed, name, value, "a list of the rows of each block")
+
+
+_NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
+_FRACTION = _number(0, 1, "it must lie in [0, 1)")
+# A hyper-parameter means the same in every rule that has it, so one check serves all.
+CHECKS: dict[str, Check] = {
+    "lr": _NOT_NEGATIVE,
+    "betas": _betas,
+    "eps": _NOT_NEGATIVE,  # at 0, 0/0 counts as 0
+    "rank": _integer,
+    "gamma": _number(0, math.inf, "give 0 or a positive number, or None for lr / adam_lr", optional=True),
+    "momentum": _FRACTION,
+    "beta2": _FRACTION,
+    "row_beta2": _number(0, 1, "it must lie in [0, 1); None is off", optional=True),
+    "residual_guard": _number(0, 1, "it must lie in [0, 1); 0 is off"),
+    "nesterov": _nesterov,
+    "normalize": require_bool,
+    "eps_placement": _one_of(("outside", "inside")),
+    "scaling": _one_of(sorted(SCALINGS)),
+    "squares": _one_of(("gradient", "momentum")),
+    "frequency": _integer,
+    "update_gap": _integer,
+    "block_rows": _integer,
+    "scale": _number(1e-300, math.inf, "it must be positive"),
+    "ns_steps": _integer,
+    "ns_coefficients": _one_of(sorted(COEFFICIENTS)),
+    "ns_dtype": _ns_dtype,
+    "momentum_dtype": _one_of((None, torch.float32, torch.bfloat16)),
+    "weight_decay": _NOT_NEGATIVE,
+    "maximize": require_bool,
+    "stochastic_rounding": require_bool,
+    "nonfinite": _one_of(("skip", "raise")),
+    "missing": _one_of(("skip", "zero")),
+    "side": _one_of(("input", "smaller")),
+    "layout": _one_of(LAYOUTS),
+    "split_sizes": _split_sizes,
+}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -106,13 +207,10 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
             hint = f"{suggestion(key, defaults)}; it has {sorted(defaults)}"
             raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}")
     filled = {**{key: options.get(key, default) for key, default in defaults.items()}, **group}
-    for key, default in defaults.items():
-        if isinstance(default, Real) and key != "row_beta2":  # which may be None
-            require_number(key, filled[key], flag=isinstance(default, bool))
     filled.setdefault("lr", options["adam_lr" if rule.name == "adam" else "lr"])
     filled["lr"] = _rate(filled["lr"])
-    _check_common(filled)
-    rule.check(filled)
+    for key in ("lr", *defaults):
+        CHECKS[key](key, filled[key])
     if "gamma" in rule.defaults and filled["gamma"] is None:
         filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
     return filled
@@ -125,17 +223,6 @@ def _rate(lr: Any) -> Any:
         require(lr.numel() == 1, "lr", lr, "a tensor must have one element")
         return lr.view(())  # the same memory
     return lr
-
-
-def _check_common(group: Mapping[str, Any]) -> None:
-    """Check the values that every group has."""
-    require(float(group["lr"]) >= 0, "lr", group["lr"], "it must be 0 or positive")
-    require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "it must be 0 or positive")
-    for key, choices in CHOICES.items():
-        require(group[key] in choices, key, group[key], f"one of {choices}")
-    sizes = group["split_sizes"]
-    listed = isinstance(sizes, (list, tuple)) and all(isinstance(size, int) for size in sizes)
-    require(sizes is None or listed, "split_sizes", sizes, "a list of the rows of each block")
 
 
 def _gamma(lr: float | Tensor, adam_lr: float | Tensor, soap_lr: float) -> float:

@@ -20,10 +20,16 @@ from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
 from cosmos_optim.engine.layout import Layout, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.run import run
-from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, rule_named
+from cosmos_optim.hyperparameters import (
+    check_arguments,
+    choose_rule,
+    complete,
+    require_bool,
+    require_number,
+    rule_named,
+)
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
-from cosmos_optim.rules.checks import require_number
 from cosmos_optim.rules.cosmos import SOAP_LR
 from cosmos_optim.rules.rule import two_sided
 
@@ -63,7 +69,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     ) -> None:
         adam_lr = lr if adam_lr is None else adam_lr
         for flag, value in (("cuda_graphs", cuda_graphs), ("two_sided", options.get("two_sided", False))):
-            require_number(flag, value, flag=True)
+            require_bool(flag, value)
         for name, rate in (("lr", lr), ("adam_lr", adam_lr)):
             require_number(name, rate)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}

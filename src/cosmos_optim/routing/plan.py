@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import sharding
-from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, rule_named
+from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, require_bool, rule_named
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.rules import RULES
-from cosmos_optim.rules.checks import require_number
 from cosmos_optim.rules.rule import two_sided
 
 
@@ -129,7 +128,7 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
     options = {p.name: given.get(p.name, p.default) for p in parameters if p.name != "params"}
     if options["adam_lr"] is None:
         options["adam_lr"] = options["lr"]
-    require_number("two_sided", options.get("two_sided", False), flag=True)
+    require_bool("two_sided", options.get("two_sided", False))
     return kind, options
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.normalization import bias_correction, quotient
-from cosmos_optim.rules.checks import check_betas, check_eps
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8}
@@ -66,10 +65,4 @@ def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return {"exp_avg": Slot("*", (m, n)), "exp_avg_sq": Slot("*", (m, n))}
 
 
-def check(h: Settings) -> None:
-    """Check that hyper-parameters are within their ranges."""
-    check_betas(h)
-    check_eps(h)
-
-
-RULE = Rule("adam", DEFAULTS, AdamState, slots, direction, check=check, elementwise=True, fused=fused_)
+RULE = Rule("adam", DEFAULTS, AdamState, slots, direction, elementwise=True, fused=fused_)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.normalization import bias_correction, quotient
-from cosmos_optim.rules.checks import check_betas, check_eps, require_integer
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "block_rows": 1}
@@ -63,11 +62,4 @@ def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return {"exp_avg": Slot("mn", (m, n)), "v": v}
 
 
-def check(h: Settings) -> None:
-    """Check that hyper-parameters are within their ranges."""
-    check_betas(h)
-    check_eps(h)
-    require_integer("block_rows", h)
-
-
-RULE = Rule("adam-mini", DEFAULTS, AdamMiniState, slots, direction, check=check)
+RULE = Rule("adam-mini", DEFAULTS, AdamMiniState, slots, direction)

@@ -24,16 +24,6 @@ from cosmos_optim.linalg.algebra import Algebra, norm_sq
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.normalization import bias_correction, normalize_rows, quotient, unit_rms
 from cosmos_optim.linalg.subspace import first_basis, power_step
-from cosmos_optim.rules.checks import (
-    check_betas,
-    check_eps,
-    check_momentum,
-    check_newton_schulz,
-    require,
-    require_fraction,
-    require_integer,
-    require_number,
-)
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {
@@ -241,26 +231,10 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return one | {"O": Slot("mq", (m, q)), "R": Slot("qq", (q, q)), "V": Slot("qr", (q, r))}
 
 
-def check(h: Settings) -> None:
-    """Check that hyper-parameters are within their ranges."""
-    check_betas(h)
-    check_eps(h)
-    require_integer("rank", h)
-    if h["gamma"] is not None:
-        require_number("gamma", h["gamma"])
-        require(h["gamma"] >= 0, "gamma", h["gamma"], "give 0 or a positive number, or None for lr / adam_lr")
-    require(h["eps_placement"] in ("outside", "inside"), "eps_placement", h["eps_placement"], "'outside' or 'inside'")
-    require(0 <= h["residual_guard"] < 1, "residual_guard", h["residual_guard"], "it must lie in [0, 1); 0 is off")
-    if h["row_beta2"] is not None:
-        require_fraction("row_beta2", h["row_beta2"])
-    check_momentum(h)
-    check_newton_schulz(h)
-
-
 RULE = Rule(
-    "cosmos", DEFAULTS, CosmosState, slots, direction, start, check, diagnose, deflates=True, constant_size=True
+    "cosmos", DEFAULTS, CosmosState, slots, direction, start, diagnose, deflates=True, constant_size=True
 )
 TWO_SIDED = Rule(
-    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start_two_sided, check, diagnose,
+    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start_two_sided, diagnose,
     deflates=True, constant_size=True,
 )  # fmt: skip

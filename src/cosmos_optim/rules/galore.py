@@ -18,7 +18,6 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.subspace import first_basis
 from cosmos_optim.rules import adam
-from cosmos_optim.rules.checks import check_betas, check_eps, require, require_integer
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "rank": 128, "update_gap": 200, "scale": 0.25}
@@ -77,13 +76,4 @@ def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return {"Q": Slot(short + "r", (s, r)), "exp_avg": moment, "exp_avg_sq": moment}
 
 
-def check(h: Settings) -> None:
-    """Check that hyper-parameters are within their ranges."""
-    check_betas(h)
-    check_eps(h)
-    require_integer("rank", h)
-    require_integer("update_gap", h)
-    require(h["scale"] > 0, "scale", h["scale"], "it must be positive")
-
-
-RULE = Rule("galore", DEFAULTS, GaLoreState, slots, direction, start, check)
+RULE = Rule("galore", DEFAULTS, GaLoreState, slots, direction, start)

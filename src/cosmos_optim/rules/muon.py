@@ -18,14 +18,6 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.normalization import normalize_rows, unit_rms
-from cosmos_optim.rules.checks import (
-    check_eps,
-    check_momentum,
-    check_newton_schulz,
-    require,
-    require_fraction,
-    require_number,
-)
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 # The paper's sqrt(m) assumes that m is the longer side. The other two are torch.optim.Muon's.
@@ -109,25 +101,8 @@ def slots_normuon(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return slots(m, n, h) | {"v": Slot("mo", (m, 1))}
 
 
-def check(h: Settings) -> None:
-    """Check that hyper-parameters are within their ranges."""
-    require_fraction("momentum", h["momentum"])
-    check_momentum(h)
-    check_newton_schulz(h)
-    if "scaling" in h:
-        require(h["scaling"] in SCALINGS, "scaling", h["scaling"], f"one of {sorted(SCALINGS)}")
-        require_number("normalize", h["normalize"], flag=True)
-
-
-def check_normuon(h: Settings) -> None:
-    """Check Muon's hyper-parameters, and those of the second moment."""
-    check(h)
-    check_eps(h)
-    require_fraction("beta2", h["beta2"])
-
-
-MUON = Rule("muon", DEFAULTS, MuonState, slots, direction, check=check, constant_size=True)
+MUON = Rule("muon", DEFAULTS, MuonState, slots, direction, constant_size=True)
 NORMUON = Rule(
     "normuon", DEFAULTS_NORMUON, NorMuonState, slots_normuon, direction_normuon,
-    check=check_normuon, constant_size=True,
+    constant_size=True,
 )  # fmt: skip

@@ -62,7 +62,6 @@ class Rule:
     slots: (m, n, settings) -> the state of one matrix. For an elementwise rule m is the number of elements, n is 1.
     direction: the update, see `Direction`.
     start: takes the first bases, if the rule has any.
-    check: raises ValueError for wrong hyper-parameters.
     diagnose: numbers for `optimizer.diagnostics()`, if the rule has any.
     deflates: whether it removes the leading directions of a matrix before Newton-Schulz.
     elementwise: whether it takes parameters of any shape and no Algebra.
@@ -78,7 +77,6 @@ class Rule:
     slots: Callable[[int, int, Settings], dict[str, Slot]]
     direction: Direction
     start: Start | None = None
-    check: Callable[[Settings], None] = lambda settings: None
     diagnose: Diagnose | None = None
     deflates: bool = False
     elementwise: bool = False

@@ -19,7 +19,6 @@ from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.cholesky_qr import next_basis
 from cosmos_optim.linalg.normalization import bias_correction, quotient
 from cosmos_optim.linalg.subspace import first_basis
-from cosmos_optim.rules.checks import check_betas, check_eps, require, require_integer
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "squares": "gradient"}
@@ -119,16 +118,8 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return slots(m, n, h) | {"K": Slot("mq", (m, m)), "O": Slot("mq", (m, m))}
 
 
-def check(h: Settings) -> None:
-    """Check that hyper-parameters are within their ranges."""
-    check_betas(h)
-    check_eps(h)
-    require_integer("frequency", h)
-    require(h["squares"] in ("gradient", "momentum"), "squares", h["squares"], "'gradient' or 'momentum'")
-
-
-RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, start, check, shardable="rows")
+RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, start, shardable="rows")
 TWO_SIDED = Rule(
     "soap-two-sided", DEFAULTS, TwoSidedSoapState, slots_two_sided, direction_two_sided, start_two_sided,
-    check, shardable="none",
+    shardable="none",
 )  # fmt: skip

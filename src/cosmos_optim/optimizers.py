@@ -96,33 +96,7 @@ class CosmosPaper(Cosmos):
     Two points differ from the printed algorithm: epsilon is outside the root (`eps_placement="inside"` is the
     paper's), and `residual_guard` is on (0 turns it off).
 
-    Args:
-        params: a model, `param_groups(model)`, or anything torch.optim takes (then every parameter must be a matrix).
-        lr: learning rate of the hidden matrices: the RMS of their update.
-        adam_lr: learning rate of embeddings, output head, norms and biases.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
-
-    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
-        rank: dimension of the tracked subspace, at most n.
-        gamma: weight of the Muon half; None means lr / adam_lr, computed once when a group is added.
-        betas: decay of the momentum and of the second moments, for COSMOS and AdamW.
-        eps: added to the root of the second moment; 0 is allowed.
-        nesterov: use Nesterov's momentum in both halves.
-        row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves the rows as they are.
-        two_sided: track a basis on both sides of a matrix (Algorithm 4).
-        side: the tracked side: "input" (columns), or "smaller", which saves state.
-        eps_placement: "outside" is sqrt(V) + eps; "inside" is sqrt(V + eps), as printed in the paper.
-        residual_guard: share of the momentum's energy below which the Muon half is dropped as noise; 0 is off.
-        ns_steps: Newton-Schulz iterations.
-        ns_coefficients: "ns5" or "polar-express".
-        ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
-        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
-        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
-        maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
-        stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+    Arguments and options are those of `Cosmos`.
 
     >>> group = CosmosPaper(nn.Linear(8, 16), lr=5e-4, adam_lr=4e-3).param_groups[0]
     >>> group["rank"], group["nesterov"], group["row_beta2"], group["gamma"]
@@ -160,16 +134,8 @@ class Muon(MatrixOptimizer):
         normalize: scale every update to RMS lr (the paper's normalization ablation); `scaling` is then ignored.
         betas: decay of AdamW's two moments.
         eps: added to the root of AdamW's second moment.
-        ns_steps: Newton-Schulz iterations.
-        ns_coefficients: "ns5" or "polar-express".
-        ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
-        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the state.
-        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
-        maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
-        stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
+            stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> opt = Muon(nn.Linear(8, 16), lr=1e-3)
     >>> [(group["rule"], group["lr"]) for group in opt.param_groups]
@@ -207,16 +173,8 @@ class NorMuon(MatrixOptimizer):
         nesterov: use Nesterov's momentum.
         betas: decay of AdamW's two moments.
         eps: added to the roots of the second moments, of rows and of AdamW.
-        ns_steps: Newton-Schulz iterations.
-        ns_coefficients: "ns5" or "polar-express".
-        ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
-        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
-        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
-        maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
-        stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
+            stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in NorMuon(layer).state[layer.weight].items()}
@@ -256,12 +214,7 @@ class SOAP(MatrixOptimizer):
         side: the side of a one-sided basis: "input" (columns), or "smaller", which saves state.
         betas: decay of the momentum and of the second moments, for SOAP and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
-        maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
-        stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not yet SOAP's.
+        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> opt = SOAP(nn.Linear(8, 16), lr=2e-3, frequency=10, two_sided=True)
     >>> [group["rule"] for group in opt.param_groups]
@@ -297,12 +250,7 @@ class GaLore(MatrixOptimizer):
         scale: factor of the update.
         betas: decay of the two moments, for GaLore and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
-        maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
-        stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not yet GaLore's.
+        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in GaLore(layer, rank=4).state[layer.weight].items()}
@@ -340,11 +288,7 @@ class AdamMini(MatrixOptimizer):
         block_rows: rows of a block in groups that do not say; queries and keys with unusual names need such a group.
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
-        stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not Adam-mini's.
+        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "v_proj": nn.Linear(8, 8, bias=False)})
     >>> [group["block_rows"] for group in AdamMini(attention, head_dim=4).param_groups]
@@ -380,11 +324,7 @@ class Adam(MatrixOptimizer):
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
-        stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        cuda_graphs: record the steps of rules that can be recorded as a CUDA graph and replay them; not Adam's.
+        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> sorted(Adam(layer, lr=2e-3).state[layer.weight])

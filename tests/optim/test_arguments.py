@@ -77,8 +77,12 @@ def test_every_option_is_visible_keyword_only_and_documented(name: str) -> None:
     some = {"layout", "side", "split_sizes"}  # group keys that are not arguments of every optimizer
     assert {*COMMON, *RULES[made.rule].defaults, *RULES["adam"].defaults, "cuda_graphs"} - some <= set(parameters)
     assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+    text, shared = made.__doc__ or "", re.findall(r"([\w\s,]+): as in `Cosmos`", made.__doc__ or "")
+    if "Arguments and options are those of `Cosmos`" in text:
+        text = Cosmos.__doc__ or ""
     for argument in parameters:
-        assert re.search(rf"^        {argument}: ", made.__doc__ or "", re.MULTILINE), f"{argument} is not documented"
+        own = re.search(rf"^        {argument}: ", text, re.MULTILINE)
+        assert own or re.search(rf"\b{argument}\b", "".join(shared)), f"{argument} is not documented"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,7 +1,7 @@
-"""Kernels compiled for an H100 without one, and what of a loop's prefetch may overwrite what a product still reads.
+"""Compile the kernels for an H100 without one, and find prefetched buffers that a product may still read.
 
-Run as a program, since the interpreter of the other tests cannot compile: prints a JSON object, kernel by name -> the
-buffers at risk.
+Run as a program, because the interpreter of the other tests cannot compile. It prints a JSON object: the name of each
+kernel -> the buffers at risk.
 """
 
 import json
@@ -20,7 +20,7 @@ BATCH, ROWS, COLS, RANK = 2, 256, 256, 32
 
 
 class H100:
-    """What Triton asks of a driver before it launches something."""
+    """What Triton asks a driver for before it launches a kernel."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -39,8 +39,8 @@ class H100:
 
 
 @triton.jit
-def carried(x, u, y, n, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A product that is carried on in its sum, of a tile that has another use: Triton 3.6 gives it a buffer too few."""
+def summed_in_product(x, u, y, n, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum a product in place, of a tile that has another use: Triton 3.6 gives the tile one buffer too few."""
     i, c = tl.arange(0, BM), tl.arange(0, R)
     acc = tl.zeros((BM, R), dtype=tl.float32)
     squares = tl.zeros((BM, BK), dtype=tl.float32)
@@ -54,8 +54,8 @@ def carried(x, u, y, n, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr):  #
 
 
 @triton.jit
-def both_used(x, y, n, BM: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The same where no other buffer shows how many there should be."""
+def used_twice(x, y, n, BM: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Do the same in a loop that has no other buffer to compare the number with."""
     i = tl.arange(0, BM)
     acc = tl.zeros((BM, BM), dtype=tl.float32)
     squares = tl.zeros((BM, BK), dtype=tl.float32)
@@ -67,33 +67,33 @@ def both_used(x, y, n, BM: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-u
 
 
 def at_risk(ir: str, stages: int) -> list[str]:
-    """Buffers that a loop fills while a product of the same round may read them, and that are all in use.
+    """Return the buffers that a loop fills while a product of the same iteration may still read them.
 
-    A loop of so many stages copies that many rounds less one ahead, at the end of a round. A product that nobody has
-    waited for by then runs on into the next round; its operands need one buffer more than there are copies on their
-    way, as many as there are stages.
+    A loop of n stages copies the tiles of n - 1 later iterations, at the end of an iteration. A product that has not
+    been waited for by then runs into the next iteration. Its operands need one buffer more than there are copies under
+    way: n.
     """
-    alloc, base, waiting, risks = {}, {}, set(), []
+    buffers, base, reading, risks = {}, {}, set(), []
     for line in ir.splitlines():
         made = re.match(r"\s*%(\w+) = (ttg\.(?:local_alloc|memdesc_\w+))(?: %(\w+))?", line)
         if made and made[2] == "ttg.local_alloc":
             depth = re.search(r"-> !ttg\.memdesc<(\d+)x\d+x\d+x", line)
-            alloc[made[1]] = int(depth[1]) if depth else 1
+            buffers[made[1]] = int(depth[1]) if depth else 1
         elif made:
             base[made[1]] = base.get(made[3], made[3])
         elif "scf.for" in line or ("warp_group_dot_wait" in line and "pendings = 0" in line):
-            waiting.clear()
+            reading.clear()
         elif "warp_group_dot " in line and "isAsync = true" in line:
             operands = re.findall(r"%(\w+)", line.split("warp_group_dot ")[1])[:2]
-            waiting |= {base.get(x, x) for x in operands}
+            reading |= {base.get(x, x) for x in operands}
         elif "async_copy_global_to_local" in line or "async_tma_copy_global_to_local" in line:
             filled = {base.get(x, x) for x in re.findall(r"%(\w+)", line)[1:]}
-            risks += [re.sub(r"_\d+$", "", x) for x in sorted(filled & waiting) if alloc[x] < stages]
+            risks += [re.sub(r"_\d+$", "", x) for x in sorted(filled & reading) if buffers[x] < stages]
     return risks
 
 
 def compiled(work: Callable[[], Any]) -> dict[str, list[str]]:
-    """The kernels that `work` would launch, and what is at risk in each."""
+    """Return the kernels that `work` would launch, and the buffers at risk in each."""
     from cosmos_optim.cuda.kernels.launch import KERNELS
 
     found: dict[str, list[str]] = {}
@@ -107,21 +107,21 @@ def compiled(work: Callable[[], Any]) -> dict[str, list[str]]:
 
         return run
 
-    for kernel in (*KERNELS, carried, both_used):
+    for kernel in (*KERNELS, summed_in_product, used_twice):
         kernel.run = compile_only(kernel)
     work()
     return found
 
 
-def products() -> None:
-    """All kernels that multiply with tensor cores and read ahead, at the usual rank."""
-    from cosmos_optim.cuda.kernels import split_precision as module
+def launch_products() -> None:
+    """Launch all kernels that multiply with tensor cores and prefetch, at the default rank."""
     from cosmos_optim.cuda.kernels.correlate import correlate
     from cosmos_optim.cuda.kernels.momentum import momentum_
     from cosmos_optim.cuda.kernels.power_step import power_sum
     from cosmos_optim.cuda.kernels.project import overlap, project
     from cosmos_optim.cuda.kernels.residual import residual
     from cosmos_optim.cuda.kernels.second_moment import second_moment
+    from cosmos_optim.cuda.kernels.split_precision import split, split_both
     from cosmos_optim.cuda.kernels.syrk import squares_of, symmetric_product, tiling
     from cosmos_optim.cuda.kernels.thin_qr import orthonormal
     from cosmos_optim.cuda.kernels.update import update_
@@ -129,13 +129,13 @@ def products() -> None:
 
     G, M, W = (Matrices.of([torch.randn(ROWS, COLS) for _ in range(BATCH)]) for _ in range(3))
     U, Y, S = torch.randn(BATCH, COLS, RANK), torch.randn(BATCH, ROWS, RANK), torch.randn(BATCH, RANK, RANK)
-    half, wide = module.split_both(U)
-    top, X = torch.ones(BATCH), torch.randn(BATCH, ROWS, COLS).half()
-    project(G, half, RANK, top)
-    correlate(G, module.split(Y, torch.float16, peak=top), top, RANK, top)
-    peak = momentum_(M, G, 0.1, (half, wide), RANK, None, top)[2]
-    parts = module.split(Y, torch.bfloat16)
-    residual(M, G, 0.9, 0.1, parts, wide, peak, torch.float16)
+    half, wide = split_both(U)
+    x_max, X = torch.ones(BATCH), torch.randn(BATCH, ROWS, COLS).half()
+    project(G, half, RANK, x_max)
+    correlate(G, split(Y, torch.float16, peak=x_max), x_max, RANK, x_max)
+    block_max = momentum_(M, G, 0.1, (half, wide), RANK, None, x_max)[2]
+    parts = split(Y, torch.bfloat16)
+    residual(M, G, 0.9, 0.1, parts, wide, block_max, torch.float16)
     overlap(X, half, RANK)
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)
     power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)
@@ -146,11 +146,11 @@ def products() -> None:
         weight = torch.full((BATCH, 1, 1), 0.5)
         R = symmetric_product(X, X, weight=weight, tiles=tiles, squares=squares_of(X, tiles))
         symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0, tiles=tiles)
-    carried[(1,)](X, half, U, COLS, BM=128, BK=64, R=RANK, num_warps=8, num_stages=4)
-    both_used[(1,)](X, U, COLS, BM=128, BK=64, num_warps=8, num_stages=4)
+    summed_in_product[(1,)](X, half, U, COLS, BM=128, BK=64, R=RANK, num_warps=8, num_stages=4)
+    used_twice[(1,)](X, U, COLS, BM=128, BK=64, num_warps=8, num_stages=4)
 
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") != "1"
     driver.set_active(H100())
-    print(json.dumps(compiled(products)))
+    print(json.dumps(compiled(launch_products)))

@@ -1,4 +1,6 @@
-"""The arithmetic on thin factors: one kernel a line of the algorithm against the plain form in double precision."""
+"""The arithmetic on thin factors: one kernel for each line of the algorithm, against its formula in float64."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -6,273 +8,262 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim import Cosmos, CosmosPaper, Muon, NorMuon
-from cosmos_optim.cuda.fused import FusedAlgebra
-from cosmos_optim.cuda.kernels.gains import finish, finish_torch, muon_gain, muon_gain_torch, norms, norms_torch
+from cosmos_optim.cuda.kernels.gains import finish, muon_gain, norms
 from cosmos_optim.cuda.kernels.gather import gather, movable, scatter_
-from cosmos_optim.cuda.kernels.launch import INTERPRET, never
-from cosmos_optim.cuda.kernels.reductions import measure, measure_torch
-from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split, split_both
-from cosmos_optim.cuda.pointer_list import addresses
-from cosmos_optim.engine import run as execute
-from cosmos_optim.engine.batching import Moving, run_chunk
-from cosmos_optim.engine.layout import HERE
-from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.moments import Adam
-from tests.cuda.launches import counted
+from cosmos_optim.cuda.kernels.power_step import power_sum, scaled
+from cosmos_optim.cuda.kernels.reductions import added, measure
+from cosmos_optim.cuda.kernels.second_moment import second_moment
+from cosmos_optim.cuda.kernels.soap_half import adapt
+from cosmos_optim.cuda.kernels.split_precision import split
+from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormal
+from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, orthonormal_columns, relative_error, sum_of_parts
 
-EXACT = 2e-6  # float32, and products of 22 bits
-PARTS = 1e-4 if INTERPRET else 1e-5  # two bfloat16 parts hold 16 bits; the interpreter cuts where a GPU rounds
-
-# Rows and columns of a thin factor: less than a block, more than one, a rank that is no power of two.
+# Rows and columns of a thin factor: less than a block, more than one, a rank that is not a power of two.
 SHAPES = [(20, 4), (75, 9), (70, 16)]
 GPU_SHAPES = [(700, 64), (517, 80), (300, 128), (300, 200)]
+# Ranks above 128, for which three of the wrappers run in torch.
+RANKS = [8, 256]
 SIZES = [1e-15, 1.0, 1e15]  # squares of the tracked columns stay float32 numbers, as those of S and V must
-M, N = 40, 24
+FLOOR = 1e-12  # share of the trace below which a column counts as rounding noise
 
 
 @pytest.fixture(params=range(4))
 def shape(request: pytest.FixtureRequest, device: torch.device) -> tuple[int, int]:
-    """(k, r), small for the interpreter."""
+    """Return (k, r), small for the interpreter."""
     shapes = SHAPES if device.type == "cpu" else GPU_SHAPES
     if request.param >= len(shapes):
-        pytest.skip("the GPU has a shape more")
+        pytest.skip("the GPU has one shape more")
     return shapes[request.param]
 
 
 @pytest.fixture
 def size(shape: tuple[int, int]) -> float:
-    """The scale of the numbers, another for each shape: all pairs would take a minute."""
+    """Return the scale of the numbers, another one for each shape: all pairs would take a minute."""
     shapes = SHAPES if shape in SHAPES else GPU_SHAPES
     return SIZES[shapes.index(shape) % len(SIZES)]
 
 
-def rel(x: Tensor, y: Tensor) -> float:
-    """|x - y| / |y|."""
-    return float((x.double() - y.double()).norm() / y.double().norm())
-
-
-def basis(k: int, r: int, device: torch.device) -> Tensor:
-    """Two orthonormal bases."""
-    return torch.linalg.qr(torch.randn(2, k, r))[0].contiguous().to(device)
-
-
-def moment(r: int, size: float, device: torch.device) -> Tensor:
-    """Two second moments over a few decades."""
+def random_moment(r: int, size: float, device: torch.device) -> Tensor:
+    """Return two second moments (2, r, r) with eigenvalues over four decades."""
     Q = torch.linalg.qr(torch.randn(2, r, r))[0]
     return ((Q * torch.logspace(0, -4, r)) @ Q.mT * size**2).contiguous().to(device)
 
 
-def algebras() -> tuple[FusedAlgebra, Algebra]:
-    """Kernels, and what they stand for."""
-    return FusedAlgebra(M, N), Algebra(M, N)
+def norm_sq(X: Tensor) -> Tensor:
+    """Return |X|^2 of each matrix in double precision."""
+    return X.double().square().sum((1, 2))
 
 
-def test_scaled(shape: tuple[int, int], size: float, device: torch.device) -> None:
-    """Y / c in parts that `correlate` multiplies, and c; 1 for a zero matrix."""
-    (k, r), (fused, plain) = shape, algebras()
-    Y, S = torch.randn(2, k, r).to(device) * size, moment(r, size, device)
+def test_scaled_divides_by_the_scale_of_the_power_step(
+    shape: tuple[int, int], size: float, device: torch.device
+) -> None:
+    """Return Y / c in the parts that `correlate` multiplies, and c, which is 1 for a zero matrix."""
+    k, r = shape
+    Y, S = torch.randn(2, k, r).to(device) * size, random_moment(r, size, device)
     Y[1], S[1] = 0, 0
-    found, c = fused.scaled(Y, S)
-    exact, scale = plain.scaled(Y.double(), S.double())
-    assert rel(c, scale) < EXACT
+    parts, y_max, c = scaled(Y, S)
+    exact_c = (norm_sq(Y) + S.double().diagonal(dim1=-2, dim2=-1).sum(-1)).sqrt()[0]
+    assert relative_error(c[0], exact_c) < FLOAT32
     assert float(c[1]) == 1
-    value = torch.ldexp(found.parts.float().sum(0)[..., :r], torch.frexp(found.peak.view(-1, 1, 1)).exponent - 10)
-    assert rel(value[0], exact[0]) < EXACT
-    assert not found.parts[:, 1].any()
-    assert not found.parts[..., r:].any()
-    assert rel(found.peak, exact.abs().amax((1, 2))) < EXACT
+    value = torch.ldexp(sum_of_parts(parts, r), torch.frexp(y_max.view(-1, 1, 1)).exponent - 10)
+    assert relative_error(value[0], Y[0].double() / exact_c) < FLOAT32
+    assert not parts[:, 1].any()
+    assert not parts[..., r:].any()
+    assert relative_error(y_max[0], Y[0].double().abs().max() / exact_c) < FLOAT32
 
 
-def test_power_sum(shape: tuple[int, int], size: float, device: torch.device) -> None:
-    """beta U S / c^2 + (1 - beta)(HU / c + eps U); what it notes makes the same basis."""
-    (k, r), (fused, plain) = shape, algebras()
-    U, S = basis(k, r, device), moment(r, size, device)
+def check_power_sum(k: int, r: int, size: float, device: torch.device) -> None:
+    """Assert that the sum equals its formula, and that the norms of its columns make the same basis."""
+    U, S = orthonormal_columns(k, r, device), random_moment(r, size, device)
     HU, c = torch.randn(2, k, r).to(device) * size, torch.tensor([1.0, 3.0], device=device).view(2, 1, 1) * size
-    Y = fused.power_sum(U, S, HU, c, 0.9)
-    assert rel(Y, plain.power_sum(U.double(), S.double(), HU.double(), c.double(), 0.9)) < EXACT
-    copy = Y.clone()
-    noted, fresh = fused.orthonormalize(Y, fallback=U), fused.orthonormalize(copy, fallback=U)
-    torch.testing.assert_close(noted, fresh, rtol=0, atol=1e-6)
+    Y, columns = power_sum(U, S, HU, c, 0.9)
+    u, s, hu, scale = (x.double() for x in (U, S, HU, c))
+    exact = 0.9 * u @ (s / scale**2) + 0.1 * (hu / scale + torch.finfo(torch.float32).eps * u)
+    assert relative_error(Y, exact) < FLOAT32
+    assert (columns is None) == (r > MAX_COLUMNS)
+    # Norms summed in another order differ by rounding, which moves entries of at most 1.
+    torch.testing.assert_close(orthonormal(Y, U, columns), orthonormal(Y, U), rtol=0, atol=1e-6)
 
 
-def test_second_moment(shape: tuple[int, int], size: float, device: torch.device) -> None:
-    """S in the new basis, symmetric to the last bit."""
-    (k, r), (fused, plain) = shape, algebras()
-    U, old, S = basis(k, r, device), basis(k, r, device), moment(r, size, device)
-    GU = torch.randn(2, k + 3, r).to(device) * size
-    found, real = fused.second_moment(S, U, old, GU, 0.95, True)
-    exact, all_real = plain.second_moment(S.double(), U.double(), old.double(), GU.double(), 0.95, True)
-    assert rel(found, exact) < EXACT
+def test_power_sum_equals_its_formula_in_float64(shape: tuple[int, int], size: float, device: torch.device) -> None:
+    """Compute beta U S / c^2 + (1 - beta) (HU / c + eps U)."""
+    check_power_sum(*shape, size, device)
+
+
+@pytest.mark.parametrize("r", RANKS)
+def test_power_sum_takes_every_rank_up_to_256(r: int, device: torch.device) -> None:
+    """Kernels take 128 columns, torch takes more."""
+    check_power_sum(r + 20, r, 1.0, device)
+
+
+def check_second_moment(k: int, r: int, size: float, device: torch.device) -> None:
+    """Assert that S in the new basis equals its formula and is symmetric to the last bit."""
+    U, U_old = orthonormal_columns(k, r, device), orthonormal_columns(k, r, device)
+    S, GU = random_moment(r, size, device), torch.randn(2, k + 3, r).to(device) * size
+    found, tracked = second_moment(S, U, U_old, GU, 0.95, FLOOR)
+    C, gu = U.double().mT @ U_old.double(), GU.double()
+    assert relative_error(found, 0.95 * C @ S.double() @ C.mT + 0.05 * gu.mT @ gu) < FLOAT32
     assert torch.equal(found, found.mT)
-    assert torch.equal(real.double(), all_real)
-    assert real.shape == (2, 1, r)
+    assert tracked.shape == (2, 1, r)
+    assert tracked.all()
 
 
-def test_columns_of_rounding(device: torch.device) -> None:
-    """A direction is real by its past or by this gradient; with the guard off all that hold anything are."""
-    fused, plain = algebras()
-    U = basis(30, 5, device)
-    S = torch.diag_embed(torch.tensor([1.0, 1e-3, 1e-14, 1e-14, 0.0])).repeat(2, 1, 1).to(device)
-    GU = torch.randn(2, 40, 5).to(device) * torch.tensor([1e-3, 0.0, 1e-5, 1e-12, 0.0], device=device)
-    for guard in (True, False):
-        found = fused.second_moment(S, U, U, GU, 0.5, guard)[1]
-        assert torch.equal(found, plain.second_moment(S, U, U, GU, 0.5, guard)[1])
-    assert fused.second_moment(S, U, U, GU, 0.5, True)[1][0, 0].tolist() == [1, 1, 1, 0, 0]
+def test_second_moment_equals_its_formula_in_float64(shape: tuple[int, int], size: float, device: torch.device) -> None:
+    """Compute beta C S C' + (1 - beta) (GU)'GU with C = U'U_old."""
+    check_second_moment(*shape, size, device)
+
+
+@pytest.mark.parametrize("r", RANKS)
+def test_second_moment_takes_every_rank_up_to_256(r: int, device: torch.device) -> None:
+    """Kernels take 128 columns, torch takes more."""
+    check_second_moment(r + 20, r, 1.0, device)
+
+
+@pytest.mark.parametrize("r", [5, 130])
+def test_a_column_is_tracked_for_its_past_or_for_this_gradient(r: int, device: torch.device) -> None:
+    """A negative floor tracks every column."""
+    U = orthonormal_columns(r + 30, r, device)
+    past = torch.tensor([1.0, 1e-3, 1e-14, 1e-14, 0.0] + [1.0] * (r - 5))
+    now = torch.tensor([1e-3, 0.0, 1e-5, 1e-12, 0.0] + [1.0] * (r - 5)) / r
+    S = torch.diag_embed(past).repeat(2, 1, 1).to(device)
+    GU = torch.randn(2, 40, r).to(device) * now.to(device)
+    tracked = second_moment(S, U, U, GU, 0.5, FLOOR)[1]
+    if r == 5:
+        assert tracked[0, 0].tolist() == [1, 1, 1, 0, 0]
+    else:  # after one large gradient the third column is too small a share of this one
+        assert tracked[0, 0, :5].tolist() == [1, 1, 0, 0, 0]
+        assert tracked[0, 0, 5:].all()
+    assert second_moment(S, U, U, GU, 0.5, -1.0)[1].all()
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("ahead", [0.0, 1.0, 4.5])
-def test_adapt(shape: tuple[int, int], inside: bool, ahead: float, device: torch.device) -> None:
-    """V and P for both places of eps, and what is left of P and N for later."""
-    (k, r), (fused, plain) = shape, algebras()
-    how = Adam(0.9, 0.9999, 1e-4, inside, ahead)
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, ahead: float, device: torch.device) -> None:
+    """V, P, -N in parts and both squared norms, with eps in both places and with Nesterov's extra step."""
+    k, r = shape
     V, GU, NU = torch.rand(2, k, r).to(device), torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
-    real = (torch.arange(r, device=device) % 3 > 0).float().expand(2, 1, r).contiguous()
+    tracked = (torch.arange(r, device=device) % 3 > 0).float().expand(2, 1, r).contiguous()
     t = torch.tensor([1.0, 300.0], device=device).view(2, 1, 1)
-    found, P = fused.adapt(V, GU, NU, real, t, how)
-    exact, half = plain.adapt(*(x.double() for x in (V, GU, NU, real, t)), how)
-    assert rel(found, exact) < EXACT
-    assert rel(P, half) < EXACT
-    for x in (P, NU):
-        assert rel(fused.energy_m(x), plain.energy_m(x.double())) < EXACT
-    assert rel(fused._minus(NU).float().sum(0)[..., :r], -NU) < PARTS
-    assert torch.equal(fused._minus(NU), split(NU, torch.bfloat16, scale=-1.0))  # given away once, made anew after
+    found, P, minus_NU, norm_sq_parts = adapt(
+        V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, inside=inside, ahead=ahead
+    )
+    exact = 0.9999 * V.double() + 0.0001 * GU.double().square()
+    steps = t.double()
+    c1, c2 = 1 - 0.9 ** (steps + ahead), 1 - 0.9999**steps
+    root = ((exact + 1e-4) / c2).sqrt() if inside else (exact / c2).sqrt() + 1e-4
+    assert relative_error(found, exact) < FLOAT32
+    assert relative_error(P, NU.double() / c1 / root * tracked.double()) < FLOAT32
+    for x, parts in zip((P, NU), norm_sq_parts, strict=True):
+        assert relative_error(parts.sum(1), norm_sq(x)) < FLOAT32
+    assert torch.equal(minus_NU, split(NU, torch.bfloat16, scale=-1.0))
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
-def test_adapt_without_eps(size: float, device: torch.device) -> None:
-    """0/0 is 0, whatever the size of the rest; beta1 = 0 is an average of one step."""
-    fused, plain = algebras()
-    how = Adam(0.0, 0.98, 0.0)
+def test_adapt_without_eps_makes_zero_of_zero_by_zero(size: float, device: torch.device) -> None:
+    """beta1 = 0 is an average of one step."""
     GU, NU = torch.randn(2, 20, 4).to(device) * size, torch.randn(2, 20, 4).to(device) * size
-    V, real, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)
+    V, tracked, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)
     GU[:, :5], NU[:, :3] = 0, 0
-    found, P = fused.adapt(V, GU, NU, real, t, how)
-    exact, half = plain.adapt(*(x.double() for x in (V, GU, NU, real, t)), how)
-    assert rel(found, exact) < EXACT
-    assert rel(P, half) < EXACT
+    found, P, _, _ = adapt(V, GU, NU, tracked, t, betas=(0.0, 0.98), eps=0.0, inside=False, ahead=0.0)
+    assert relative_error(found, 0.02 * GU.double().square()) < FLOAT32
+    assert relative_error(P[:, 5:], NU[:, 5:].double() / GU[:, 5:].double().abs()) < FLOAT32
     assert not P[:, :5].any()
 
 
-def test_sums_by_parts(device: torch.device) -> None:
-    """The parts of a sum add up to it, beyond the range of float32 squares."""
-    X = torch.randn(3, 37, 5).to(device) * torch.tensor([1e-30, 1.0, 1e20], device=device).view(3, 1, 1)
-    (squares, peaks), (total, top) = measure(X), measure_torch(X)
-    assert float(((squares.sum(1) - total[:, 0]) / total[:, 0]).abs().max()) < EXACT
-    assert torch.equal(peaks.amax(1), top[:, 0])
+def test_the_parts_of_a_squared_norm_add_up_beyond_the_range_of_float32(device: torch.device) -> None:
+    """The squares of 1e-30 and 1e20 are not float32 numbers."""
+    X = torch.randn(3, 90, 5).to(device) * torch.tensor([1e-30, 1.0, 1e20], device=device).view(3, 1, 1)
+    norm_sq_parts, max_abs_parts = measure(X)
+    assert device.type == "cuda" or norm_sq_parts.shape[1] > 1
+    assert float((norm_sq_parts.sum(1) / norm_sq(X) - 1).abs().max()) < FLOAT32
+    assert torch.equal(max_abs_parts.amax(1), X.abs().amax((1, 2)))
 
 
-def test_norms(device: torch.device) -> None:
-    """The norm and the weight of a matrix and of zeros."""
-    squares = torch.rand(3, 21).to(device)
-    squares[1] = 0
-    for found, exact in zip(norms(squares, 1024.0, 1e-30), norms_torch(squares, 1024.0, 1e-30), strict=True):
-        torch.testing.assert_close(found, exact, rtol=EXACT, atol=0)
+def test_norms_of_zeros_are_the_least_allowed(device: torch.device) -> None:
+    """Compute the squared norm and the weight of two matrices and of zeros."""
+    parts = torch.rand(3, 21).to(device)
+    parts[1] = 0
+    found, weight = norms(parts, 1024.0, 1e-30)
+    exact = parts.double().sum(1).clamp_min(1e-30).view(3, 1, 1)
+    torch.testing.assert_close(found, exact, rtol=FLOAT32, atol=0)
+    torch.testing.assert_close(weight, (1024 / exact).float(), rtol=FLOAT32, atol=0)
 
 
-def test_muon_gain(device: torch.device) -> None:
-    """Full, none for a residual of noise, none for a zero factor."""
-    square = torch.tensor([4.0, 1e-7, 1.0], device=device).double().view(3, 1, 1)
-    factor = torch.tensor([2.0, 1.0, 0.5], device=device).view(3, 1, 1)
-    tracked, left = torch.rand(3, 20).to(device).double() + 0.1, torch.rand(3, 7).to(device)
-    left[2] = 0
-    given = (square, factor, tracked, left, torch.full((3, 1, 1), 5.0, device=device).double(), 3.0, 1e-5)
-    found = muon_gain(*given)
-    assert rel(found, muon_gain_torch(*given)) < EXACT
-    assert (found.flatten() > 0).tolist() == [True, False, False]
+def test_muon_gain_is_zero_for_a_residual_of_noise_and_for_a_zero_factor(device: torch.device) -> None:
+    """The first matrix has neither: it gets target_norm / |B|."""
+    X_sq = torch.tensor([4.0, 1e-7, 1.0], device=device).double().view(3, 1, 1)
+    X_scale = torch.tensor([2.0, 1.0, 0.5], device=device).view(3, 1, 1)
+    NU_sq, B_sq = torch.rand(3, 20).to(device).double() + 0.1, torch.rand(3, 7).to(device)
+    B_sq[2] = 0
+    gain = muon_gain(X_sq, X_scale, NU_sq, B_sq, torch.full((3, 1, 1), 5.0, device=device).double(), 3.0, 1e-5)
+    assert relative_error(gain[0], 3 * (B_sq[0].double().sum() / 5).rsqrt()) < FLOAT32
+    assert gain[1:].flatten().tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("case", ["cosmos", "numbers", "no overlap", "muon", "norm", "one without a gradient"])
-def test_finish(case: str, shape: tuple[int, int], device: torch.device) -> None:
-    """Coefficients and the thin part of an update, from tensors and from numbers, with and without its pieces."""
+def exact_finish(
+    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *, P: Tensor | None = None,
+    BU: Tensor | None = None, s: Tensor | None = None, rows: Tensor | None = None, top: Tensor | None = None,
+    left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the coefficients (B, 2) and the thin part (B, m, r) of an update in double precision."""
+    one = torch.ones_like(norm_sq)
+    gain, size = one if b is None else b.double() * one, float(lr) * (one if s is None else s.double())
+    if top is not None:
+        size = size * (top > 0).view(-1, 1, 1)
+    if root:
+        D_sq = 0 if left is None else gain.square() * added(left) / norm_sq
+        D_sq = D_sq if squares is None else D_sq + added(squares)
+        size = size * root / D_sq.sqrt()
+    gain = gain * size / norm_sq.sqrt()
+    thin = [x for x in (None if P is None else -size * P, None if BU is None else gain * BU) if x is not None]
+    coefficients = torch.cat([one * float(decay), gain], dim=-1).view(-1, 2)
+    return coefficients, sum(thin) * (1 if rows is None else rows) if thin else None
+
+
+@pytest.mark.parametrize("case", ["cosmos", "numbers", "no overlap", "rows", "muon", "norm", "no gradient"])
+def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int], device: torch.device) -> None:
+    """Coefficients and the thin part of an update, from tensors and from numbers, with and without its parts."""
     k, r = shape
     P, BU = torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
-    b, norm = torch.tensor([0.3, 0.0], device=device).view(2, 1, 1), torch.rand(2, 1, 1).to(device).double() + 1
+    b, norm_sq = torch.tensor([0.3, 0.0], device=device).view(2, 1, 1), torch.rand(2, 1, 1).to(device).double() + 1
     sums = {"left": torch.rand(2, 7).to(device), "squares": torch.rand(2, 33).to(device).double(), "root": 9.0}
-    rate, decay = (torch.tensor(x, dtype=torch.float64, device=device) for x in (0.01, 0.9))
-    arguments = {
-        "cosmos": ((b, norm, rate, decay), {"P": P, "BU": BU, **sums}),
-        "numbers": ((b, norm, 0.01, 0.9), {"P": P, "BU": BU, "s": 2 * b + 1}),
-        "no overlap": ((b, norm, 0.01, decay), {"P": P, **sums}),
-        "muon": ((torch.full((1, 1, 1), 3.0, device=device), norm, torch.tensor(0.01), 1.0), {}),
-        "norm": ((None, norm, rate.float(), 0.9), {"left": sums["left"], "root": 9.0}),
-        "one without a gradient": (
-            (b + 1, norm, rate, decay),
-            {"P": P, "BU": BU, "top": rate.new_tensor([0.0, 3.0]).float(), **sums},
-        ),
+    lr, decay = (torch.tensor(x, dtype=torch.float64, device=device) for x in (0.01, 0.9))
+    some_zero, row_gain = lr.new_tensor([0.0, 3.0]).float(), torch.rand(2, k, 1).to(device) + 0.5
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "cosmos": ((b, norm_sq, lr, decay), {"P": P, "BU": BU, **sums}),
+        "numbers": ((b, norm_sq, 0.01, 0.9), {"P": P, "BU": BU, "s": 2 * b + 1}),
+        "no overlap": ((b, norm_sq, 0.01, decay), {"P": P, **sums}),
+        "rows": ((b, norm_sq, 0.01, 0.9), {"P": P, "BU": BU, "rows": row_gain, **sums, "left": None}),
+        "muon": ((torch.full((1, 1, 1), 3.0, device=device), norm_sq, torch.tensor(0.01), 1.0), {}),
+        "norm": ((None, norm_sq, lr.float(), 0.9), {"left": sums["left"], "root": 9.0}),
+        "no gradient": ((b + 1, norm_sq, lr, decay), {"P": P, "BU": BU, "top": some_zero, **sums}),
     }
     args, more = arguments[case]
-    (found, parts), (exact, expected) = finish(*args, **more), finish_torch(*args, **more)
-    assert rel(found, exact) < EXACT
-    assert (parts is None) == (expected is None)
-    if parts is not None and expected is not None:
-        assert rel(parts.float().sum(0), expected.float().sum(0)) < PARTS
-    if "top" in more:
+    (found, parts), (exact, thin) = finish(*args, **more), exact_finish(*args, **more)
+    assert relative_error(found, exact) < FLOAT32
+    assert (parts is None) == (thin is None)
+    if parts is not None and thin is not None:
+        assert relative_error(sum_of_parts(parts, r), thin) < BFLOAT16_PARTS
+    if case == "no gradient":
         assert parts is not None and found[0].tolist() == [pytest.approx(0.9), 0.0] and not parts[:, 0].any()
 
 
-def test_both_splits_at_once(shape: tuple[int, int], device: torch.device) -> None:
-    """The same parts as from two launches."""
-    U = basis(*shape, device)
-    half, wide = split_both(U)
-    assert torch.equal(half, split(U, torch.float16, scale=BASIS_SCALE))
-    assert torch.equal(wide, split(U, torch.bfloat16))
-
-
 @pytest.mark.parametrize("count", [1, 3, 4, 5])
-def test_moves(count: int, device: torch.device) -> None:
-    """Any number of factors, there and back; nothing where `skip` holds."""
+def test_factors_return_unchanged_from_stacks_unless_the_step_is_skipped(count: int, device: torch.device) -> None:
+    """Any number of factors: one launch copies four."""
     lists = [[torch.randn(k, 5).to(device) for _ in range(2)] for k in (70, 3, 20, 33, 1)[:count]]
     stacks = gather(lists)
     assert all(torch.equal(s, torch.stack(x)) for s, x in zip(stacks, lists, strict=True))
     for skip in (torch.tensor(True, device=device), torch.tensor(False, device=device), None):
-        homes = [[torch.zeros_like(t) for t in x] for x in lists]
-        scatter_(homes, stacks, skip)
-        kept = skip is not None and bool(skip)
-        assert all(torch.equal(torch.stack(x), 0 * s if kept else s) for x, s in zip(homes, stacks, strict=True))
-    assert movable(lists[0])
-    assert not movable([lists[0][0].mT])
-    assert not movable([lists[0][0].bfloat16()])
+        targets = [[torch.zeros_like(t) for t in x] for x in lists]
+        scatter_(targets, stacks, skip)
+        skipped = skip is not None and bool(skip)
+        assert all(torch.equal(torch.stack(x), 0 * s if skipped else s) for x, s in zip(targets, stacks, strict=True))
 
 
-# -- launches ---------------------------------------------------------------------------------------------------------
-
-# Outside Newton-Schulz; in plain torch a chunk of COSMOS takes 138. Each is a few microseconds on the critical path.
-MOST = {"cosmos": 32, "paper": 29, "nesterov": 31, "rows": 30, "muon": 8, "norm": 9, "normuon": 11}
-RANKED = {"rank": 6, "gamma": 0.25}
-CASES = {
-    "cosmos": (Cosmos, RANKED),
-    "paper": (CosmosPaper, RANKED),
-    "nesterov": (CosmosPaper, RANKED | {"nesterov": True}),
-    "rows": (CosmosPaper, RANKED | {"row_beta2": 0.95}),
-    "muon": (Muon, {}),
-    "norm": (Muon, {"normalize": True}),
-    "normuon": (NorMuon, {}),
-}
-
-
-@pytest.mark.skipif(not INTERPRET, reason="counted where launches can be")
-@pytest.mark.parametrize("case", MOST)
-def test_launches_of_a_chunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded step of a chunk asks for few kernels."""
-    kind, options = CASES[case]
-    params = [torch.randn(M, N).requires_grad_()]  # launches do not depend on how many
-    for p in params:
-        p.grad = torch.randn_like(p)
-    opt, chunks = kind(params, **options), []
-    opt.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(execute, "run_chunk", lambda chunk, *args: chunks.append(chunk))
-        opt.step()
-    grads, tops = [x.grad for x in chunks[0]], {x.entry.p: [x.grad.abs().max()] for x in chunks[0]}
-    moving = Moving(addresses(grads), torch.tensor(0.01).double(), torch.tensor(0.99).double())
-    never(params[0].device)  # made once for all steps
-    with counted() as seen:
-        run_chunk(chunks[0], HERE, M, N, torch.tensor(False), None, FusedAlgebra, tops, moving)
-    # Newton-Schulz: five iterations one after the other, or the first three in either of two ways, chosen by a sum and
-    # a comparison; the products of the other way end at once.
-    made = seen["_symmetric"] + seen["_symmetric_squares"] + seen["bmm"]
-    products = made + (seen["sum"] + seen["le"] if "rank" in options else 0)
-    assert 15 <= products <= (25 if "rank" in options else 18)
-    assert sum(seen.values()) - products <= MOST[case], seen
+def test_only_contiguous_float32_factors_can_be_copied(device: torch.device) -> None:
+    """The kernel reads entries one after the other."""
+    x = torch.randn(7, 5, device=device)
+    assert movable([x])
+    assert not movable([x.mT])
+    assert not movable([x.bfloat16()])

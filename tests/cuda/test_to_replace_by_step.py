@@ -1,4 +1,4 @@
-"""A second moment for each row of the update: its kernels, and whole steps of NorMuon and COSMOS with `row_beta2`."""
+"""Tests that go through FusedAlgebra, run_chunk or whole steps: to be replaced by tests of cuda/step.py."""
 
 from typing import Any
 
@@ -8,30 +8,31 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim import Cosmos, NorMuon
+from cosmos_optim import Cosmos, CosmosPaper, Muon, MuonNorm, NorMuon
 from cosmos_optim.cuda.fused import FusedAlgebra
-from cosmos_optim.cuda.kernels.gains import finish, finish_torch
-from cosmos_optim.cuda.kernels.launch import INTERPRET
-from cosmos_optim.cuda.kernels.project import overlap
+from cosmos_optim.cuda.kernels import jacobi as eigen
+from cosmos_optim.cuda.kernels.launch import never
 from cosmos_optim.cuda.kernels.reductions import added
-from cosmos_optim.cuda.kernels.row_norm import row_squares
-from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split
-from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.operands import Basis, Direction, Polar
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import addresses
+from cosmos_optim.engine import run as execute
+from cosmos_optim.engine.batching import Moving, run_chunk
+from cosmos_optim.engine.layout import HERE
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
+from tests.cuda.launches import counted
+from tests.cuda.reference import INTERPRETED as INTERPRET
 from tests.cuda.test_fused import one_step, problem
 from tests.cuda.test_fused_gpu import GPU_SHAPES, model
 from tests.gpu import never_waiting
 
 EXACT = 2e-6  # float32
 HALF = 5e-4  # float16 holds 11 bits
-PARTS = 1e-4 if INTERPRET else 1e-5  # two bfloat16 parts hold 16 bits; the interpreter cuts where a GPU rounds
 UPDATE = 5e-2  # half-precision Newton-Schulz against float64
 ROWS = 2e-2  # sums of squares of rows of the same
 LR = 0.01
+M, N = 40, 24
 
 interpreted = pytest.mark.skipif(not INTERPRET, reason="the GPU has its own sizes below")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -46,19 +47,6 @@ def stack(wide: bool, device: torch.device) -> Tensor:
     """A half-precision work buffer with rows longer than its matrices, seen as the matrices are."""
     B = torch.randn(2, 75, 56).half().to(device)[:, :, :50]
     return B.mT if wide else B
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_row_sums(wide: bool, device: torch.device) -> None:
-    """Of a stack, and of what is left of it outside a basis."""
-    X = stack(wide, device)
-    exact = X.double().square().sum(2)
-    assert rel(row_squares(X), exact) < EXACT
-    U = torch.linalg.qr(torch.randn(2, X.shape[2], 5))[0].contiguous().to(device)
-    rows = X.new_empty(2, X.shape[1], dtype=torch.float32)
-    _, left = overlap(X, split(U, torch.float16, scale=BASIS_SCALE), 5, rows)
-    assert rel(rows, exact - (X.double() @ U.double()).square().sum(2)) < HALF
-    torch.testing.assert_close(rows.sum(1), left.sum(1), rtol=EXACT, atol=0)
 
 
 @pytest.mark.parametrize("thin", [True, False])
@@ -83,24 +71,6 @@ def test_second_moment_of_rows(thin: bool, eps: float, device: torch.device) -> 
     assert even.rows.gain[:, 7].isfinite().all()
     again = fused.scale_rows(D, even.rows.gain)  # the plain form on the same operands
     assert rel(added(again.rows.energy), added(even.rows.energy)) < EXACT
-
-
-def test_rows_of_an_update(device: torch.device) -> None:
-    """g in the thin part and in the pass over W."""
-    m, n, r = 35, 21, 9
-    P, BU, U = (torch.randn(2, k, r).to(device) for k in (m, m, n))
-    b, norm = torch.rand(2, 1, 1).to(device), torch.rand(2, 1, 1).to(device).double() + 1
-    given: dict[str, Any] = {"P": P, "BU": BU, "rows": torch.rand(2, m, 1).to(device) + 0.5, "root": 9.0,
-                             "squares": torch.rand(2, 33).to(device).double()}  # fmt: skip
-    (found, parts), (exact, thin) = (make(b, norm, 0.01, 0.9, **given) for make in (finish, finish_torch))
-    assert rel(found, exact) < EXACT
-    assert parts is not None and thin is not None
-    assert rel(parts.float().sum(0), thin.float().sum(0)) < PARTS
-    W = Matrices.of([torch.randn(m, n).to(device) for _ in range(2)])
-    before, B = W.stacked(torch.float64), torch.randn(2, m, 24).half().to(device)[:, :, :n]
-    update_(W, B, parts, split(U, torch.bfloat16), found, None, None, given["rows"])
-    moved = given["rows"] * exact[:, 1].view(2, 1, 1) * B.double() - thin.double().sum(0)[..., :r] @ U.double().mT
-    assert rel(W.stacked(), exact[:, :1].view(2, 1, 1) * before - moved) < PARTS
 
 
 # -- whole steps ------------------------------------------------------------------------------------------------------
@@ -193,3 +163,54 @@ def test_recorded_steps_are_the_same(kind: type[torch.optim.Optimizer], options:
         ends.append([p.detach().clone() for p in params] + [opt.state[p]["v"].clone() for p in params])
     for other in ends[1:]:
         assert all(torch.equal(a, b) for a, b in zip(ends[0], other, strict=True))
+
+
+def test_the_algebra_asks_for_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it fits; torch otherwise."""
+    asked = []
+    monkeypatch.setattr(eigen, "eigh", lambda A: asked.append(A.shape[-1]) or torch.linalg.eigh(A))
+    for k in (eigen.MAX_COLUMNS, eigen.MAX_COLUMNS + 1):
+        FusedAlgebra(8, 8).eigh(torch.eye(k, device=device)[None])
+    assert asked == [eigen.MAX_COLUMNS]
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+# Outside Newton-Schulz; in plain torch a chunk of COSMOS takes 138. Each is a few microseconds on the critical path.
+MOST = {"cosmos": 32, "paper": 29, "nesterov": 31, "rows": 30, "muon": 8, "norm": 9, "normuon": 11}
+RANKED = {"rank": 6, "gamma": 0.25}
+CASES = {
+    "cosmos": (Cosmos, RANKED),
+    "paper": (CosmosPaper, RANKED),
+    "nesterov": (CosmosPaper, RANKED | {"nesterov": True}),
+    "rows": (CosmosPaper, RANKED | {"row_beta2": 0.95}),
+    "muon": (Muon, {}),
+    "norm": (MuonNorm, {}),
+    "normuon": (NorMuon, {}),
+}
+
+
+@pytest.mark.skipif(not INTERPRET, reason="counted where launches can be")
+@pytest.mark.parametrize("case", MOST)
+def test_launches_of_a_chunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded step of a chunk asks for few kernels."""
+    kind, options = CASES[case]
+    params = [torch.randn(M, N).requires_grad_()]  # launches do not depend on how many
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt, chunks = kind(params, **options), []
+    opt.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "run_chunk", lambda chunk, *args: chunks.append(chunk))
+        opt.step()
+    grads, tops = [x.grad for x in chunks[0]], {x.entry.p: [x.grad.abs().max()] for x in chunks[0]}
+    moving = Moving(addresses(grads), torch.tensor(0.01).double(), torch.tensor(0.99).double())
+    never(params[0].device)  # made once for all steps
+    with counted() as seen:
+        run_chunk(chunks[0], HERE, M, N, torch.tensor(False), None, FusedAlgebra, tops, moving)
+    # Newton-Schulz: five iterations one after the other, or the first three in either of two ways, chosen by a sum and
+    # a comparison; the products of the other way end at once.
+    made = seen["_symmetric"] + seen["_symmetric_squares"] + seen["bmm"]
+    products = made + (seen["sum"] + seen["le"] if "rank" in options else 0)
+    assert 15 <= products <= (25 if "rank" in options else 18)
+    assert sum(seen.values()) - products <= MOST[case], seen

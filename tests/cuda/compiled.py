@@ -132,7 +132,7 @@ def launch_products() -> None:
     half, wide = split_both(U)
     x_max, X = torch.ones(BATCH), torch.randn(BATCH, ROWS, COLS).half()
     project(G, half, RANK, x_max)
-    correlate(G, split(Y, torch.float16, peak=x_max), x_max, RANK, x_max)
+    correlate(G, split(Y, torch.float16, x_max=x_max), x_max, RANK, x_max)
     block_max = momentum_(M, G, 0.1, (half, wide), RANK, None, x_max)[2]
     parts = split(Y, torch.bfloat16)
     residual(M, G, 0.9, 0.1, parts, wide, block_max, torch.float16)
@@ -144,7 +144,7 @@ def launch_products() -> None:
     for size in (2048, 1024):
         tiles = tiling(size, size)
         weight = torch.full((BATCH, 1, 1), 0.5)
-        R = symmetric_product(X, X, weight=weight, tiles=tiles, squares=squares_of(X, tiles))
+        R = symmetric_product(X, X, weight=weight, tiles=tiles, norm_sq_parts=squares_of(X, tiles))
         symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0, tiles=tiles)
     summed_in_product[(1,)](X, half, U, COLS, BM=128, BK=64, R=RANK, num_warps=8, num_stages=4)
     used_twice[(1,)](X, U, COLS, BM=128, BK=64, num_warps=8, num_stages=4)

@@ -45,9 +45,9 @@ def test_a_gram_matrix_is_exact_and_symmetric_with_its_squared_norm(
         mirrored |= block[:, None] == block
         assert relative_error(R, R.mT) < tolerance
     assert mirrored.all()
-    squares = squares_of(X, shape)
-    symmetric_product(X, X, weight=weight, tiles=shape, squares=squares)
-    assert relative_error(squares.sum(1), exact.square().sum((1, 2))) < tolerance
+    norm_sq_parts = squares_of(X, shape)
+    symmetric_product(X, X, weight=weight, tiles=shape, norm_sq_parts=norm_sq_parts)
+    assert relative_error(norm_sq_parts.sum(1), exact.square().sum((1, 2))) < tolerance
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 2])

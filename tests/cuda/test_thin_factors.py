@@ -137,19 +137,19 @@ def test_a_column_is_tracked_for_its_past_or_for_this_gradient(r: int, device: t
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("ahead", [0.0, 1.0])
-def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, ahead: float, device: torch.device) -> None:
+@pytest.mark.parametrize("extra", [0.0, 1.0])
+def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, extra: float, device: torch.device) -> None:
     """V, P, -N in parts and both squared norms, with eps in both places and with Nesterov's extra step."""
     k, r = shape
     V, GU, NU = torch.rand(2, k, r).to(device), torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
     tracked = (torch.arange(r, device=device) % 3 > 0).float().expand(2, 1, r).contiguous()
     t = torch.tensor([1.0, 300.0], device=device).view(2, 1, 1)
     found, P, minus_NU, norm_sq_parts = adapt(
-        V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, inside=inside, ahead=ahead
+        V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, eps_inside_root=inside, extra_steps=extra
     )
     exact = 0.9999 * V.double() + 0.0001 * GU.double().square()
     steps = t.double()
-    c1, c2 = 1 - 0.9 ** (steps + ahead), 1 - 0.9999**steps
+    c1, c2 = 1 - 0.9 ** (steps + extra), 1 - 0.9999**steps
     root = ((exact + 1e-4) / c2).sqrt() if inside else (exact / c2).sqrt() + 1e-4
     assert relative_error(found, exact) < FLOAT32
     assert relative_error(P, NU.double() / c1 / root * tracked.double()) < FLOAT32
@@ -164,7 +164,7 @@ def test_adapt_without_eps_makes_zero_of_zero_by_zero(size: float, device: torch
     GU, NU = torch.randn(2, 20, 4).to(device) * size, torch.randn(2, 20, 4).to(device) * size
     V, tracked, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)
     GU[:, :5], NU[:, :3] = 0, 0
-    found, P, _, _ = adapt(V, GU, NU, tracked, t, betas=(0.0, 0.98), eps=0.0, inside=False, ahead=0.0)
+    found, P, _, _ = adapt(V, GU, NU, tracked, t, betas=(0.0, 0.98), eps=0.0, eps_inside_root=False, extra_steps=0.0)
     assert relative_error(found, 0.02 * GU.double().square()) < FLOAT32
     assert relative_error(P[:, 5:], NU[:, 5:].double() / GU[:, 5:].double().abs()) < FLOAT32
     assert not P[:, :5].any()
@@ -202,22 +202,22 @@ def test_muon_gain_is_zero_for_a_residual_of_noise_and_for_a_zero_factor(device:
 
 def exact_finish(
     b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *, P: Tensor | None = None,
-    BU: Tensor | None = None, s: Tensor | None = None, rows: Tensor | None = None, top: Tensor | None = None,
-    left: Tensor | None = None, squares: Tensor | None = None, root: float = 0.0,
+    BU: Tensor | None = None, s: Tensor | None = None, row_gain: Tensor | None = None, grad_max: Tensor | None = None,
+    B_sq: Tensor | None = None, other_sq: Tensor | None = None, target_norm: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the coefficients (B, 2) and the thin part (B, m, r) of an update in double precision."""
     one = torch.ones_like(norm_sq)
     gain, size = one if b is None else b.double() * one, float(lr) * (one if s is None else s.double())
-    if top is not None:
-        size = size * (top > 0).view(-1, 1, 1)
-    if root:
-        D_sq = 0 if left is None else gain.square() * added(left) / norm_sq
-        D_sq = D_sq if squares is None else D_sq + added(squares)
-        size = size * root / D_sq.sqrt()
+    if grad_max is not None:
+        size = size * (grad_max > 0).view(-1, 1, 1)
+    if target_norm:
+        D_sq = 0 if B_sq is None else gain.square() * added(B_sq) / norm_sq
+        D_sq = D_sq if other_sq is None else D_sq + added(other_sq)
+        size = size * target_norm / D_sq.sqrt()
     gain = gain * size / norm_sq.sqrt()
     thin = [x for x in (None if P is None else -size * P, None if BU is None else gain * BU) if x is not None]
     coefficients = torch.cat([one * float(decay), gain], dim=-1).view(-1, 2)
-    return coefficients, sum(thin) * (1 if rows is None else rows) if thin else None
+    return coefficients, sum(thin) * (1 if row_gain is None else row_gain) if thin else None
 
 
 @pytest.mark.parametrize("case", ["cosmos", "numbers", "no overlap", "rows", "muon", "norm", "no gradient"])
@@ -226,17 +226,17 @@ def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int],
     k, r = shape
     P, BU = torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
     b, norm_sq = torch.tensor([0.3, 0.0], device=device).view(2, 1, 1), torch.rand(2, 1, 1).to(device).double() + 1
-    sums = {"left": torch.rand(2, 7).to(device), "squares": torch.rand(2, 33).to(device).double(), "root": 9.0}
+    sums = {"B_sq": torch.rand(2, 7).to(device), "other_sq": torch.rand(2, 33).to(device).double(), "target_norm": 9.0}
     lr, decay = (torch.tensor(x, dtype=torch.float64, device=device) for x in (0.01, 0.9))
     some_zero, row_gain = lr.new_tensor([0.0, 3.0]).float(), torch.rand(2, k, 1).to(device) + 0.5
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "cosmos": ((b, norm_sq, lr, decay), {"P": P, "BU": BU, **sums}),
         "numbers": ((b, norm_sq, 0.01, 0.9), {"P": P, "BU": BU, "s": 2 * b + 1}),
         "no overlap": ((b, norm_sq, 0.01, decay), {"P": P, **sums}),
-        "rows": ((b, norm_sq, 0.01, 0.9), {"P": P, "BU": BU, "rows": row_gain, **sums, "left": None}),
+        "rows": ((b, norm_sq, 0.01, 0.9), {"P": P, "BU": BU, "row_gain": row_gain, **sums, "B_sq": None}),
         "muon": ((torch.full((1, 1, 1), 3.0, device=device), norm_sq, torch.tensor(0.01), 1.0), {}),
-        "norm": ((None, norm_sq, lr.float(), 0.9), {"left": sums["left"], "root": 9.0}),
-        "no gradient": ((b + 1, norm_sq, lr, decay), {"P": P, "BU": BU, "top": some_zero, **sums}),
+        "norm": ((None, norm_sq, lr.float(), 0.9), {"B_sq": sums["B_sq"], "target_norm": 9.0}),
+        "no gradient": ((b + 1, norm_sq, lr, decay), {"P": P, "BU": BU, "grad_max": some_zero, **sums}),
     }
     args, more = arguments[case]
     (found, parts), (exact, thin) = finish(*args, **more), exact_finish(*args, **more)

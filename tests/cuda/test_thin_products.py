@@ -72,7 +72,7 @@ def test_a_given_largest_entry_scales_the_parts_by_a_power_of_two(device: torch.
     """The largest entry ends in [2^9, 2^10), and the first part is the rounded product."""
     U = torch.randn(2, 19, 5).to(device) * 1e-3
     u_max = U.abs().amax((1, 2))
-    parts = split(U, torch.float16, peak=u_max)
+    parts = split(U, torch.float16, x_max=u_max)
     scaled = torch.ldexp(U, 10 - torch.frexp(u_max.view(-1, 1, 1)).exponent)
     assert all(2**9 <= x < 2**10 for x in scaled.abs().amax((1, 2)).tolist())
     assert torch.equal(parts[0, ..., :5], scaled.half())
@@ -105,7 +105,7 @@ def test_correlate_equals_the_product_in_float64(case: Case, max_given: bool, de
     X = matrices(*case, device)
     Y = torch.randn(2, X.shape[0], 9).to(device) * 1e-7
     y_max = Y.abs().amax((1, 2))
-    C = correlate(X, split(Y, torch.float16, peak=y_max), y_max, 9, max_abs(X) if max_given else None)
+    C = correlate(X, split(Y, torch.float16, x_max=y_max), y_max, 9, max_abs(X) if max_given else None)
     assert relative_error(C, X.stacked(torch.float64).mT @ Y.double()) < PRODUCT
 
 

@@ -35,7 +35,7 @@ class ListAlgebra(Algebra):
         if isinstance(X, Tensor):
             return self.un(X, Y)
         Y_max = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
-        return correlate(X, split(Y, torch.float16, peak=Y_max), Y_max, Y.shape[-1], self.grad_max)
+        return correlate(X, split(Y, torch.float16, x_max=Y_max), Y_max, Y.shape[-1], self.grad_max)
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
         """Return A'B of thin factors."""

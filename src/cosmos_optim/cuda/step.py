@@ -87,7 +87,8 @@ def cosmos_step_(
     S, tracked = second_moment(S, C, E, b2, noise_floor(S.dtype, guard))                    # L6
     NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
     V, P, minus_NU, (P_sq, NU_sq) = adapt(
-        V, GU, NU, tracked, t, betas=betas, eps=eps, inside=eps_placement == "inside", ahead=int(nesterov))  # L7, L8
+        V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
+        extra_steps=int(nesterov))                                                          # L7, L8
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max, torch.float16)     #      N - N U U'
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      before the products
@@ -96,11 +97,12 @@ def cosmos_step_(
     B_sq, P_sq = total(B_sq), total(P_sq)
     b = muon_gain(total(X_sq), X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)   #      gamma NORM sqrt(m)
 
-    rows, sums = None, {"left": B_sq, "squares": P_sq}
+    rows, sums = None, {"B_sq": B_sq, "other_sq": P_sq}
     if row_beta2 is not None:                                                               #      Not in the paper
         v, rows, D_sq = even_rows(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
-        sums = {"squares": total(D_sq)}
-    k, PU = finish(b, norm_sq, lr, decay, P=P, BU=BU, rows=rows, top=grad_max, root=unit, **sums)  # L10, L11: factors
+        sums = {"other_sq": total(D_sq)}
+    k, PU = finish(
+        b, norm_sq, lr, decay, P=P, BU=BU, row_gain=rows, grad_max=grad_max, target_norm=unit, **sums)  # L10, L11
     update_(W, B, PU, U_wide, k, skip, seeds, rows)                                         #      W <- decay W - lr D
     return CosmosState(M, U, S, V, v)
 
@@ -128,8 +130,9 @@ def muon_step_(
         B_sq = total(torch.linalg.vector_norm(B, dim=(1, 2), dtype=torch.float64).square()[:, None])
     else:                                                                                   # L7   sqrt(m) B
         b = t.new_full((1, 1, 1), SCALINGS[scaling](m, n))
-    root = 0.0 if b is not None else unit                                                   #      0: D keeps its size
-    k, _ = finish(b, norm_sq, lr, decay, rows=rows, top=grad_max, left=B_sq, squares=D_sq, root=root)
+    target = 0.0 if b is not None else unit                                                 #      0: D keeps its size
+    k, _ = finish(
+        b, norm_sq, lr, decay, row_gain=rows, grad_max=grad_max, B_sq=B_sq, other_sq=D_sq, target_norm=target)
     update_(W, B, None, None, k, skip, seeds, rows)                                         #      W <- decay W - lr D
     return MuonState(M) if v is None else NorMuonState(M, v)
 

@@ -154,8 +154,8 @@ def _finish(
 def finish(
     b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    rows: Tensor | None = None, top: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None,
-    root: float = 0.0,
+    row_gain: Tensor | None = None, grad_max: Tensor | None = None, B_sq: Tensor | None = None,
+    other_sq: Tensor | None = None, target_norm: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the two arguments of `update_`: its coefficients, and the thin part of the update.
 
@@ -167,11 +167,11 @@ def finish(
         norm_sq: (B, 1, 1) float64, from `norms`.
         lr, decay: numbers, or float64 scalars on the device.
         P, BU: (B, m, r) or None.
-        rows: g (B, m, 1), None for 1.
-        top: the largest |entry| of each gradient (B,), or None; if 0, lr counts as 0.
-        left: norm_sq |B|^2 by parts, None for 0.
-        squares: the squared norm of the other part of the direction by parts, None for 0.
-        root: sqrt(m n), or 0; if not 0, s is multiplied by root / sqrt(b^2 left / norm_sq + squares).
+        row_gain: g (B, m, 1), None for 1.
+        grad_max: the largest |entry| of each gradient (B,), or None; if 0, lr counts as 0.
+        B_sq: norm_sq |B|^2 by parts, None for 0.
+        other_sq: the squared norm of the other part of the direction by parts, None for 0.
+        target_norm: sqrt(m n), or 0; if not 0, s is multiplied by target_norm / sqrt(b^2 B_sq / norm_sq + other_sq).
     """
     thin = P if P is not None else BU
     k, r = (1, 16) if thin is None else thin.shape[1:]
@@ -179,17 +179,17 @@ def finish(
     block = max(1, 2048 // R)
     parts = None if thin is None else torch.empty(2, len(norm_sq), k, R, dtype=torch.bfloat16, device=device)
     coefficients = torch.empty(len(norm_sq), 2, dtype=torch.float32, device=device)
-    sums = [norm_sq if x is None else x.contiguous() for x in (squares, left)]
+    sums = [norm_sq if x is None else x.contiguous() for x in (other_sq, B_sq)]
     counts = [x[0].numel() for x in sums]
-    sizes = [0 if x is None else power_of_two(count) for x, count in zip((squares, left), counts, strict=True)]
+    sizes = [0 if x is None else power_of_two(count) for x, count in zip((other_sq, B_sq), counts, strict=True)]
     (lr_pointer, *lr_value), (decay_pointer, *decay_value) = _as_argument(lr, norm_sq), _as_argument(decay, norm_sq)
     _finish[(1 if thin is None else -(-k // block), len(norm_sq))](
-        _or(P, norm_sq), _or(BU, norm_sq), _or(b, norm_sq), _or(s, norm_sq), _or(rows, norm_sq), _or(top, norm_sq),
-        sums[0], sums[1], norm_sq, lr_pointer, decay_pointer, _or(parts, norm_sq), coefficients, k, r,
-        0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0], counts[1], root, *lr_value,
+        _or(P, norm_sq), _or(BU, norm_sq), _or(b, norm_sq), _or(s, norm_sq), _or(row_gain, norm_sq),
+        _or(grad_max, norm_sq), sums[0], sums[1], norm_sq, lr_pointer, decay_pointer, _or(parts, norm_sq), coefficients,
+        k, r, 0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0], counts[1], target_norm, *lr_value,
         *decay_value, BLOCK=block, R=R, B=b is not None, P=P is not None, BU=BU is not None, SCALED=s is not None,
-        ROW_GAIN=rows is not None, MAX_GIVEN=top is not None, UNIT=root != 0.0, OTHER_PARTS=sizes[0], B_PARTS=sizes[1],
-        num_warps=4,
+        ROW_GAIN=row_gain is not None, MAX_GIVEN=grad_max is not None, UNIT=target_norm != 0.0,
+        OTHER_PARTS=sizes[0], B_PARTS=sizes[1], num_warps=4,
     )  # fmt: skip
     return coefficients, parts
 
@@ -197,23 +197,23 @@ def finish(
 def finish_torch(
     b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    rows: Tensor | None = None, top: Tensor | None = None, left: Tensor | None = None, squares: Tensor | None = None,
-    root: float = 0.0,
+    row_gain: Tensor | None = None, grad_max: Tensor | None = None, B_sq: Tensor | None = None,
+    other_sq: Tensor | None = None, target_norm: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the same in plain torch."""
     one = torch.ones_like(norm_sq)
     b, size = one if b is None else b.double(), one * lr if s is None else lr * s.double()
-    size = size if top is None else size * (top > 0).view(-1, 1, 1)
-    if root:
-        total = 0 * one if left is None else b.square() * added(left) / norm_sq
-        total = total if squares is None else total + added(squares)
-        size = size * torch.where(total > 0, root * total.rsqrt(), torch.zeros_like(total))
+    size = size if grad_max is None else size * (grad_max > 0).view(-1, 1, 1)
+    if target_norm:
+        total = 0 * one if B_sq is None else b.square() * added(B_sq) / norm_sq
+        total = total if other_sq is None else total + added(other_sq)
+        size = size * torch.where(total > 0, target_norm * total.rsqrt(), torch.zeros_like(total))
     gain, size = (b * norm_sq.rsqrt() * size).float(), size.float()
     coefficients = torch.cat([torch.zeros_like(gain) + decay, gain], dim=-1).view(-1, 2)
     value = None if P is None else P * -size
     if BU is not None:
         value = BU * gain if value is None else torch.addcmul(value, BU, gain)
-    value = value if value is None or rows is None else value * rows
+    value = value if value is None or row_gain is None else value * row_gain
     return coefficients, None if value is None else split_torch(value, torch.bfloat16)
 
 

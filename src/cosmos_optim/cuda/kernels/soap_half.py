@@ -58,7 +58,7 @@ def _adapt(
 
 def adapt(
     V: Tensor, Y: Tensor, N: Tensor, tracked: Tensor, t: Tensor, *,
-    betas: tuple[float, float], eps: float, inside: bool, ahead: float,
+    betas: tuple[float, float], eps: float, eps_inside_root: bool, extra_steps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return V and P (B, m, r), -N in bfloat16 parts (2, B, m, R), and |P|^2 and |N|^2 by row blocks (2, B, blocks).
 
@@ -71,9 +71,9 @@ def adapt(
         tracked: (B, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
         t: (B, 1, 1) steps, counted from 1.
         betas: decay of the momentum and of V.
-        eps: added to the root, or inside of it if `inside`.
-        inside: whether eps is inside of the root, as in the paper.
-        ahead: N is an average over t + ahead steps (1 with Nesterov's blend, else 0).
+        eps: added to V or to its root.
+        eps_inside_root: whether eps is added to V inside of the root, as in the paper.
+        extra_steps: N is an average over t + extra_steps steps (1 with Nesterov's blend, else 0).
     """
     batch, k, r = V.shape
     V, Y, N, R = V.contiguous(), Y.contiguous(), N.contiguous(), power_of_two(r)
@@ -85,6 +85,7 @@ def adapt(
     log_beta1, log_beta2 = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
     _adapt[(blocks, batch)](
         V, Y, N, tracked, t, new, P, minus_N, norm_sq_parts, k, r, minus_N.stride(0), norm_sq_parts.stride(0), betas[1],
-        1 - betas[1], eps, log_beta1, log_beta2, ahead, BLOCK=block, R=R, EPS_INSIDE_ROOT=inside, num_warps=4,
+        1 - betas[1], eps, log_beta1, log_beta2, extra_steps, BLOCK=block, R=R, EPS_INSIDE_ROOT=eps_inside_root,
+        num_warps=4,
     )  # fmt: skip
     return new, P, minus_N, norm_sq_parts

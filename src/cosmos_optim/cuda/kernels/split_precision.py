@@ -36,10 +36,10 @@ def _split(
     tl.store(y + part_stride + at, (value - y1.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
 
 
-def split(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | None = None) -> Tensor:
-    """Return the two parts of c U, (2, B, k, R), with c = scale, or c = scale 2^(9 - exponent of peak) by matrix.
+def split(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, x_max: Tensor | None = None) -> Tensor:
+    """Return the two parts of c U, (2, B, k, R), with c = scale, or c = scale 2^(9 - exponent of x_max) by matrix.
 
-    peak: the largest |entry| of each matrix (B,).
+    x_max: the largest |entry| of each matrix (B,).
     """
     batch, k, r = U.shape
     R = power_of_two(r)
@@ -47,8 +47,8 @@ def split(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | N
     Y = torch.empty(2, batch, k, R, dtype=dtype, device=U.device)
     block = max(1, 2048 // R)
     _split[(-(-batch * k // block),)](
-        U, Y, U if peak is None else peak, batch * k, k, r, Y.stride(0), scale, BLOCK=block, R=R,
-        MAX_GIVEN=peak is not None, num_warps=4,
+        U, Y, U if x_max is None else x_max, batch * k, k, r, Y.stride(0), scale, BLOCK=block, R=R,
+        MAX_GIVEN=x_max is not None, num_warps=4,
     )  # fmt: skip
     return Y
 
@@ -78,10 +78,10 @@ def split_both(U: Tensor) -> tuple[Tensor, Tensor]:
     return half, wide
 
 
-def split_torch(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, peak: Tensor | None = None) -> Tensor:
+def split_torch(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, x_max: Tensor | None = None) -> Tensor:
     """Compute the same as `split` in plain torch."""
     value = torch.nn.functional.pad(U.float() * scale, (0, power_of_two(U.shape[-1]) - U.shape[-1]))
-    if peak is not None:
-        value = torch.ldexp(value, 10 - torch.frexp(peak.view(-1, 1, 1)).exponent)
+    if x_max is not None:
+        value = torch.ldexp(value, 10 - torch.frexp(x_max.view(-1, 1, 1)).exponent)
     first = value.to(dtype)
     return torch.stack([first, (value - first.float()).to(dtype)])

@@ -180,7 +180,7 @@ def supports(X: Tensor) -> bool:
 def symmetric_product(
     A: Tensor, B: Tensor, *, alpha: float = 1.0, weight: Tensor | None = None, beta: float = 0.0,
     D: Tensor | None = None, delta: float = 0.0, E: Tensor | None = None, gamma: float = 0.0,
-    tiles: TileShape | None = None, out: Tensor | None = None, only: Only = ALL, squares: Tensor | None = None,
+    tiles: TileShape | None = None, out: Tensor | None = None, only: Only = ALL, norm_sq_parts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return weight alpha A'B + beta D + delta E + gamma I, (batch, K, s) x 2 -> (batch, s, s); it must be symmetric.
 
@@ -192,14 +192,16 @@ def symmetric_product(
         tiles: the tile, or None for the default of this size.
         out: the result, with rows of a multiple of 16 bytes; new memory by default.
         only: the matrices to compute, by flags on the device; nothing is written for the others.
-        squares: from `squares_of`, written: the squared norm of each product by parts. Only together with a weight.
+        norm_sq_parts: from `squares_of`, written: the squared norm of each product by parts. Only with a weight.
     """
     batch, K, s = A.shape
     how = tiles or tiling(s, K)
     C = like(A, s) if out is None else out
     table, count = _tiles(s, how.BM, how.BN, A.device)
     flags, wanted_flag = only
-    given: list[Any] = [C, C] if weight is None else [weight, squares_of(A, how) if squares is None else squares]
+    if norm_sq_parts is None and weight is not None:
+        norm_sq_parts = squares_of(A, how)
+    given: list[Any] = [C, C] if weight is None else [weight, norm_sq_parts]
     given += [never(A.device), table, -1] if flags is None else [flags, table, int(wanted_flag)]
     common = {"ADD": D is not None, "WEIGHTED": weight is not None, "FLOAT32_DOTS": launch.TARGET.float32_dots,
               "num_warps": how.warps, "num_stages": how.stages}  # fmt: skip
@@ -251,7 +253,7 @@ class SymmetricProducts:
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
         """Return weight X'X. With a weight, its squared norm is kept for `within`."""
         self._norm_sq_parts = None if weight is None else squares_of(X)
-        return symmetric_product(X, X, weight=weight, out=self.empty(X, X.shape[2]), squares=self._norm_sq_parts)
+        return symmetric_product(X, X, weight=weight, out=self.empty(X, X.shape[2]), norm_sq_parts=self._norm_sq_parts)
 
     def within(self, R: Tensor, bound: float) -> Tensor:
         """Return whether |R|_F <= bound for each matrix of R, the last result of `gram`."""

@@ -10,12 +10,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 
 Settings = Mapping[str, Any]
@@ -38,18 +37,10 @@ class Slot:
 # direction(G, state, t, *, alg, ...) -> (D, new state). t (..., 1, 1) counts real gradients from 1; further arguments
 # are the rule's own hyper-parameters.
 Direction = Callable[..., tuple[Tensor, Any]]
-
-
-class Start(Protocol):
-    """Signature of `start(G, state, *, alg)`: returns the state with the bases that the first gradient gives."""
-
-    def __call__(self, G: Any, state: Any, *, alg: Algebra) -> Any: ...
-
-
-class Diagnose(Protocol):
-    """Signature of `diagnose(G, D, old, new, *, alg)`: returns numbers that describe a step, (..., 1, 1) each."""
-
-    def __call__(self, G: Tensor, D: Tensor, old: Any, new: Any, *, alg: Algebra) -> dict[str, Tensor]: ...
+# start(G, state, *, alg) -> the state with the bases that the first gradient gives.
+TakeFirstBases = Callable[..., Any]
+# diagnose(G, D, old state, new state, *, alg) -> numbers that describe a step, (..., 1, 1) each.
+Diagnose = Callable[..., dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Rule:
     defaults: its hyper-parameters with their defaults, as a parameter group holds them.
     State: the NamedTuple of its state; a field that is None has no tensor.
     slots: (m, n, settings) -> the state of one matrix. For an elementwise rule m is the number of elements, n is 1.
-    direction: the update, see `Direction`.
+    direction: the update.
     start: takes the first bases, if the rule has any.
     diagnose: numbers for `optimizer.diagnostics()`, if the rule has any.
     deflates: whether it removes the leading directions of a matrix before Newton-Schulz.
@@ -76,7 +67,7 @@ class Rule:
     State: type[Any]
     slots: Callable[[int, int, Settings], dict[str, Slot]]
     direction: Direction
-    start: Start | None = None
+    start: TakeFirstBases | None = None
     diagnose: Diagnose | None = None
     deflates: bool = False
     elementwise: bool = False

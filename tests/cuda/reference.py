@@ -25,5 +25,5 @@ def orthonormal_columns(n: int, r: int, device: torch.device) -> Tensor:
 
 
 def sum_of_parts(parts: Tensor, r: int) -> Tensor:
-    """Return the factor that two half-precision parts (2, B, k, R) stand for, (B, k, r) in double precision."""
+    """Return the sum of two half-precision parts (2, B, k, R) without padding, (B, k, r) in double precision."""
     return parts.double().sum(0)[..., :r]

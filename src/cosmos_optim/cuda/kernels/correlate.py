@@ -74,8 +74,3 @@ def correlate(X: Matrices, Y: Tensor, y_max: Tensor, r: int, x_max: Tensor | Non
         FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return C
-
-
-def correlate_torch(X: Tensor, Y: Tensor) -> Tensor:
-    """Compute the same product of a stack in plain torch."""
-    return X.float().mT @ Y

@@ -61,7 +61,7 @@ def jit(fn: Any = None, *, unaligned: Sequence[str] = (), unspecialized: Sequenc
     """Compile with `triton.jit`, or return the function unchanged if Triton is missing (it is then never called).
 
     Args:
-        unaligned: pointers whose alignment must not select another kernel. A step recorded in a CUDA graph reads
+        unaligned: pointers; their alignment must not select another kernel. A step recorded in a CUDA graph reads
             gradients at other addresses than the steps before it, and nothing should be compiled while it is recorded.
         unspecialized: integers for which being 1 or a multiple of 16 must not select another kernel.
     """

@@ -155,9 +155,3 @@ def momentum_(
         M_SINGLE_PART=M.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return GU, MU, block_max
-
-
-def momentum_torch(M: Tensor, G: Tensor, w: float, U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the new average of a stack, G U and M U in plain torch."""
-    M = torch.lerp(M, G, w)
-    return M, G @ U, M @ U

@@ -6,7 +6,7 @@
 The scale c keeps everything in the number range for gradients of any size, and eps U keeps the columns independent
 (`linalg.subspace.power_step`). `power_sum` takes ranks above `thin_qr.MAX_COLUMNS` in plain torch.
 
-Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k stands for m or n.
+Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k is m or n.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

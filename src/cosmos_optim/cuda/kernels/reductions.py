@@ -70,8 +70,3 @@ def measure(X: Tensor) -> tuple[Tensor, Tensor]:
 def added(parts: Tensor) -> Tensor:
     """Add a sum by parts (B, ...): (B, 1, 1) in float64."""
     return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)
-
-
-def measure_torch(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the same in one part, in plain torch."""
-    return X.double().square().sum((1, 2))[:, None], X.abs().amax((1, 2))[:, None]

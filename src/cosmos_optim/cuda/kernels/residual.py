@@ -109,8 +109,3 @@ def work_buffer(batch: int, m: int, n: int, dtype: torch.dtype, device: torch.de
     """Return an empty (B, max(m, n), min(m, n)) stack with rows that begin at multiples of 16 bytes."""
     long, short = max(m, n), min(m, n)
     return torch.empty(batch, long, -(-short // 8) * 8, dtype=dtype, device=device)[:, :, :short]
-
-
-def residual_torch(N: Tensor, P: Tensor, U: Tensor) -> Tensor:
-    """Compute N + P U' of a stack in plain torch."""
-    return N + P @ U.mT

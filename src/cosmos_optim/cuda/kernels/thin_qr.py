@@ -222,8 +222,3 @@ def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> T
         X = Y if pass_index == 0 else Q
         _apply_factor[grid](X, factor, columns, ok, fallback, Q, gram, k, r, pass_index, **common)
     return Q
-
-
-def thin_gram_torch(A: Tensor, B: Tensor) -> Tensor:
-    """Compute the same as `thin_gram` in plain torch."""
-    return A.mT @ B

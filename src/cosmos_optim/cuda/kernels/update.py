@@ -93,8 +93,3 @@ def update_(
         m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None, SEEDED=seeds is not None,
         ROW_GAIN=row_gain is not None, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
-
-
-def update_torch(W: Tensor, B: Tensor, P: Tensor, U: Tensor, decay: float, b: float) -> Tensor:
-    """Compute the new parameters of a stack in plain torch."""
-    return decay * W - b * B + P @ U.mT

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.reductions import added, sum_parts
-from cosmos_optim.cuda.kernels.split_precision import split_torch
+from cosmos_optim.cuda.kernels.reductions import sum_parts
 from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
 
 
@@ -46,12 +45,6 @@ def norms(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[Tensor, Te
     norm_sq, weight = (norm_sq_parts.new_empty(batch, 1, 1, dtype=dtype) for dtype in (torch.float64, torch.float32))
     _norms[(batch,)](norm_sq_parts, norm_sq, weight, count, scale, least, COUNT=power_of_two(count), num_warps=1)
     return norm_sq, weight
-
-
-def norms_torch(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
-    """Compute the same in plain torch."""
-    norm_sq = added(norm_sq_parts).clamp_min(least)
-    return norm_sq, (scale / norm_sq).float()
 
 
 @jit
@@ -90,16 +83,6 @@ def muon_gain(
         NU_PARTS=blocks[1], B_PARTS=blocks[2], num_warps=1,
     )  # fmt: skip
     return out
-
-
-def muon_gain_torch(
-    X_sq: Tensor, X_scale: Tensor, NU_sq: Tensor, B_sq: Tensor, norm_sq: Tensor, target_norm: float, guard: float
-) -> Tensor:
-    """Compute the same in plain torch."""
-    residual = added(X_sq) / X_scale.double().square()
-    total = added(B_sq) / norm_sq
-    gain = torch.where(total > 0, target_norm * total.rsqrt(), torch.zeros_like(total))
-    return torch.where(residual > guard * (residual + added(NU_sq)), gain, torch.zeros_like(gain)).float()
 
 
 @jit
@@ -192,29 +175,6 @@ def finish(
         OTHER_PARTS=sizes[0], B_PARTS=sizes[1], num_warps=4,
     )  # fmt: skip
     return coefficients, parts
-
-
-def finish_torch(
-    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *,
-    P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    row_gain: Tensor | None = None, grad_max: Tensor | None = None, B_sq: Tensor | None = None,
-    other_sq: Tensor | None = None, target_norm: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute the same in plain torch."""
-    one = torch.ones_like(norm_sq)
-    b, size = one if b is None else b.double(), one * lr if s is None else lr * s.double()
-    size = size if grad_max is None else size * (grad_max > 0).view(-1, 1, 1)
-    if target_norm:
-        total = 0 * one if B_sq is None else b.square() * added(B_sq) / norm_sq
-        total = total if other_sq is None else total + added(other_sq)
-        size = size * torch.where(total > 0, target_norm * total.rsqrt(), torch.zeros_like(total))
-    gain, size = (b * norm_sq.rsqrt() * size).float(), size.float()
-    coefficients = torch.cat([torch.zeros_like(gain) + decay, gain], dim=-1).view(-1, 2)
-    value = None if P is None else P * -size
-    if BU is not None:
-        value = BU * gain if value is None else torch.addcmul(value, BU, gain)
-    value = value if value is None or row_gain is None else value * row_gain
-    return coefficients, None if value is None else split_torch(value, torch.bfloat16)
 
 
 def _as_argument(x: float | Tensor, like: Tensor) -> tuple[Tensor, float, float]:

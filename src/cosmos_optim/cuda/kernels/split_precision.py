@@ -76,12 +76,3 @@ def split_both(U: Tensor) -> tuple[Tensor, Tensor]:
         U, half, wide, batch * k, r, half.stride(0), BASIS_SCALE, BLOCK=block, R=R, num_warps=4
     )
     return half, wide
-
-
-def split_torch(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, x_max: Tensor | None = None) -> Tensor:
-    """Compute the same as `split` in plain torch."""
-    value = torch.nn.functional.pad(U.float() * scale, (0, power_of_two(U.shape[-1]) - U.shape[-1]))
-    if x_max is not None:
-        value = torch.ldexp(value, 10 - torch.frexp(x_max.view(-1, 1, 1)).exponent)
-    first = value.to(dtype)
-    return torch.stack([first, (value - first.float()).to(dtype)])

@@ -123,7 +123,7 @@ def launch_products() -> None:
     from cosmos_optim.cuda.kernels.second_moment import second_moment
     from cosmos_optim.cuda.kernels.split_precision import split, split_both
     from cosmos_optim.cuda.kernels.syrk import squares_of, symmetric_product, tiling
-    from cosmos_optim.cuda.kernels.thin_qr import orthonormal
+    from cosmos_optim.cuda.kernels.thin_qr import gram_parts, orthonormal
     from cosmos_optim.cuda.kernels.update import update_
     from cosmos_optim.cuda.pointer_list import Matrices
 
@@ -140,7 +140,7 @@ def launch_products() -> None:
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)
     power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)
     orthonormal(U, U)
-    second_moment(S, U, U, Y, 0.9, 0.0)
+    second_moment(S, gram_parts(U, U), gram_parts(Y, Y), 0.9, 0.0)
     for size in (2048, 1024):
         tiles = tiling(size, size)
         weight = torch.full((BATCH, 1, 1), 0.5)

@@ -15,7 +15,7 @@ from cosmos_optim.cuda.kernels.reductions import added, measure
 from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import adapt
 from cosmos_optim.cuda.kernels.split_precision import split
-from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormal
+from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, gram_parts, orthonormal
 from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, orthonormal_columns, relative_error, sum_of_parts
 
 # Rows and columns of a thin factor: less than a block, more than one, a rank that is not a power of two.
@@ -61,7 +61,7 @@ def test_scaled_divides_by_the_scale_of_the_power_step(
     k, r = shape
     Y, S = torch.randn(2, k, r).to(device) * size, random_moment(r, size, device)
     Y[1], S[1] = 0, 0
-    parts, y_max, c = scaled(Y, S)
+    parts, y_max, c = scaled(Y, S, *measure(Y))
     exact_c = (norm_sq(Y) + S.double().diagonal(dim1=-2, dim2=-1).sum(-1)).sqrt()[0]
     assert relative_error(c[0], exact_c) < FLOAT32
     assert float(c[1]) == 1
@@ -100,7 +100,7 @@ def check_second_moment(k: int, r: int, size: float, device: torch.device) -> No
     """Assert that S in the new basis equals its formula and is symmetric to the last bit."""
     U, U_old = orthonormal_columns(k, r, device), orthonormal_columns(k, r, device)
     S, GU = random_moment(r, size, device), torch.randn(2, k + 3, r).to(device) * size
-    found, tracked = second_moment(S, U, U_old, GU, 0.95, FLOOR)
+    found, tracked = second_moment(S, gram_parts(U, U_old), gram_parts(GU, GU, gain=1 - 0.95), 0.95, FLOOR)
     C, gu = U.double().mT @ U_old.double(), GU.double()
     assert relative_error(found, 0.95 * C @ S.double() @ C.mT + 0.05 * gu.mT @ gu) < FLOAT32
     assert torch.equal(found, found.mT)
@@ -127,13 +127,14 @@ def test_a_column_is_tracked_for_its_past_or_for_this_gradient(r: int, device: t
     now = torch.tensor([1e-3, 0.0, 1e-5, 1e-12, 0.0] + [1.0] * (r - 5)) / r
     S = torch.diag_embed(past).repeat(2, 1, 1).to(device)
     GU = torch.randn(2, 40, r).to(device) * now.to(device)
-    tracked = second_moment(S, U, U, GU, 0.5, FLOOR)[1]
+    grams = gram_parts(U, U), gram_parts(GU, GU, gain=0.5)
+    tracked = second_moment(S, *grams, 0.5, FLOOR)[1]
     if r == 5:
         assert tracked[0, 0].tolist() == [1, 1, 1, 0, 0]
     else:  # after one large gradient the third column is too small a share of this one
         assert tracked[0, 0, :5].tolist() == [1, 1, 0, 0, 0]
         assert tracked[0, 0, 5:].all()
-    assert second_moment(S, U, U, GU, 0.5, -1.0)[1].all()
+    assert second_moment(S, *grams, 0.5, -1.0)[1].all()
 
 
 @pytest.mark.parametrize("inside", [False, True])

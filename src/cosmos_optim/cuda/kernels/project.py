@@ -159,4 +159,4 @@ def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
         r=r, sm=X.stride(1), sn=X.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
         FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
-    return Y, outside_sq
+    return Y, outside_sq, rows

@@ -94,6 +94,7 @@ def at_risk(ir: str, stages: int) -> list[str]:
 
 def compiled(work: Callable[[], Any]) -> dict[str, list[str]]:
     """Return the kernels that `work` would launch, and the buffers at risk in each."""
+    import cosmos_optim.cuda.step  # noqa: F401  (its kernels register themselves)
     from cosmos_optim.cuda.kernels.launch import KERNELS
 
     found: dict[str, list[str]] = {}

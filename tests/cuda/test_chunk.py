@@ -1,0 +1,105 @@
+"""One chunk of matrices: what a recorded step launches, and whole steps by kernels against plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
+
+from cosmos_optim import Cosmos, CosmosPaper, Muon, NorMuon
+from cosmos_optim.cuda.chunk import DeviceInputs, run_chunk
+from cosmos_optim.cuda.kernels.launch import never
+from cosmos_optim.cuda.pointer_list import addresses
+from cosmos_optim.engine.batching import batches
+from tests.cuda.kernel_run import give_gradients, matrices, run_by_kernels, stepped
+from tests.cuda.launches import counted
+from tests.cuda.step_problems import INTERPRETED, relative
+from tests.cuda.test_step import U_ERROR, UPDATE_OF_FEW_COLUMNS
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
+
+CPU = torch.device("cpu")
+M, N = 24, 20
+RANKED = {"rank": 6, "gamma": 0.25}
+CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "cosmos": (Cosmos, RANKED),
+    "paper": (CosmosPaper, RANKED),
+    "nesterov": (CosmosPaper, RANKED | {"nesterov": True}),
+    "rows": (CosmosPaper, RANKED | {"row_beta2": 0.95}),
+    "muon": (Muon, {}),
+    "normalized": (Muon, {"normalize": True}),
+    "normuon": (NorMuon, {}),
+}
+# Outside Newton-Schulz; in plain torch a chunk of COSMOS takes 138. Each is a few microseconds on the critical path.
+MOST = {"cosmos": 32, "paper": 29, "nesterov": 31, "rows": 30, "muon": 8, "normalized": 9, "normuon": 11}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_recorded_chunk_launches_few_kernels(case: str) -> None:
+    """Launches do not depend on the number of matrices."""
+    kind, options = CASES[case]
+    params = matrices(CPU, (M, N))
+    opt = kind(params, **options)
+    give_gradients(params, 0)
+    opt.step()  # by plain torch: it takes the first basis
+    (chunk,) = batches(opt._collect(), set(), [])
+    numbers = [torch.tensor(x, dtype=torch.float64) for x in (0.01, 0.99)]
+    inputs = DeviceInputs(addresses(chunk.grads), *numbers)
+    grad_max = torch.stack([g.abs().max() for g in chunk.grads])
+    never(CPU)  # made once for all steps
+    with counted() as seen:
+        run_chunk(chunk, grad_max, torch.tensor(False), inputs)
+    # Newton-Schulz: five iterations one after the other, or the first three in either of two ways, chosen by a sum and
+    # a comparison; the products of the other way end at once.
+    products = seen["_symmetric"] + seen["_symmetric_squares"] + seen["bmm"]
+    products += seen["sum"] + seen["le"] if "rank" in options else 0
+    assert 15 <= products <= (25 if "rank" in options else 18), seen
+    assert sum(seen.values()) - products <= MOST[case], seen
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    (Cosmos, RANKED | {"momentum_dtype": torch.bfloat16}), (Muon, {}), (NorMuon, {}),
+])  # fmt: skip
+def test_two_steps_by_kernels_equal_two_by_plain_torch(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """From the first gradient on, through the engine: first basis, gather, step, scatter, step counts, decay."""
+    options = options | {"weight_decay": 0.1}
+    shapes = [(M, N), (N, M)]
+    expected, start = matrices(CPU, *shapes), matrices(CPU, *shapes)
+    states = stepped(kind, expected, 2, **options)
+    run_by_kernels(monkeypatch)
+    found = matrices(CPU, *shapes)
+    new = stepped(kind, found, 2, **options)
+    for p, q, old, a, b in zip(found, expected, start, new, states, strict=True):
+        assert relative((p - old)[None], (q - old)[None]) < 2 * UPDATE_OF_FEW_COLUMNS
+        assert float(a["step"]) == float(b["step"]) == 2
+        assert a.keys() == b.keys()
+
+
+def test_diagnostics_by_kernels_are_those_of_plain_torch_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers come from the definition; the step is the kernels'."""
+    records, params = [], []
+    for by_kernels, watched in ((False, True), (True, True), (True, False)):
+        with monkeypatch.context() as patch:
+            mine = matrices(CPU, (M, N))
+            opt = Cosmos(mine, **RANKED)
+            give_gradients(mine, 0)
+            opt.step()  # by plain torch in all three: the same first basis
+            give_gradients(mine, 1)
+            if by_kernels:
+                run_by_kernels(patch)
+            if watched:
+                with opt.diagnostics() as record:
+                    opt.step()
+                records.append(record)
+            else:
+                opt.step()
+            params.append(mine[0].detach())
+    plain, found = records
+    assert plain.keys() == found.keys()
+    for name, numbers in plain.items():
+        assert found[name] == pytest.approx(numbers, rel=U_ERROR)
+    assert torch.equal(params[1], params[2])
+    assert not torch.equal(params[0], params[1])  # kernels did run

@@ -8,9 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
+from tests.cuda.test_fused import BASIS, CONDITION, UPDATE, check, compare, rel
+
 from cosmos_optim import Cosmos, CosmosPaper, Muon
 from cosmos_optim.cuda.fused import bytes_per_matrix
-from tests.cuda.test_fused import BASIS, CONDITION, UPDATE, check, compare, rel
 from tests.gpu import never_waiting
 
 CUDA = torch.device("cuda")

@@ -32,7 +32,7 @@ ORDER = (
     "",
 )
 # The code that starts and joins processes; everything else gets the layout from the parameters.
-MAY_DISTRIBUTE = ("cosmos_optim.distributed", "cosmos_lab.launch")
+MAY_DISTRIBUTE = ("cosmos_optim.distributed", "cosmos_lab.run.launch")
 MAY_TRITON = ("cosmos_optim.kernels",)
 # Functions of torch that take the default device and dtype unless told otherwise.
 FACTORIES = (
@@ -40,7 +40,7 @@ FACTORIES = (
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 )  # fmt: skip
 # What would make a model depend on how it is trained.
-NOT_IN_MODELS = ("cosmos_optim", "torch.optim", "cosmos_lab.optimizers", "cosmos_lab.train", "cosmos_lab.recipes")
+NOT_IN_MODELS = ("cosmos_optim", "torch.optim", "cosmos_lab.optimizers", "cosmos_lab.run.train", "cosmos_lab.recipes")
 
 
 def name_of(file: Path) -> str:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_lab import commands, flags
-from cosmos_lab.cli import main
+from cosmos_lab.cli import commands, flags
+from cosmos_lab.cli.arguments import CompareCommand
+from cosmos_lab.cli.flags import parse_extra, parse_lrs
+from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.flags import parse_extra, parse_lrs
-from cosmos_lab.options import CompareCommand
-from cosmos_lab.profile import ProfileConfig
+from cosmos_lab.profile.profile import ProfileConfig
 from cosmos_lab.recipes import RECIPES
 
 tyro = pytest.importorskip("tyro")

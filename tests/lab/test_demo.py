@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from cosmos_lab.demo import RATES, SWEEP, DemoConfig, demo, demo_run, sentence
-from cosmos_lab.runlog import run_folder
-from cosmos_lab.stopping import Stopped
-from cosmos_lab.train import train
+from cosmos_lab.run.run_log import run_folder
+from cosmos_lab.run.stopping import Stopped
+from cosmos_lab.run.train import train
 from tests.lab.outcomes import at_step, log_of
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_lab.models import PRESETS, Decoder, build, config, decoder
+from cosmos_lab.models import PRESETS, Decoder, build, decoder, presets
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_too_long_a_sequence_is_explained() -> None:
         model(torch.zeros(1, 9, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("module", [config, decoder])
+@pytest.mark.parametrize("module", [presets, decoder])
 def test_docstring_examples(module: Any) -> None:
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert results.attempted > 0 and results.failed == 0

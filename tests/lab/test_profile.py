@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cosmos_lab.config import OptimizerOptions
-from cosmos_lab.meters import GB, Clock, mfu
-from cosmos_lab.profile import ProfileConfig, format_rows, largest_batch, profile
-from cosmos_lab.recipes import PROFILES
-from cosmos_lab.rig import Rig, free_memory
+from cosmos_lab.profile.profile import ProfileConfig, format_rows, largest_batch, profile
+from cosmos_lab.profile.profile_recipes import PROFILES
+from cosmos_lab.profile.profiler import Rig, free_memory
+from cosmos_lab.run.meters import GB, Clock, mfu
 
 SMALL: dict[str, Any] = {
     "model": "tiny", "vocab_size": 64, "batch": 2, "accumulation": 2, "seq_len": 16, "iterations": 1, "updates": 2,
@@ -98,8 +98,8 @@ def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypa
             raise torch.cuda.OutOfMemoryError("too much")
         return {"tokens_per_s": 16.0 * size}
 
-    monkeypatch.setattr("cosmos_lab.profile._timed", timed)
-    monkeypatch.setattr("cosmos_lab.profile.largest_batch", lambda *_: 14)
+    monkeypatch.setattr("cosmos_lab.profile.profile._timed", timed)
+    monkeypatch.setattr("cosmos_lab.profile.profile.largest_batch", lambda *_: 14)
     lines: list[str] = []
     config = ProfileConfig(**SMALL, optimizers=("adam",), tables=("throughput",))
     fitting = 12
@@ -147,7 +147,7 @@ def test_a_large_batch_is_counted_without_being_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cpu_without_the_memory_counts_and_does_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cosmos_lab.rig.free_memory", lambda: 0.5 * GB)
+    monkeypatch.setattr("cosmos_lab.profile.profiler.free_memory", lambda: 0.5 * GB)
     monkeypatch.setattr(Rig, "iterate", lambda *_: pytest.fail("an iteration was run"))
     lines: list[str] = []
     result = profile(ProfileConfig(**SMALL | {"batch": 50_000}, optimizers=("adam",), memory_cap_gb=4.0), lines.append)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from cosmos_lab.config import ScheduleOptions
-from cosmos_lab.schedule import factor
+from cosmos_lab.run.schedule import factor
 
 STEPS = 200
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cosmos_lab.data.encode import encoder_of
-from cosmos_lab.data.files import cache_folder, disk_error, locked, read_json, write_json
 from cosmos_lab.data.shards import write_shard
+from cosmos_lab.io import cache_folder, disk_error, locked, read_json, write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_lab.data.encode import Encoder, load_encoder
-from cosmos_lab.data.files import atomic_write, disk_error, locked, read_json, write_json
 from cosmos_lab.data.locate import Split
 from cosmos_lab.data.text import HUB, Stream, Unit, hub_streams, local_files, local_stream
 from cosmos_lab.data.writer import ShardWriter, description
+from cosmos_lab.io import atomic_write, disk_error, locked, read_json, write_json
 
 SPLITS: tuple[Split, Split] = ("train", "val")
 

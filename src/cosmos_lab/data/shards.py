@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from cosmos_lab.data.files import atomic_write, cache_folder, disk_error, locked, read_json, write_json
+from cosmos_lab.io import atomic_write, cache_folder, disk_error, locked, read_json, write_json
 
 MAGIC = 20240520
 VERSION = 1

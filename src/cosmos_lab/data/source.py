@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cosmos_lab.data.files import read_json
 from cosmos_lab.data.locate import Split, find_shards, label
 from cosmos_lab.data.shards import Shard, Tokens, document_ends, open_shard
+from cosmos_lab.io import read_json
 
 Positions = npt.NDArray[np.int64]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .config import ModelConfig, resolve
 from .linear import compute_dtype, joined_linear, output_linear
 from .loss import linear_cross_entropy
+from .presets import ModelConfig, resolve
 
 # cuDNN's attention is the fastest that torch ships for Hopper and later, but not what torch chooses by itself.
 HOPPER_ATTENTION = [

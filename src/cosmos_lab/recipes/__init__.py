@@ -5,8 +5,7 @@
 """
 
 from cosmos_lab.recipes import gpt, llama, small, wiki  # noqa: F401  (importing registers)
-from cosmos_lab.recipes.base import RECIPES, Recipe, get_recipe, shrink
-from cosmos_lab.recipes.profiles import PROFILES
-from cosmos_lab.recipes.rows import label
+from cosmos_lab.recipes.recipe import RECIPES, Recipe, get_recipe, shrink
+from cosmos_lab.recipes.variants import label
 
-__all__ = ["PROFILES", "RECIPES", "Recipe", "get_recipe", "label", "shrink"]
+__all__ = ["RECIPES", "Recipe", "get_recipe", "label", "shrink"]

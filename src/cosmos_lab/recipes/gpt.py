@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.recipes.base import Recipe, recipe
-from cosmos_lab.recipes.rows import variants
+from cosmos_lab.recipes.recipe import Recipe, recipe
+from cosmos_lab.recipes.variants import variants
 
 FINEWEB = "data/fineweb_gpt2"
 WIKITEXT = "data/wikitext-103_gpt2"

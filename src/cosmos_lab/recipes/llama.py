@@ -10,8 +10,8 @@ the only hyper-parameter tuned. SOAP, GaLore, Adam-mini and Adam use one rate fo
 from __future__ import annotations
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.recipes.base import Recipe, recipe
-from cosmos_lab.recipes.rows import Variant, variants
+from cosmos_lab.recipes.recipe import Recipe, recipe
+from cosmos_lab.recipes.variants import Variant, variants
 
 ADAM_LR = 2e-3  # Adam's best rate at 130M, used for embedding and head from then on
 ADAM_LRS = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)

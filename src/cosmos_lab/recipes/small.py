@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.recipes.base import Recipe, recipe
-from cosmos_lab.recipes.rows import variants
+from cosmos_lab.recipes.recipe import Recipe, recipe
+from cosmos_lab.recipes.variants import variants
 
 
 @recipe

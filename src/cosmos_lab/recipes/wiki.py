@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.recipes.base import Recipe, recipe
 from cosmos_lab.recipes.llama import GALORE, matrix_like
-from cosmos_lab.recipes.rows import Variant, variants
+from cosmos_lab.recipes.recipe import Recipe, recipe
+from cosmos_lab.recipes.variants import Variant, variants
 
 ADAM_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
 GALORE_LRS = (2.5e-3, 5e-3, 1e-2, 2e-2)

@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cosmos_lab import assemble
 from cosmos_lab.config import OptimizerOptions
-from cosmos_lab.meters import GB, Stopwatch
-from cosmos_lab.models import build
+from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
 from cosmos_lab.optimizers import build_optimizer
+from cosmos_lab.run import build
+from cosmos_lab.run.meters import GB, Stopwatch
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
 _LOGITS_AT_ONCE = 7  # chunks of logits in fp32 that the loss holds for a moment on a CPU: 4 to 7 by the process's peak
@@ -34,10 +34,10 @@ class Rig:
     def __init__(
         self, model: str, *, seq_len: int, device: torch.device, compiled: str, bf16: bool, **sizes: Any
     ) -> None:
-        assemble.release()  # a model kept from training would weigh on the measurements
+        build.release()  # a model kept from training would weigh on the measurements
         torch.manual_seed(0)
         self.device, self.seq_len, self.bf16 = device, seq_len, bf16
-        self.model = build(model, device=device, **sizes)
+        self.model = build_model(model, device=device, **sizes)
         self.flops_per_token = self.model.flops_per_token(seq_len)
         self.runner: nn.Module = self.model
         self.compiled = compiled

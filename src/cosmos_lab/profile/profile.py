@@ -19,15 +19,15 @@ from typing import Any, Literal
 
 import torch
 
-from cosmos_lab import runlog
 from cosmos_lab.config import OptimizerOptions, parse_options
-from cosmos_lab.data.files import write_json
 from cosmos_lab.display import format_table
-from cosmos_lab.launch import pick_bf16, pick_compile, pick_device
-from cosmos_lab.meters import GB, mfu
+from cosmos_lab.io import write_json
 from cosmos_lab.models import resolve
 from cosmos_lab.optimizers import optimizer_class
-from cosmos_lab.rig import Rig
+from cosmos_lab.profile.profiler import Rig
+from cosmos_lab.run import run_log
+from cosmos_lab.run.launch import pick_bf16, pick_compile, pick_device
+from cosmos_lab.run.meters import GB, mfu
 
 Table = Literal["memory", "throughput", "mfu"]
 Row = dict[str, Any]
@@ -119,8 +119,8 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
     result: dict[str, Any] = {
         "config": {k: v for k, v in asdict(config).items() if k != "out"},
         "date": datetime.date.today().isoformat(),
-        "commit": runlog.commit(),
-        "versions": runlog.versions(),
+        "commit": run_log.commit(),
+        "versions": run_log.versions(),
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "parameters": rig.model.num_parameters(),
     }
@@ -130,7 +130,7 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
             result[table].append(row)
             say(f"{table}: {_line(row)}")
             if config.out:
-                write_json(Path(config.out), runlog.finite(result))  # at once: the machine may be taken away
+                write_json(Path(config.out), run_log.finite(result))  # at once: the machine may be taken away
         say(format_rows(result[table]))
     rig.unmount()
     return result

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data.files import NO_SPACE, atomic_write, disk_error, read_json, write_json
+from cosmos_lab.io import NO_SPACE, atomic_write, disk_error, read_json, write_json
 
 try:
     import fcntl
@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of the source tree this code runs from, with "+" if it has changes; None outside a repository."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     try:
         sha = _git(here, "rev-parse", "HEAD")
         return sha + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no", "--", ".") else "")

@@ -1,4 +1,4 @@
-"""One run in a process of its own: ``python -m cosmos_lab.worker CONFIG.json``, the JSON of ``RunConfig.flat()``."""
+"""One run in its own process: ``python -m cosmos_lab.grid.worker CONFIG.json``, the JSON of ``RunConfig.flat()``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.stopping import Stopped
-from cosmos_lab.train import train
+from cosmos_lab.run.stopping import Stopped
+from cosmos_lab.run.train import train
 
 
 def main(arguments: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cosmos_lab.profile import ProfileConfig
+from cosmos_lab.profile.profile import ProfileConfig
 
 PAPER = ("adam", "soap", "muon", "cosmos-paper")
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cosmos_lab import launch
-from cosmos_lab.data.files import disk_error, read_json, write_json
+from cosmos_lab.io import disk_error, read_json, write_json
+from cosmos_lab.run import launch
 
 _NAME = re.compile(r"step_(\d{6,})")
 _COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of Training, in meta.json

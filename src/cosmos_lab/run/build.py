@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from cosmos_lab import checkpoint, launch, runlog
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
+from cosmos_lab.run import checkpoint, launch, run_log
 
 _AFTER_GRADIENT = "_post_accumulate_grad_hooks"
 _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
@@ -210,8 +210,8 @@ def header(
         "seed": config.training.seed,
         "data": {**text, "vocab_size": source.vocab_size},
         "date": datetime.date.today().isoformat(),
-        "commit": runlog.commit(),
-        "versions": runlog.versions(),
+        "commit": run_log.commit(),
+        "versions": run_log.versions(),
         "config": config.flat(),
         "settings": settings,
         "parameters": sum(p.numel() for p in model.parameters()),

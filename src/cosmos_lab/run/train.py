@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from cosmos_lab import assemble, checkpoint, claim, launch, meters, runlog, stopping
-from cosmos_lab.claim import alone, finished
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
-from cosmos_lab.feed import Feed
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
-from cosmos_lab.schedule import factor
-from cosmos_lab.summary import begin_of_final, summarize
+from cosmos_lab.run import build, checkpoint, launch, meters, run_folder, run_log, stopping
+from cosmos_lab.run.prefetch import Feed
+from cosmos_lab.run.run_folder import alone, finished
+from cosmos_lab.run.schedule import factor
+from cosmos_lab.run.summary import begin_of_final, summarize
 
 Progress = Callable[[Mapping[str, Any]], None]
 
@@ -44,18 +44,18 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)
-    assemble.model_config(config)  # a wrong name or size is noticed before any data is unpacked
+    build.model_config(config)  # a wrong name or size is noticed before any data is unpacked
     made = finished(config)
     if made is not None:
         return made
     with launch.session(config.training.device, config.training.sharding) as world, alone(config, world) as made:
         if made is not None:
             return made
-        assemble.seed_everything(config.training.seed, config.training.deterministic)
+        build.seed_everything(config.training.seed, config.training.deterministic)
         try:
             with closing(Trainer(config, world, progress)) as trainer:
                 summary = trainer.run()
-                assemble.keep(trainer.network)  # here alone nobody else can have it
+                build.keep(trainer.network)  # here alone nobody else can have it
                 return summary
         finally:
             torch.use_deterministic_algorithms(False)
@@ -66,18 +66,18 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: launch.World, progress: Progress | None = None) -> None:
         self.config, self.world, self.progress = config, world, progress
-        self.folder = runlog.run_folder(config)
+        self.folder = run_log.run_folder(config)
         self.checkpoints = self.folder / "checkpoints"
         self.bf16 = launch.pick_bf16(config.training.precision, world.device)
-        self.micro = assemble.micro_batch(config, world.size)
-        source, self.val_source = assemble.load_source(config, "train"), assemble.load_source(config, "val")
-        shape = assemble.model_config(config, source, self.val_source)
-        self.network = assemble.network(config, shape, world, self.bf16)
+        self.micro = build.micro_batch(config, world.size)
+        source, self.val_source = build.load_source(config, "train"), build.load_source(config, "val")
+        shape = build.model_config(config, source, self.val_source)
+        self.network = build.network(config, shape, world, self.bf16)
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         asked = settings(config.optimizer, config.model.model)
-        self.identity = assemble.identity(config, self.model, source, self.val_source, asked)
+        self.identity = build.identity(config, self.model, source, self.val_source, asked)
         self.at = checkpoint.Training(self.model, self.optimizer)
         batch, seed = config.training.batch // world.size, config.training.seed
         batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
@@ -88,8 +88,8 @@ class Trainer:
         self.logged_seconds = self.at.seconds
         self.log = None
         if world.main:
-            about = assemble.header(config, self.model, self.optimizer, source, self.val_source, asked)
-            self.log = runlog.RunLog(config, about, resumed_at=self.at.step)
+            about = build.header(config, self.model, self.optimizer, source, self.val_source, asked)
+            self.log = run_log.RunLog(config, about, resumed_at=self.at.step)
             if progress is not None:
                 goes_on = f"; goes on after step {self.at.step} of {config.training.steps}" if self.at.step else ""
                 progress({"step": self.at.step, "about": f"{source}; {about['parameters']:,} parameters{goes_on}"})
@@ -106,7 +106,7 @@ class Trainer:
             if checkpoint.step_of(newest) > steps:
                 raise ValueError(f"{newest} is beyond --steps {steps}: choose another --name or --out, or more steps")
             if self.world.main:
-                claim.tell_changes(self.folder, self.config)
+                run_folder.tell_changes(self.folder, self.config)
             checkpoint.load(newest, self.at, self.identity, self.world)
             assert self.at.position is not None
             batches.load_state_dict(self.at.position)
@@ -265,13 +265,13 @@ class Trainer:
         diverged = self.at.bad_losses > 0  # the last line's at least
         if self.config.logging.checkpoint_every and not diverged and self.at.step > self.first:
             self.save()
-        if not any(r["step"] == self.at.step for r in runlog.read_metrics(self.folder) if "val_loss" in r):
+        if not any(r["step"] == self.at.step for r in run_log.read_metrics(self.folder) if "val_loss" in r):
             self.validate()  # a kill just before the summary leaves this one already done
         self.world.barrier()
         summary = summarize(self.folder, self.config)
         summary["status"] = "diverged" if diverged or summary["final_val_loss"] is None else "done"
         summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
-        summary["state_bytes"] = assemble.state_bytes(self.optimizer)
+        summary["state_bytes"] = build.state_bytes(self.optimizer)
         if self.log is not None:
             self.log.finish(summary)
             checkpoint.drop_passing(self.checkpoints)  # what a stop has left, which nobody asked to keep

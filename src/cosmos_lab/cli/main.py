@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if given else 2
-    from cosmos_lab.commands import COMMANDS  # torch comes with it, which takes seconds
-    from cosmos_lab.stopping import Stopped
+    from cosmos_lab.cli.commands import COMMANDS  # torch comes with it, which takes seconds
+    from cosmos_lab.run.stopping import Stopped
 
     command, rest = given[0], given[1:]
     if command not in COMMANDS:

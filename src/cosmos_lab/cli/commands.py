@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cosmos_lab import flags
-from cosmos_lab.options import CompareCommand, EvaluateCommand, ExportCommand, PrepareCommand, ReportCommand
+from cosmos_lab.cli import flags
+from cosmos_lab.cli.arguments import CompareCommand, EvaluateCommand, ExportCommand, PrepareCommand, ReportCommand
 
 HELP = ("-h", "--help")
 _HINTS = "`cosmos-lab recipes` lists the recipes, `cosmos-lab {} tiny --help` the flags"
@@ -56,8 +56,8 @@ def train_command(arguments: list[str]) -> None:
     """cosmos-lab train RECIPE [flags]"""
     from cosmos_lab.display import TrainDisplay
     from cosmos_lab.recipes import get_recipe
-    from cosmos_lab.runlog import read_summary, run_folder
-    from cosmos_lab.train import train
+    from cosmos_lab.run.run_log import read_summary, run_folder
+    from cosmos_lab.run.train import train
 
     usage = f"cosmos-lab train RECIPE [--scale S] [flags]\n{_HINTS.format('train')}"
     name, rest = _take(arguments, "the recipe", usage)
@@ -78,7 +78,7 @@ def train_command(arguments: list[str]) -> None:
 
 def compare_command(arguments: list[str]) -> None:
     """cosmos-lab compare RECIPE [flags]"""
-    from cosmos_lab.compare import compare
+    from cosmos_lab.grid.compare import compare
     from cosmos_lab.optimizers import optimizer_class
     from cosmos_lab.recipes import get_recipe
 
@@ -119,8 +119,8 @@ _LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
 
 def profile_command(arguments: list[str]) -> None:
     """cosmos-lab profile MODEL [flags]"""
-    from cosmos_lab.profile import ProfileConfig, profile
-    from cosmos_lab.recipes import PROFILES
+    from cosmos_lab.profile.profile import ProfileConfig, profile
+    from cosmos_lab.profile.profile_recipes import PROFILES
 
     usage = (
         f"cosmos-lab profile MODEL [flags], MODEL such as llama-1b, or one of {', '.join(PROFILES)}\n"
@@ -205,8 +205,8 @@ def data_command(arguments: list[str]) -> None:
 
 def export_command(arguments: list[str]) -> None:
     """cosmos-lab export RUN -o DIR"""
-    from cosmos_lab.assemble import load_trained
-    from cosmos_lab.export import export_llama
+    from cosmos_lab.run.build import load_trained
+    from cosmos_lab.run.export import export_llama
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
     about = "A checkpoint for transformers."
@@ -218,8 +218,8 @@ def export_command(arguments: list[str]) -> None:
 
 def evaluate_command(arguments: list[str]) -> None:
     """cosmos-lab evaluate RUN... [flags]"""
-    from cosmos_lab.data.files import write_json
-    from cosmos_lab.evaluate import evaluate, format_positions
+    from cosmos_lab.io import write_json
+    from cosmos_lab.run.evaluate import evaluate, format_positions
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
     about = "The validation loss of trained runs, by position in the context."
@@ -242,7 +242,8 @@ def demo_command(arguments: list[str]) -> None:
 def recipes_command(arguments: list[str]) -> None:
     """cosmos-lab recipes"""
     from cosmos_lab.display import format_table
-    from cosmos_lab.recipes import PROFILES, RECIPES
+    from cosmos_lab.profile.profile_recipes import PROFILES
+    from cosmos_lab.recipes import RECIPES
 
     if words := [word for word in arguments if word not in HELP]:
         raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")

@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import resolve
-from cosmos_lab.recipes.rows import Variant, extended, label, plain, select, with_rates
+from cosmos_lab.recipes.variants import Variant, extended, label, plain, select, with_rates
 
 RECIPES: dict[str, Callable[[], Recipe]] = {}
 _EVERY = ("val_every", "checkpoint_every", "diagnostics_every")

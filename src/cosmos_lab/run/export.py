@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .models import Decoder, ModelConfig
+from cosmos_lab.models import Decoder, ModelConfig
 
 _IN_BLOCK = {
     "norm1": "input_layernorm",

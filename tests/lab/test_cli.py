@@ -1,14 +1,14 @@
 """The command line: what it does, and that every mistake ends in one clear line and exit code 2."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cosmos_lab.cli import commands, flags
-from cosmos_lab.cli.arguments import CompareCommand
-from cosmos_lab.cli.flags import parse_extra, parse_lrs
+from cosmos_lab.cli import commands
+from cosmos_lab.cli.arguments import CompareCommand, CompareOptions, parse, parse_extra, parse_lrs
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.profile.profile import ProfileConfig
@@ -136,24 +136,36 @@ def test_mistakes(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("with_tyro", [True, False])
-def test_a_wrong_flag(with_tyro: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not with_tyro:
-        monkeypatch.setitem(sys.modules, "tyro", None)
+def test_a_wrong_flag_is_named_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["train", "tiny", "--stepz", "3"])
     assert stop.value.code == 2 and "--stepz" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("default", [RunConfig(), CompareCommand(), ProfileConfig()])
-def test_without_tyro_the_flags_mean_the_same(default: object) -> None:
-    arguments = {
-        RunConfig: ["--lr", "0.25", "--width", "128", "--clip", "None", "--checkpointing", "--options", "a=1", "b=2"],
-        CompareCommand: ["--optimizers", "adam", "--parallel", "3", "--schedule", "wsd", "--no-deterministic"],
-        ProfileConfig: ["--optimizers", "adam", "muon", "--tables", "mfu", "--micro-batches", "8", "16", "--out", "x"],
-    }[type(default)]
-    assert flags.parse_plain(default, arguments, prog="x") == flags.parse(default, arguments, prog="x")
-    assert flags.parse_plain(default, [], prog="x") == default == flags.parse(default, [], prog="x")
+def test_without_tyro_one_line_names_the_extra_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train", "tiny", "--steps", "3"]) == 2
+    message = "the commands need the package tyro: pip install 'cosmos-optim[lab]'"
+    assert capsys.readouterr().err == f"cosmos-lab: {message}\n"
+
+
+def test_without_arguments_torch_is_not_imported() -> None:
+    code = "import sys; from cosmos_lab.cli.main import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_flags_set_the_fields_of_their_dataclass() -> None:
+    run = parse(RunConfig(), ["--lr", "0.25", "--clip", "None", "--checkpointing", "--options", "a=1", "b=2"], prog="x")
+    assert run == RunConfig().replace(lr=0.25, clip=None, checkpointing=True, options=("a=1", "b=2"))
+    grid = parse(CompareCommand(), ["--optimizers", "adam", "--parallel", "3", "--schedule", "wsd"], prog="x")
+    assert (grid.compare, grid.run) == (
+        CompareOptions(optimizers="adam", parallel=3), RunConfig().replace(schedule="wsd"),
+    )  # fmt: skip
+    flags = ["--optimizers", "adam", "muon", "--tables", "mfu", "--micro-batches", "8", "16", "--out", "x"]
+    expected = ProfileConfig(optimizers=("adam", "muon"), tables=("mfu",), micro_batches=(8, 16), out="x")
+    assert parse(ProfileConfig(), flags, prog="x") == expected
 
 
 def test_every_field_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

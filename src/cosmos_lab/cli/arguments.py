@@ -1,11 +1,14 @@
-"""The flags of each command beside a run's own, as dataclasses: their docstrings are the help."""
+"""The flags of each command, as dataclasses whose docstrings are the help, and how they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from cosmos_lab.config import RunConfig
+from cosmos_lab.config import RunConfig, parse_options
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,54 @@ class EvaluateCommand:
     """Where to compute."""
     out: str | None = None
     """A JSON file for the numbers."""
+
+
+def parse(default: T, arguments: Sequence[str], *, prog: str, description: str = "") -> T:
+    """Apply the flags in ``arguments`` to the dataclass ``default``; nested dataclasses give flat flags."""
+    try:
+        import tyro
+    except ImportError as error:
+        raise ValueError("the commands need the package tyro: pip install 'cosmos-optim[lab]'") from error
+    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    return tyro.cli(
+        type(default), default=default, args=list(arguments), prog=prog, description=description, config=flat
+    )
+
+
+def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:
+    """Read the rates of ``--lrs``.
+
+    >>> parse_lrs("1e-3,2e-3"), parse_lrs("adam=2e-3;cosmos=5e-4,1e-3")
+    ([0.001, 0.002], {'adam': [0.002], 'cosmos': [0.0005, 0.001]})
+    """
+    if text is None:
+        return None
+    if "=" not in text:
+        return numbers(text, float, "--lrs")
+    pairs = (part.partition("=") for part in text.split(";") if part)
+    return {name.strip(): numbers(rates, float, "--lrs") for name, _, rates in pairs}
+
+
+def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
+    """Read ``1,2,3`` as numbers of a kind."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers separated by commas; got {text!r}") from None
+
+
+def parse_extra(text: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Read the fields by optimizer of ``--extra``.
+
+    >>> parse_extra("soap:frequency=10;cosmos:;cosmos:rank=32,side=smaller")
+    [('soap', {'frequency': 10}), ('cosmos', {}), ('cosmos', {'rank': 32, 'side': 'smaller'})]
+    """
+    found = []
+    for part in (text or "").split(";"):
+        if not part.strip():
+            continue
+        name, colon, fields = part.partition(":")
+        if not colon:
+            raise ValueError(f"--extra takes optimizer:name=value, for example soap:frequency=10; got {part!r}")
+        found.append((name.strip(), parse_options(tuple(f.strip() for f in fields.split(",") if f.strip()), "--extra")))
+    return found

@@ -11,8 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cosmos_lab.cli import flags
-from cosmos_lab.cli.arguments import CompareCommand, EvaluateCommand, ExportCommand, PrepareCommand, ReportCommand
+from cosmos_lab.cli.arguments import (
+    CompareCommand,
+    EvaluateCommand,
+    ExportCommand,
+    PrepareCommand,
+    ReportCommand,
+    numbers,
+    parse,
+    parse_extra,
+    parse_lrs,
+)
 
 HELP = ("-h", "--help")
 _HINTS = "`cosmos-lab recipes` lists the recipes, `cosmos-lab {} tiny --help` the flags"
@@ -65,7 +74,7 @@ def train_command(arguments: list[str]) -> None:
     recipe = get_recipe(name, scale)
     optimizer, rest = _take_flag(rest, "--optimizer")
     default = recipe.config if optimizer is None else recipe.start(optimizer)
-    config = flags.parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
+    config = parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
     config.check()
     earlier = " earlier" if read_summary(run_folder(config)) is not None else ""
     with TrainDisplay(config) as display:
@@ -87,7 +96,7 @@ def compare_command(arguments: list[str]) -> None:
     scale, rest = _take_scale(rest)
     recipe = get_recipe(name, scale)
     default = CompareCommand(run=recipe.config)
-    asked = flags.parse(default, rest, prog=f"cosmos-lab compare {name}", description=_about(recipe, scale))
+    asked = parse(default, rest, prog=f"cosmos-lab compare {name}", description=_about(recipe, scale))
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
         given = any(word == f"--{one}" or word.startswith(f"--{one}=") for word in rest)
         if given or asked.run.get(one) != recipe.config.get(one):
@@ -101,10 +110,10 @@ def compare_command(arguments: list[str]) -> None:
     runs = recipe.runs(
         asked.run,
         optimizers=chosen,
-        lrs=flags.parse_lrs(options.lrs),
-        seeds=flags.numbers(options.seeds, int, "--seeds"),
+        lrs=parse_lrs(options.lrs),
+        seeds=numbers(options.seeds, int, "--seeds"),
         only=options.only.split(",") if options.only else None,
-        extra=flags.parse_extra(options.extra),
+        extra=parse_extra(options.extra),
     )
     result = compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
     if recipe.published and scale == 1:
@@ -130,7 +139,7 @@ def profile_command(arguments: list[str]) -> None:
     default = PROFILES[name]() if name in PROFILES else dataclasses.replace(ProfileConfig(), model=name)
     default.check()
     about = "Memory, time, largest batch, MFU."
-    profile(flags.parse(default, _spaced(rest), prog=f"cosmos-lab profile {name}", description=about))
+    profile(parse(default, _spaced(rest), prog=f"cosmos-lab profile {name}", description=about))
 
 
 def _spaced(arguments: list[str]) -> list[str]:
@@ -157,7 +166,7 @@ def report_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
     about = "One page about run folders."
-    asked = flags.parse(ReportCommand(), rest, prog="cosmos-lab report RUNS...", description=about)
+    asked = parse(ReportCommand(), rest, prog="cosmos-lab report RUNS...", description=about)
     print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
 
 
@@ -180,7 +189,7 @@ def data_command(arguments: list[str]) -> None:
         raise ValueError(f"data has one verb, prepare: {usage}")
     sources, rest = _words(rest, "the source", usage)
     prog = usage.removesuffix(" [flags]")
-    asked = flags.parse(PrepareCommand(), rest, prog=prog, description="Token shards from text.")
+    asked = parse(PrepareCommand(), rest, prog=prog, description="Token shards from text.")
     settings = Settings(
         val_fraction=asked.val_fraction,
         shard_tokens=asked.shard_tokens,
@@ -210,7 +219,7 @@ def export_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
     about = "A checkpoint for transformers."
-    asked = flags.parse(ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
+    asked = parse(ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
     if len(runs) > 1:
         raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with an -o of its own")
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
@@ -223,7 +232,7 @@ def evaluate_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
     about = "The validation loss of trained runs, by position in the context."
-    asked = flags.parse(EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
+    asked = parse(EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
     results = [
         evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
     ]
@@ -236,7 +245,7 @@ def demo_command(arguments: list[str]) -> None:
     """cosmos-lab demo [flags]"""
     from cosmos_lab.demo import DemoConfig, demo
 
-    demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
+    demo(parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
 
 
 def recipes_command(arguments: list[str]) -> None:

@@ -1,6 +1,6 @@
 """The command ``cosmos-lab``.
 
-Flags are the fields of the dataclasses, by tyro where it is installed. A mistake ends in one clear line and code 2.
+Flags are the fields of dataclasses, parsed by tyro. A mistake ends in one clear line and exit code 2.
 """
 
 from __future__ import annotations

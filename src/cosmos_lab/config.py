@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -192,6 +193,11 @@ class RunConfig:
             return self.logging.name
         o = self.optimizer
         return f"{self.logging.recipe}-{o.optimizer}-lr{o.lr:g}-s{self.training.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's files."""
+        return Path(self.logging.out) / self.run_name
 
     def check(self) -> RunConfig:
         """Raise a ValueError naming the field if a value makes no sense; return self."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,6 +61,15 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def finite(value: Any) -> Any:
+    """The value with nan and inf replaced by None, since JSON has neither."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return value
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import format_table
 from cosmos_lab.io import read_json
-from cosmos_lab.run import checkpoint, run_log
+from cosmos_lab.run import checkpoint, run_folder
 
 NOT_STARTED, UNFINISHED = "not started", "unfinished"
 # What a run is called by in the table, beside optimizer and rate, where the runs differ in it.
@@ -48,7 +48,7 @@ def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | N
 
 def _made_with(runs: Sequence[RunConfig]) -> dict[str, Any]:
     """Data, date, commit and versions as the run folders have them, maybe older than this call; lists if several."""
-    made = [read_json(run_log.run_folder(run) / run_log.CONFIG) or {} for run in runs]
+    made = [read_json(run.folder / run_folder.CONFIG) or {} for run in runs]
     texts = [about["data"] for about in made if isinstance(about.get("data"), dict)]
     if not all("val_fingerprint" in text for text in texts):  # older runs do not say
         for text in texts:
@@ -80,7 +80,7 @@ def _row(
     members: Sequence[RunConfig], metric: str, differing: Sequence[str], failures: Mapping[str, str]
 ) -> dict[str, Any]:
     first = members[0]
-    summaries = [run_log.read_summary(run_log.run_folder(run)) or _missing(run, failures) for run in members]
+    summaries = [run_folder.read_summary(run.folder) or _missing(run, failures) for run in members]
     values = [summary.get(metric) for summary in summaries]
     known = [value for value in values if value is not None]
     whole = len(known) == len(values)
@@ -120,7 +120,7 @@ def _named(name: str, value: Any) -> str:
 
 def _curve(run: RunConfig) -> list[list[Any]]:
     """[step, validation loss] of all validations."""
-    records = run_log.read_metrics(run_log.run_folder(run))
+    records = run_folder.read_metrics(run.folder)
     return [[record["step"], record["val_loss"]] for record in records if "val_loss" in record]
 
 
@@ -128,7 +128,7 @@ def _missing(run: RunConfig, failures: Mapping[str, str]) -> dict[str, Any]:
     """In place of the summary that a run has not written."""
     if run.run_name in failures:
         return {"status": "failed"}
-    begun = checkpoint.latest(run_log.run_folder(run) / "checkpoints") is not None
+    begun = checkpoint.latest(run.folder / "checkpoints") is not None
     return {"status": UNFINISHED if begun else NOT_STARTED}
 
 

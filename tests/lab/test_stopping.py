@@ -14,7 +14,7 @@ from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as comparison
 from cosmos_lab.grid.compare import compare
-from cosmos_lab.run import run_log, stopping
+from cosmos_lab.run import run_folder, stopping
 from cosmos_lab.run.stopping import Stopped, watch
 from cosmos_lab.run.train import train
 from tests.lab.outcomes import assert_same, at_step, log_of, outcome, send, start, wait_until
@@ -53,9 +53,9 @@ def flags_of(config: RunConfig, *left_out: str) -> list[str]:
 def test_sigterm_ends_with_a_checkpoint_and_the_same_command_continues(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(steps=60, checkpoint_every=1000, val_every=40, log_every=7)
     command = ["train", "tiny", *flags_of(config)]
-    folder = run_log.run_folder(config)
+    folder = config.folder
     process = start("-m", "cosmos_lab", *command)
-    wait_until(lambda: any(run_log.read_metrics(folder)), process)
+    wait_until(lambda: any(run_folder.read_metrics(folder)), process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does, to the process and to its group
     error = process.communicate()[1]
@@ -73,7 +73,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_same_command_continues(tiny_run:
 def test_a_stop_leaves_no_checkpoint_in_the_end_where_none_was_asked_for(tiny_run: RunConfig, stop: int) -> None:
     config = tiny_run.replace(checkpoint_every=0)
     train(config.replace(name="whole"))
-    folder = run_log.run_folder(config)
+    folder = config.folder
     with pytest.raises(Stopped, match=f"at step {stop} of 8, with a checkpoint"):
         train(config, progress=at_step(stop))
     assert (folder / "checkpoints" / f"step_{stop:06d}").is_dir()
@@ -86,14 +86,14 @@ def test_checkpoints_that_were_asked_for_outlive_a_resume_without(tiny_run: RunC
     with pytest.raises(Stopped):
         train(tiny_run.replace(checkpoint_every=2, keep=5), progress=at_step(5))
     train(tiny_run.replace(checkpoint_every=0))
-    found = sorted(path.name for path in (run_log.run_folder(tiny_run) / "checkpoints").iterdir())
+    found = sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir())
     assert found == ["step_000002", "step_000004", "step_000005"]
 
 
 def test_a_run_diverges_where_it_would_have(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, checkpoint_every=0)
     whole = train(config.replace(name="whole"))
-    bad = next(r["step"] for r in log_of(run_log.run_folder(config.replace(name="whole"))) if r["loss"] is None)
+    bad = next(r["step"] for r in log_of(config.replace(name="whole").folder) if r["loss"] is None)
     with pytest.raises(Stopped):
         train(config, progress=at_step(bad))
     summary = train(config)
@@ -173,7 +173,7 @@ def test_workers_checkpoint_and_none_is_left_behind(
 
     def signalled(job: Any, *rest: Any) -> bool:
         workers.add(job.process)
-        if not told and all(any(run_log.read_metrics(out / name)) for name in names):
+        if not told and all(any(run_folder.read_metrics(out / name)) for name in names):
             told.append(send(signal.SIGTERM))
         return report(job, *rest)
 

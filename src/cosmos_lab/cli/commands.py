@@ -65,7 +65,7 @@ def train_command(arguments: list[str]) -> None:
     """cosmos-lab train RECIPE [flags]"""
     from cosmos_lab.display import TrainDisplay
     from cosmos_lab.recipes import get_recipe
-    from cosmos_lab.run.run_log import read_summary, run_folder
+    from cosmos_lab.run.run_folder import read_summary
     from cosmos_lab.run.train import train
 
     usage = f"cosmos-lab train RECIPE [--scale S] [flags]\n{_HINTS.format('train')}"
@@ -76,13 +76,13 @@ def train_command(arguments: list[str]) -> None:
     default = recipe.config if optimizer is None else recipe.start(optimizer)
     config = parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
     config.check()
-    earlier = " earlier" if read_summary(run_folder(config)) is not None else ""
+    earlier = " earlier" if read_summary(config.folder) is not None else ""
     with TrainDisplay(config) as display:
         summary = train(config, progress=display)
     if os.environ.get("RANK", "0") != "0":
         return
     result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
-    print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {run_folder(config)}")
+    print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {config.folder}")
 
 
 def compare_command(arguments: list[str]) -> None:
@@ -214,7 +214,7 @@ def data_command(arguments: list[str]) -> None:
 
 def export_command(arguments: list[str]) -> None:
     """cosmos-lab export RUN -o DIR"""
-    from cosmos_lab.run.build import load_trained
+    from cosmos_lab.run.checkpoint import load_trained
     from cosmos_lab.run.export import export_llama
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")

@@ -24,10 +24,10 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
-from cosmos_lab.io import write_json
+from cosmos_lab.io import finite, write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.results import NOT_STARTED, UNFINISHED, format_result, rank
-from cosmos_lab.run import checkpoint, run_log
+from cosmos_lab.run import checkpoint, run_folder
 from cosmos_lab.run.run_folder import check_unfinished, finished
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped, watch
 from cosmos_lab.run.train import train
@@ -145,7 +145,7 @@ def _check_names(runs: Sequence[RunConfig]) -> None:
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
     """Rank what is there, write compare.json and print the table."""
     result = rank(runs, metric, failures)
-    write_json(Path(runs[0].logging.out) / RESULT, run_log.finite(result))
+    write_json(Path(runs[0].logging.out) / RESULT, finite(result))
     if show:
         print(format_result(result))
     return result
@@ -254,14 +254,14 @@ def _in_processes(
         for job in jobs:
             job.process.wait()
             job.log.close()
-    left = [folder for job in told if run_log.read_summary(folder := run_log.run_folder(job.run)) is None]
+    left = [folder for job in told if run_folder.read_summary(folder := job.run.folder) is None]
     kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
     how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
     request.check(f"in {len(left)} of {len(runs)} runs, {how}")
 
 
 def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
-    folder = run_log.run_folder(run)
+    folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asked.json").write_text(json.dumps(run.flat()))
     # The workers import what this process imported, installed or not.
@@ -278,15 +278,15 @@ def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
 
 def _report(job: _Job, display: Display, failures: dict[str, str], told: int) -> bool:
     """Tell the display how a job stands; True when it has ended. told: the signal that asked all to stop, or 0."""
-    folder = run_log.run_folder(job.run)
+    folder = job.run.folder
     code = job.process.poll()
     if code is None:
-        records = list(run_log.read_metrics(folder))
+        records = list(run_folder.read_metrics(folder))
         if records:
             display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
         return False
     job.log.close()
-    summary = run_log.read_summary(folder)
+    summary = run_folder.read_summary(folder)
     # By a signal, ours or one to the whole group: in training, or before and after it.
     stopped = bool(told) and any(code in (128 + signum, -signum) for signum in SIGNALS)
     if stopped and summary is None:

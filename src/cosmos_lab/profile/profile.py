@@ -21,7 +21,7 @@ import torch
 
 from cosmos_lab.config import OptimizerOptions, parse_options
 from cosmos_lab.display import format_table
-from cosmos_lab.io import write_json
+from cosmos_lab.io import finite, write_json
 from cosmos_lab.models import resolve
 from cosmos_lab.optimizers import optimizer_class
 from cosmos_lab.profile.profiler import Rig
@@ -130,7 +130,7 @@ def profile(config: ProfileConfig, say: Say = print) -> dict[str, Any]:
             result[table].append(row)
             say(f"{table}: {_line(row)}")
             if config.out:
-                write_json(Path(config.out), run_log.finite(result))  # at once: the machine may be taken away
+                write_json(Path(config.out), finite(result))  # at once: the machine may be taken away
         say(format_rows(result[table]))
     rig.unmount()
     return result

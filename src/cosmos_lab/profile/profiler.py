@@ -21,7 +21,7 @@ from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
 from cosmos_lab.optimizers import build_optimizer
-from cosmos_lab.run import build
+from cosmos_lab.run import model_cache
 from cosmos_lab.run.meters import GB, Stopwatch
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
@@ -34,7 +34,7 @@ class Rig:
     def __init__(
         self, model: str, *, seq_len: int, device: torch.device, compiled: str, bf16: bool, **sizes: Any
     ) -> None:
-        build.release()  # a model kept from training would weigh on the measurements
+        model_cache.release()  # a model kept from training would weigh on the measurements
         torch.manual_seed(0)
         self.device, self.seq_len, self.bf16 = device, seq_len, bf16
         self.model = build_model(model, device=device, **sizes)

@@ -11,6 +11,7 @@ moment, or a full disk, leaves the previous one as it was. Layout of ``checkpoin
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import random
@@ -24,7 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, read_json, write_json
+from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.run import launch
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -139,6 +143,24 @@ def load(path: Path, training: Training, identity: Mapping[str, Any], world: lau
     set_random_state(own["random"], world)
 
 
+def load_trained(run: Path) -> Decoder:
+    """The model of a run folder, with the weights of its newest """
+    if not run.is_dir():
+        raise ValueError(f"there is no run folder {run}")
+    newest = latest(run / "checkpoints")
+    if newest is None:
+        if not (run / "config.json").is_file():
+            raise ValueError(f"{run} is not a run folder, which has a config.json: give one of those inside")
+        raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")
+    meta = read_meta(newest)
+    if meta["sharded"]:
+        raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
+    fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
+    model = build(ModelConfig(**fields))
+    model.load_state_dict(read_tensors(newest / "state.pt", torch.device("cpu"))["model"])
+    return model
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """meta.json of a checkpoint."""
     meta: dict[str, Any] | None = read_json(path / "meta.json")
@@ -159,6 +181,23 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
             f"{path} cannot be read ({reason}); remove its folder to go on from an older checkpoint"
         ) from error
     return found
+
+
+def identity(
+    config: RunConfig, model: Decoder, source: TokenSource, val_source: TokenSource, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a checkpoint must agree with to be continued; settings: the optimizer's, of which rates may change."""
+    return {
+        "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
+        "optimizer": config.optimizer.optimizer,
+        "rank": config.optimizer.rank,
+        "data": source.fingerprint,
+        "validation data": val_source.fingerprint,
+        "seq_len": config.data.seq_len,
+        "batch": config.training.batch,
+        "seed": config.training.seed,
+        **{name: value for name, value in settings.items() if not name.endswith(".lr")},
+    }
 
 
 def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import validation_batches
 from cosmos_lab.display import format_table
 from cosmos_lab.io import read_json
-from cosmos_lab.run import build, checkpoint, run_log
+from cosmos_lab.run import build, checkpoint, run_folder
 from cosmos_lab.run.launch import pick_bf16, pick_device
 
 _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
@@ -46,13 +46,13 @@ def evaluate(
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be positive; got {value}; leave it out for the run's own")
     folder = Path(run)
-    model = build.load_trained(folder)
+    model = checkpoint.load_trained(folder)
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest is not None  # it was loaded just now
-    about = read_json(folder / run_log.CONFIG)
+    about = read_json(folder / run_folder.CONFIG)
     if not isinstance(about, dict) or "config" not in about:
         raise ValueError(
-            f"{folder} has no readable {run_log.CONFIG}, which says how it was trained; give the whole run folder"
+            f"{folder} has no readable {run_folder.CONFIG}, which says how it was trained; give the whole run folder"
         )
     config = RunConfig.from_flat(about["config"])
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})

@@ -1,59 +1,24 @@
-"""A run folder's files: config.json, metrics.jsonl, summary.json, and optional TensorBoard and W&B logs."""
+"""What a run writes: config.json, metrics.jsonl, summary.json, and optional TensorBoard and W&B logs."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
-import math
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.io import NO_SPACE, atomic_write, disk_error, read_json, write_json
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None  # type: ignore[assignment]
-
-CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
-
-
-def run_folder(config: RunConfig) -> Path:
-    """Where a run's files are."""
-    return Path(config.logging.out) / config.run_name
-
-
-def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line cut short by a kill is left out."""
-    path = folder / METRICS
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a finished run, else None."""
-    summary: dict[str, Any] | None = read_json(folder / SUMMARY)
-    return summary
-
-
-def finite(value: Any) -> Any:
-    """The value with nan and inf replaced by None, since JSON has neither."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    return value
+from cosmos_lab.data import TokenSource
+from cosmos_lab.io import atomic_write, finite, write_json
+from cosmos_lab.models import Decoder
+from cosmos_lab.run.run_folder import CONFIG, METRICS, SUMMARY, explained, read_metrics
 
 
 def versions() -> dict[str, str]:
@@ -85,50 +50,46 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def hold(folder: Path) -> TextIO:
-    """Hold a run folder's lock for as long as the file is open; a killed process lets go of it."""
-    path = folder / ".lock"
-    with _explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = path.open("w")
-    if fcntl is not None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            handle.close()
-            advice = "wait for it or choose another --name"
-            raise ValueError(f"another process is training in {path.parent}; {advice}") from None
-        except OSError:  # some network file systems have no locks
-            pass
-    return handle
+def header(
+    config: RunConfig,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    source: TokenSource,
+    val_source: TokenSource,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """config.json of the run folder; settings: the optimizer's, defaults included."""
+    text = {"tokens": len(source), "fingerprint": source.fingerprint, "val_fingerprint": val_source.fingerprint}
+    return {
+        "name": config.run_name,
+        "recipe": config.logging.recipe,
+        "model": config.model.model,
+        "optimizer": config.optimizer.optimizer,
+        "lr": config.optimizer.lr,
+        "adam_lr": config.optimizer.adam_lr,
+        "seed": config.training.seed,
+        "data": {**text, "vocab_size": source.vocab_size},
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "versions": versions(),
+        "config": config.flat(),
+        "settings": settings,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "state_bytes": state_bytes(optimizer),
+    }
 
 
-def let_go(folder: Path, lock: TextIO) -> None:
-    """Give up the lock; a folder with nothing else in it goes, too: nothing came of the run."""
-    if [path.name for path in folder.iterdir()] == [".lock"]:
-        (folder / ".lock").unlink()
-        with suppress(OSError):  # the folder of all runs, where this is the first
-            folder.rmdir()
-            folder.parent.rmdir()
-    lock.close()
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """An error of the disk in here names the file and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        advice = "free some space and start the same command again to continue"
-        raise disk_error(error, path, advice if error.errno in NO_SPACE else "choose another --out") from error
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state on this process."""
+    return int(optimizer.state_bytes())  # type: ignore[attr-defined]
 
 
 class RunLog:
     """Appends records to a run folder, and to TensorBoard and W&B where asked."""
 
     def __init__(self, config: RunConfig, header: Mapping[str, Any], *, resumed_at: int = 0) -> None:
-        self.folder = run_folder(config)
-        with _explained(self.folder):
+        self.folder = config.folder
+        with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / CONFIG, finite(dict(header)))
             (self.folder / SUMMARY).unlink(missing_ok=True)  # one that cannot be read
@@ -161,7 +122,7 @@ class RunLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
         clean = finite(record)
-        with _explained(self.folder / METRICS):
+        with explained(self.folder / METRICS):
             self._file.write(json.dumps(clean) + "\n")
             self._file.flush()
         if self._board is None and self._wandb is None:
@@ -177,7 +138,7 @@ class RunLog:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished."""
-        with _explained(self.folder / SUMMARY):
+        with explained(self.folder / SUMMARY):
             write_json(self.folder / SUMMARY, finite(dict(summary)))
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import run_log
+from cosmos_lab.run import run_folder
 
 _FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: single batches are noisy
 
@@ -20,7 +20,7 @@ def begin_of_final(steps: int) -> int:
 
 def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     """A run's result, from its log: rates are medians over log lines, final_train_loss a mean over the last 5 %."""
-    records = list(run_log.read_metrics(folder))
+    records = list(run_folder.read_metrics(folder))
     losses = [r for r in records if "loss" in r]
     values = [r for r in records if "val_loss" in r]
     last = losses[-1]

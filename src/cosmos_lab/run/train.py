@@ -20,7 +20,7 @@ from torch import nn
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
-from cosmos_lab.run import build, checkpoint, launch, meters, run_folder, run_log, stopping
+from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Feed
 from cosmos_lab.run.run_folder import alone, finished
 from cosmos_lab.run.schedule import factor
@@ -55,7 +55,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
         try:
             with closing(Trainer(config, world, progress)) as trainer:
                 summary = trainer.run()
-                build.keep(trainer.network)  # here alone nobody else can have it
+                model_cache.keep(trainer.network)  # here alone nobody else can have it
                 return summary
         finally:
             torch.use_deterministic_algorithms(False)
@@ -66,18 +66,18 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: launch.World, progress: Progress | None = None) -> None:
         self.config, self.world, self.progress = config, world, progress
-        self.folder = run_log.run_folder(config)
+        self.folder = config.folder
         self.checkpoints = self.folder / "checkpoints"
         self.bf16 = launch.pick_bf16(config.training.precision, world.device)
         self.micro = build.micro_batch(config, world.size)
         source, self.val_source = build.load_source(config, "train"), build.load_source(config, "val")
         shape = build.model_config(config, source, self.val_source)
-        self.network = build.network(config, shape, world, self.bf16)
+        self.network = model_cache.network(config, shape, world, self.bf16)
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         asked = settings(config.optimizer, config.model.model)
-        self.identity = build.identity(config, self.model, source, self.val_source, asked)
+        self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
         self.at = checkpoint.Training(self.model, self.optimizer)
         batch, seed = config.training.batch // world.size, config.training.seed
         batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
@@ -88,7 +88,7 @@ class Trainer:
         self.logged_seconds = self.at.seconds
         self.log = None
         if world.main:
-            about = build.header(config, self.model, self.optimizer, source, self.val_source, asked)
+            about = run_log.header(config, self.model, self.optimizer, source, self.val_source, asked)
             self.log = run_log.RunLog(config, about, resumed_at=self.at.step)
             if progress is not None:
                 goes_on = f"; goes on after step {self.at.step} of {config.training.steps}" if self.at.step else ""
@@ -265,13 +265,13 @@ class Trainer:
         diverged = self.at.bad_losses > 0  # the last line's at least
         if self.config.logging.checkpoint_every and not diverged and self.at.step > self.first:
             self.save()
-        if not any(r["step"] == self.at.step for r in run_log.read_metrics(self.folder) if "val_loss" in r):
+        if not any(r["step"] == self.at.step for r in run_folder.read_metrics(self.folder) if "val_loss" in r):
             self.validate()  # a kill just before the summary leaves this one already done
         self.world.barrier()
         summary = summarize(self.folder, self.config)
         summary["status"] = "diverged" if diverged or summary["final_val_loss"] is None else "done"
         summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
-        summary["state_bytes"] = build.state_bytes(self.optimizer)
+        summary["state_bytes"] = run_log.state_bytes(self.optimizer)
         if self.log is not None:
             self.log.finish(summary)
             checkpoint.drop_passing(self.checkpoints)  # what a stop has left, which nobody asked to keep

@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+# Marks a field that changes no number of a run: a finished run may be asked for with another value of it.
+NOT_IDENTITY = {"identity": False}
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -43,7 +46,7 @@ class DataOptions:
     """"embedded", or the folder or glob of .bin / .bin.xz shards."""
     seq_len: int = 1024
     """Tokens in a sequence."""
-    cache_dir: str | None = None
+    cache_dir: str | None = field(default=None, metadata=NOT_IDENTITY)
     """Where prepared data is cached (None: the user's cache folder)."""
 
 
@@ -95,9 +98,9 @@ class TrainingOptions:
     """Seed of the weights and of the data order."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Autocast type; parameters stay fp32 (auto: bf16 on a GPU, fp32 on CPU)."""
-    compile: Literal["auto", "on", "blocks", "off"] = "auto"
+    compile: Literal["auto", "on", "blocks", "off"] = field(default="auto", metadata=NOT_IDENTITY)
     """torch.compile the model (auto: on a GPU); blocks: one block for all, in a fraction of the time."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=NOT_IDENTITY)
     """Where to train."""
     sharding: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes under torchrun share the work (auto: ddp)."""
@@ -123,29 +126,29 @@ class ScheduleOptions:
 class LoggingOptions:
     """What is written, where and how often (steps; 0 is never)."""
 
-    out: str = "runs"
+    out: str = field(default="runs", metadata=NOT_IDENTITY)
     """Folder that holds the run folders."""
-    name: str | None = None
+    name: str | None = field(default=None, metadata=NOT_IDENTITY)
     """Name of the run folder (None: recipe, optimizer, rate and seed)."""
     recipe: str = "custom"
     """The recipe this run came from."""
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=NOT_IDENTITY)
     """Steps between lines of the training log."""
     val_every: int = 100
     """Steps between validations; there is one at the end always."""
     val_tokens: int = 1_048_576
     """Validation tokens, the same ones every time."""
-    diagnostics_every: int = 100
+    diagnostics_every: int = field(default=100, metadata=NOT_IDENTITY)
     """Steps between COSMOS diagnostics."""
-    checkpoint_every: int = 500
+    checkpoint_every: int = field(default=500, metadata=NOT_IDENTITY)
     """Steps between checkpoints; there is one at the end always, unless this is 0."""
-    keep: int = 2
+    keep: int = field(default=2, metadata=NOT_IDENTITY)
     """Checkpoints kept."""
-    tensorboard: bool = False
+    tensorboard: bool = field(default=False, metadata=NOT_IDENTITY)
     """Also write TensorBoard logs."""
-    wandb: str | None = None
+    wandb: str | None = field(default=None, metadata=NOT_IDENTITY)
     """Also log to this Weights & Biases project."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] = field(default="auto", metadata=NOT_IDENTITY)
     """Continue from the newest checkpoint in the run folder, or refuse a folder that is in use."""
 
 
@@ -185,6 +188,12 @@ class RunConfig:
     def from_flat(cls, values: Mapping[str, Any]) -> RunConfig:
         """The config that ``flat`` (or its JSON) describes."""
         return cls().replace(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that decide a run's numbers, those without ``NOT_IDENTITY``, as JSON has them."""
+        values = {f.name: self.get(f.name) for t in fields(self) for f in fields(getattr(self, t.name))
+                  if f.metadata.get("identity", True)}  # fmt: skip
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def run_name(self) -> str:

@@ -167,7 +167,7 @@ def test_checkpointing_changes_memory_and_nothing_else(family: str) -> None:
     tokens, targets = batch()
     results, saved = [], []
     for enabled in (False, True):
-        model.set_checkpointing(enabled)
+        model.checkpointing = enabled
         model.zero_grad()
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, s=sizes: s.append(x.numel()) or x, lambda x: x):

@@ -44,7 +44,7 @@ def test_every_optimizer_resumes_bit_for_bit(tiny_run: RunConfig, optimizer: str
     interrupt(config, 5)  # the newest checkpoint is of step 3: two steps are done again
     seen: list[Any] = []
     train(config, progress=seen.append)
-    assert "goes on after step 3 of 8" in seen[0]["about"]
+    assert "continues after step 3 of 8" in seen[0]["about"]
     assert_same(outcome(config), outcome(config.replace(name="whole")))
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(tiny_run: RunConfig) -> No
 
 def test_a_run_that_goes_on_otherwise_says_so(tiny_run: RunConfig) -> None:
     interrupt(tiny_run, 5)
-    with pytest.warns(UserWarning, match=r"goes on with steps 10 instead of 8, clip 0.5 instead of None"):
+    with pytest.warns(UserWarning, match=r"continues with steps 10 instead of 8, clip 0.5 instead of None"):
         assert train(tiny_run.replace(steps=10, clip=0.5))["steps"] == 10
 
 

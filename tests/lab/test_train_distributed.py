@@ -75,7 +75,7 @@ def told(config: RunConfig, stop: int) -> None:
 
     def signalled(trainer: Trainer) -> None:
         step(trainer)
-        if trainer.world.rank == 1 and trainer.at.step == 6:
+        if trainer.world.rank == 1 and trainer.state.step == 6:
             send(signal.SIGTERM)
 
     Trainer._step = signalled  # type: ignore[method-assign]

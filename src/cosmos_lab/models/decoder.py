@@ -166,7 +166,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpointing = False
+        self.checkpointing = False  # True: keep only each block's input, compute the rest again in the backward pass
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = Norm(config)
@@ -223,10 +223,6 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=dynamic, backend=backend)
         self._loss = torch.compile(_mean_loss, dynamic=dynamic, backend=backend)
-
-    def set_checkpointing(self, enabled: bool) -> None:
-        """Keep only each block's input for the backward pass and compute the rest again there."""
-        self.checkpointing = enabled
 
     def num_parameters(self, non_embedding: bool = False) -> int:
         """Number of parameters; with non_embedding, without the input embedding (a tied one is the head: it counts)."""

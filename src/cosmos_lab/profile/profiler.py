@@ -34,7 +34,7 @@ class Rig:
     def __init__(
         self, model: str, *, seq_len: int, device: torch.device, compiled: str, bf16: bool, **sizes: Any
     ) -> None:
-        model_cache.release()  # a model kept from training would weigh on the measurements
+        model_cache.clear()  # a model kept from training would weigh on the measurements
         torch.manual_seed(0)
         self.device, self.seq_len, self.bf16 = device, seq_len, bf16
         self.model = build_model(model, device=device, **sizes)

@@ -1,16 +1,16 @@
-"""From a config to the objects of a run: tokens, network, wrapped and compiled network."""
+"""From a config to the objects of a run: tokens, model, wrapped and compiled model."""
 
 from __future__ import annotations
 
 import os
 import random
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data import TokenSource, open_data
+from cosmos_lab.data import Split, TokenSource, open_data
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
 from cosmos_lab.run import launch
 
@@ -18,7 +18,7 @@ _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the l
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """The same weights on every process; only bit-stable kernels if asked for."""
+    """Seed every process alike, for the same weights; allow only bit-stable kernels if ``deterministic``."""
     random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
@@ -27,40 +27,41 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def model_config(config: RunConfig, *sources: TokenSource) -> ModelConfig:
-    """The preset with the config's sizes in place of its own, and a vocabulary that holds the tokens of ``sources``.
+    """Return the preset with the sizes of ``config``, and a vocabulary that holds the tokens of ``sources``.
 
-    The vocabulary is the config's; without one that of the embedded text, else the preset's, or where the tokens go
-    beyond that, their tokenizer's.
+    The vocabulary is the config's. Without one it is the preset's, or the tokenizer's if the tokens exceed the preset's
+    or are the embedded text.
     """
     preset = resolve(config.model.model)
     sizes = {name: getattr(config.model, name) for name in ("width", "depth", "mlp", "vocab_size")}
     if config.data.seq_len > preset.max_seq_len:
         sizes["max_seq_len"] = config.data.seq_len
+    shards = [shard for source in sources for shard in source.shards]
     if config.model.vocab_size is None:
         own = max((source.vocab_size for source in sources if source.vocabulary.known), default=0)
-        beyond = any(shard.max_id >= preset.vocab_size for source in sources for shard in source.shards)
+        beyond = any(shard.max_id >= preset.vocab_size for shard in shards)
         if own and (beyond or config.data.data == "embedded"):
             sizes["vocab_size"] = own
     shape = resolve(preset, **{name: size for name, size in sizes.items() if size is not None})
-    for shard in (shard for source in sources for shard in source.shards):
+    for shard in shards:
         shard.check_vocabulary(shape.vocab_size)
     return shape
 
 
-def load_source(config: RunConfig, split: Literal["train", "val"]) -> TokenSource:
-    """The tokens of one split."""
+def load_source(config: RunConfig, split: Split) -> TokenSource:
+    """Open the tokens of one split."""
     return open_data(config.data.data, split, cache_dir=config.data.cache_dir)
 
 
 def build_model(config: RunConfig, shape: ModelConfig, device: torch.device) -> Decoder:
-    """The network, drawn on its device."""
+    """Build the model, with its weights drawn on its device."""
     model = build(shape, device=device)
-    model.set_checkpointing(config.model.checkpointing)
+    model.checkpointing = config.model.checkpointing
     return model
 
 
 def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> nn.Module:
-    """The model as the loop calls it: sharded or replicated over the processes, and compiled."""
+    """Return the model as the loop calls it: sharded or replicated over the processes, and compiled."""
     how = launch.pick_compile(config.training.compile, world.device)
     if how != "off":
         # A sweep builds many models in one process; stale ones count against the recompile limit.
@@ -76,7 +77,7 @@ def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> 
 
 
 def micro_batch(config: RunConfig, processes: int) -> int:
-    """Sequences per forward pass: the config's, or the largest divisor of the process's share up to 32k tokens."""
+    """Return the sequences per forward pass: the config's, or the largest divisor of the share up to 32k tokens."""
     share, rest = divmod(config.training.batch, processes)
     if rest:
         raise ValueError(f"--batch {config.training.batch} does not divide over {processes} processes")

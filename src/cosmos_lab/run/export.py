@@ -35,7 +35,7 @@ _END_TOKENS = ("</s>", "<|endoftext|>", "<eos>", "[EOS]")
 
 
 def llama_name(name: str) -> str:
-    """The name in LlamaForCausalLM of one of our parameters.
+    """Return the name in LlamaForCausalLM of one of our parameters.
 
     >>> llama_name("blocks.3.attn.q.weight")
     'model.layers.3.self_attn.q_proj.weight'
@@ -47,7 +47,7 @@ def llama_name(name: str) -> str:
 
 
 def llama_state(model: Decoder) -> dict[str, Tensor]:
-    """The model's parameters under LlamaForCausalLM's names (not copied)."""
+    """Return the model's parameters under LlamaForCausalLM's names (not copied)."""
     _check_llama(model.config)
     return {llama_name(name): parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -55,7 +55,7 @@ def llama_state(model: Decoder) -> dict[str, Tensor]:
 def llama_config(
     config: ModelConfig, dtype: torch.dtype = torch.float32, end_token: int | None = None
 ) -> dict[str, Any]:
-    """The content of config.json."""
+    """Return the content of config.json."""
     _check_llama(config)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -89,9 +89,9 @@ def export_llama(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write config.json, the weights (safetensors, or pytorch_model.bin where that package is missing) and tokenizer.
+    """Write config.json, the weights (safetensors, or pytorch_model.bin if that package is missing) and tokenizer.
 
-    Every file is written beside its place and then moved there, so that a full disk leaves an older export whole.
+    Every file is written to a scratch folder and then moved, so that a full disk leaves an older export whole.
 
     Args:
         model: a decoder with LLaMA's architecture, on any device, not sharded.
@@ -113,7 +113,7 @@ def export_llama(
         weights = _save_weights(tensors, Path(scratch))
         for name, text in files.items():
             (Path(scratch) / name).write_text(text, encoding="utf-8")
-        # config.json last: whoever sees it finds the weights that belong to it.
+        # config.json last: a reader who sees it finds its weights.
         for name in [weights, *sorted(set(files) - {"config.json"}), "config.json"]:
             os.replace(Path(scratch) / name, target / name)
         for stale in set(_WEIGHTS) - {weights}:  # of an older export: transformers would read the wrong one
@@ -130,7 +130,7 @@ def _check_llama(config: ModelConfig) -> None:
 
 
 def _read_tokenizer(path: Path) -> tuple[str, tuple[str, int] | None]:
-    """The text of a tokenizer.json, and its end-of-document token with its id."""
+    """Return the text of a tokenizer.json, and its end-of-document token with its id."""
     try:
         text = path.read_text(encoding="utf-8")
         added = json.loads(text).get("added_tokens", [])

@@ -1,4 +1,4 @@
-"""Clocks and gauges that do not stall the device: optimizer time by CUDA events, memory, model FLOP utilization."""
+"""Measurements that do not stall the device: optimizer time by CUDA events, memory, model FLOP utilization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GB = 2**30
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's bf16 peak, or None where it is not known (a CPU, an unlisted GPU)."""
+    """Return the device's bf16 peak, or None if it is not known (a CPU, an unlisted GPU)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -24,13 +24,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device, devices: int = 1) -> float | None:
-    """Useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices."""
+    """Return useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices."""
     peak = peak_flops(device)
     return None if peak is None else tokens_per_s * flops_per_token / (peak * devices)
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
+    """Return the most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GB
     unit = 1 if sys.platform == "darwin" else 1024
@@ -60,30 +60,30 @@ class Stopwatch:
             self._host.append(1e3 * (time.perf_counter() - start))
 
     def take(self) -> list[float]:
-        """The durations in ms since the last call. On a GPU call it after a synchronization."""
+        """Return the durations in ms since the last call. On a GPU call it after a synchronization."""
         taken = [begin.elapsed_time(end) for begin, end in self._events] if self._cuda else self._host
         self._events, self._host = [], []
         return taken
 
 
 class Clock:
-    """Seconds of training: goes on across resumes, stands still in validation, checkpoints and the first step."""
+    """Seconds of training, over all resumes, without validation, checkpoints and the first step."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self._since: float | None = None
 
     def start(self) -> None:
-        """Let it run."""
+        """Start counting."""
         self._since = time.perf_counter()
 
     def stop(self) -> float:
-        """Stop it and return the seconds so far."""
+        """Stop counting and return the seconds so far."""
         if self._since is not None:
             self.seconds += time.perf_counter() - self._since
             self._since = None
         return self.seconds
 
     def read(self) -> float:
-        """The seconds so far."""
+        """Return the seconds so far."""
         return self.seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)

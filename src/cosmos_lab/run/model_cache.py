@@ -1,4 +1,8 @@
-"""The compiled model of the last run, kept for the next one: the runs of a grid share their graphs."""
+"""The compiled model of the last run, kept for the next one.
+
+To compile a model can take as long as to train it, and the runs of a grid share their graphs. If the graphs of the last
+run fit, its model is used again with the weights of a fresh one, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.models import Decoder, ModelConfig
 from cosmos_lab.run import build, launch
 
-_AFTER_GRADIENT = "_post_accumulate_grad_hooks"
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
@@ -24,49 +29,45 @@ class Network:
     key: tuple[Any, ...] | None
 
 
-_kept: list[Network] = []  # at most one: the last run's
+_stored: list[Network] = []  # at most one: the last run's
 
 
 def network(config: RunConfig, shape: ModelConfig, world: launch.World, bf16: bool) -> Network:
-    """The model of a run, drawn from the seed, and what the loop calls.
-
-    To compile a model can take as long as to train it, and the runs of a grid share their graphs: where the last run's
-    would come out the same, its model serves again with the weights of a fresh one, bit for bit.
-    """
+    """Return the model of a run, with weights drawn from the seed, and what the loop calls."""
     key = _graph_key(config, shape, world, bf16)
-    kept = _take(key)
-    world.forget(graphs=kept is None)
+    stored = _take(key)
+    world.free_memory(graphs=stored is None)
     model = build.build_model(config, shape, world.device)
-    if kept is None:
+    if stored is None:
         return Network(model, build.wrap(model, config, world, bf16), key)
-    _renew(kept.model, model)
-    return kept
+    _copy_into(stored.model, model)
+    return stored
 
 
-def keep(made: Network) -> None:
-    """Offer the network of a finished run to the next one; nobody else may use it from here on."""
-    if made.key is not None:
-        made.model.zero_grad(set_to_none=True)
-        _kept[:] = [made]
+def store(network: Network) -> None:
+    """Offer the network of a finished run to the next one; the caller must not use it any more."""
+    if network.key is not None:
+        network.model.zero_grad(set_to_none=True)
+        _stored[:] = [network]
 
 
-def release() -> None:
-    """Let go of the network that is kept, and of its graphs, which hold on to it."""
-    if _kept:
-        _kept.clear()
+def clear() -> None:
+    """Free the stored network and its graphs, which refer to it."""
+    if _stored:
+        _stored.clear()
         torch.compiler.reset()
 
 
 def _take(key: tuple[Any, ...] | None) -> Network | None:
-    """The network that is kept if it fits, taken out, so that two runs at a time never share one; else None."""
-    if _kept and _kept[0].key == key and not _hooked(_kept[0].model):
-        return _kept.pop()
-    release()
+    """Remove and return the stored network if it fits, so that two runs at a time never share one."""
+    if _stored and _stored[0].key == key and not _has_hooks(_stored[0].model):
+        return _stored.pop()
+    clear()
     return None
 
 
 def _graph_key(config: RunConfig, shape: ModelConfig, world: launch.World, bf16: bool) -> tuple[Any, ...] | None:
-    """What a compiled graph depends on, beside the settings of torch that its own guards watch."""
+    """Return what a compiled graph depends on, except for the settings of torch that its guards check."""
     how = launch.pick_compile(config.training.compile, world.device)
     if world.sharding != "none" or how == "off":
         return None
@@ -74,20 +75,19 @@ def _graph_key(config: RunConfig, shape: ModelConfig, world: launch.World, bf16:
     return (*sizes, config.model.checkpointing, world.device, bf16, config.training.deterministic)
 
 
-def _hooked(model: nn.Module) -> bool:
-    """Whether somebody hung a hook on the model, which graphs made before would not call."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    on_modules = (getattr(module, kind) for module in model.modules() for kind in kinds)
-    on_tensors = (getattr(p, kind) for p in model.parameters() for kind in ("_backward_hooks", _AFTER_GRADIENT))
+def _has_hooks(model: nn.Module) -> bool:
+    """Tell whether the model has a hook, which graphs made before it would not call."""
+    on_modules = (getattr(module, kind) for module in model.modules() for kind in _MODULE_HOOKS)
+    on_tensors = (getattr(parameter, kind) for parameter in model.parameters() for kind in _TENSOR_HOOKS)
     return any(on_modules) or any(on_tensors)
 
 
 @torch.no_grad()
-def _renew(model: nn.Module, fresh: nn.Module) -> None:
-    """Make a used model equal to a fresh one in place, since graphs are bound to its tensors."""
+def _copy_into(model: nn.Module, fresh: nn.Module) -> None:
+    """Make a used model equal to a fresh one in place, because graphs are bound to its tensors."""
     model.train(fresh.training)
-    for mine, new in zip(model.parameters(), fresh.parameters(), strict=True):
-        mine.grad = None
-        mine.requires_grad_(new.requires_grad).copy_(new)
+    for old, new in zip(model.parameters(), fresh.parameters(), strict=True):
+        old.grad = None
+        old.requires_grad_(new.requires_grad).copy_(new)
     for table, new_table in zip(model.buffers(), fresh.buffers(), strict=True):
         table.copy_(new_table)

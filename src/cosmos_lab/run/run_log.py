@@ -22,7 +22,7 @@ from cosmos_lab.run.run_folder import CONFIG, METRICS, SUMMARY, explained, read_
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter for a result."""
+    """Return the versions of Python and of the packages that matter for a result."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("cosmos-optim", "numpy", "triton", "tokenizers"):
         try:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this code runs from, with "+" if it has changes; None outside a repository."""
+    """Return the commit of this source tree, with "+" if it has changes; None outside a repository."""
     here = Path(__file__).parents[1]
     try:
         sha = _git(here, "rev-parse", "HEAD")
@@ -58,7 +58,7 @@ def header(
     val_source: TokenSource,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """config.json of the run folder; settings: the optimizer's, defaults included."""
+    """Return the content of config.json; ``settings`` are the optimizer's, defaults included."""
     text = {"tokens": len(source), "fingerprint": source.fingerprint, "val_fingerprint": val_source.fingerprint}
     return {
         "name": config.run_name,
@@ -80,26 +80,26 @@ def header(
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state on this process."""
+    """Return the bytes of optimizer state on this process."""
     return int(optimizer.state_bytes())  # type: ignore[attr-defined]
 
 
 class RunLog:
-    """Appends records to a run folder, and to TensorBoard and W&B where asked."""
+    """Appends records to a run folder, and to TensorBoard and W&B if asked."""
 
     def __init__(self, config: RunConfig, header: Mapping[str, Any], *, resumed_at: int = 0) -> None:
         self.folder = config.folder
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / CONFIG, finite(dict(header)))
-            (self.folder / SUMMARY).unlink(missing_ok=True)  # one that cannot be read
+            (self.folder / SUMMARY).unlink(missing_ok=True)  # an unreadable one
             self._truncate(resumed_at)
             self._file = (self.folder / METRICS).open("a", encoding="utf-8")
         self._board = self._open_board() if config.logging.tensorboard else None
         self._wandb = self._open_wandb(config) if config.logging.wandb else None
 
     def _truncate(self, step: int) -> None:
-        """Drop what a killed run logged after its last checkpoint: those steps are done again."""
+        """Drop what a killed run logged after its last checkpoint, because those steps are repeated."""
         kept = [json.dumps(record) + "\n" for record in read_metrics(self.folder) if record["step"] <= step]
         with atomic_write(self.folder / METRICS) as out:
             out.write("".join(kept).encode())
@@ -143,7 +143,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files."""
-        with suppress(OSError):  # what could not be written has been told
+        with suppress(OSError):  # what could not be written has been reported
             self._file.close()
         if self._board is not None:
             self._board.close()

@@ -1,4 +1,4 @@
-"""A run's result, computed from its log alone, so that a resumed run has the same one."""
+"""A run's result, computed from its log only, so that a resumed run has the same one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import run_folder
+from cosmos_lab.run.run_folder import read_metrics
 
 _FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: single batches are noisy
 
 
 def begin_of_final(steps: int) -> int:
-    """The last step that does not count for the final training loss."""
+    """Return the last step that does not count for the final training loss."""
     return math.floor(steps - max(1, _FINAL_SHARE * steps))
 
 
 def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
-    """A run's result, from its log: rates are medians over log lines, final_train_loss a mean over the last 5 %."""
-    records = list(run_folder.read_metrics(folder))
+    """Compute a run's result from its log: rates are medians over log lines, final_train_loss is over the last 5 %."""
+    records = list(read_metrics(folder))
     losses = [r for r in records if "loss" in r]
     values = [r for r in records if "val_loss" in r]
     last = losses[-1]
@@ -46,7 +46,7 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _mean(lines: list[tuple[float | None, int]]) -> float | None:
-    """Of losses with the number of steps each of them is of; None if one is not finite."""
+    """Average losses, weighted by the number of steps of each; None if one is not finite."""
     known = [(loss, count) for loss, count in lines if loss is not None]
     if len(known) < len(lines):
         return None

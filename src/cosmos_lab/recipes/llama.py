@@ -40,7 +40,7 @@ def llama(model: str, steps: int, batch: int, **fields: object) -> RunConfig:
 
 
 def adam_like(galore_rank: int, soap_lrs: tuple[float, ...]) -> list[Variant]:
-    """Return the variants with one rate for all parameters; ``rank`` None drops the set-up's rank, which is COSMOS's."""
+    """Return the variants with one rate for all parameters; ``rank`` None drops the set-up's, which is COSMOS's."""
     return [
         *at_rates("adam", ADAM_LRS, adam_lr="lr", rank=None),
         *at_rates("adam-mini", (ADAM_LR,), adam_lr="lr", rank=None),

@@ -1,8 +1,8 @@
 """The recipes of this project: the paper's comparison on a laptop, and its tables and ablations on English Wikipedia.
 
 The Wikipedia runs have sizes for one GPU: T5 tokens for LLaMA, GPT-2 tokens for the others, sequence 1024, 65,536
-tokens a step. Except for the size the set-up is the paper's (``recipes/llama.py``): 10 % warm-up, linear decay to 0, betas
-(0.9, 0.98), no weight decay.
+tokens a step. Except for the size the set-up is the paper's (``recipes/llama.py``): 10 % warm-up, linear decay to 0,
+betas (0.9, 0.98), no weight decay.
 """
 
 from __future__ import annotations

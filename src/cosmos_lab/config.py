@@ -1,7 +1,7 @@
-"""What one training run is: frozen dataclasses, one per topic, with flat flag names.
+"""What defines one training run: frozen dataclasses, one per topic, with flat flag names.
 
 Every field is a flag of ``cosmos-lab train`` (``--seq-len``, ``--lr``, ...), so a field name occurs once over all
-topics; :meth:`RunConfig.replace` takes those flat names too. A config travels as JSON in every run folder.
+topics; :meth:`RunConfig.replace` takes those flat names too. Every run folder has its config as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelOptions:
     mlp: int | None = None
     """Hidden width of the MLP."""
     vocab_size: int | None = None
-    """Rows of the embedding (None: the preset's, or the data's own where its ids go beyond or it is embedded)."""
+    """Rows of the embedding (None: the preset's, or the data's if its ids exceed that or it is embedded)."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more compute."""
 
@@ -57,9 +57,9 @@ class OptimizerOptions:
     optimizer: str = "cosmos"
     """Name in cosmos_optim.OPTIMIZERS."""
     lr: float = 5e-4
-    """Peak learning rate (of the hidden matrices, where the optimizer treats them apart)."""
+    """Peak learning rate (of the hidden matrices, if the optimizer treats them separately)."""
     adam_lr: float | None = None
-    """Peak rate of embeddings, head and norms (None: the optimizer's default); Adam and Adam-mini have `lr` alone."""
+    """Peak rate of embeddings, head and norms (None: the optimizer's default); AdamW and Adam-mini only use `lr`."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.98
@@ -71,20 +71,20 @@ class OptimizerOptions:
     rank: int | None = None
     """Subspace rank of COSMOS and GaLore (None: the optimizer's default)."""
     gamma: float | None = None
-    """Weight of COSMOS's MUON half (None: lr / adam_lr; with `cosmos` adam_lr counts as 2e-3 at most)."""
+    """Weight of COSMOS's Muon part (None: lr / adam_lr; with `cosmos` adam_lr counts as 2e-3 at most)."""
     embedding_lr: float | None = None
-    """Own rate for the embedding."""
+    """Separate rate for the embedding."""
     head_lr: float | None = None
-    """Own rate for the output head."""
+    """Separate rate for the output head."""
     adam_beta1: float | None = None
-    """Own first-moment decay for embedding and head."""
+    """Separate first-moment decay for embedding and head."""
     options: tuple[str, ...] = ()
     """Further keyword arguments of the optimizer, as name=value."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, how wide, on what."""
+    """How long to train, with which batch, on which device."""
 
     steps: int = 1000
     """Optimizer steps."""
@@ -135,13 +135,13 @@ class LoggingOptions:
     log_every: int = field(default=10, metadata=NOT_IDENTITY)
     """Steps between lines of the training log."""
     val_every: int = 100
-    """Steps between validations; there is one at the end always."""
+    """Steps between validations; there is always one at the end."""
     val_tokens: int = 1_048_576
     """Validation tokens, the same ones every time."""
     diagnostics_every: int = field(default=100, metadata=NOT_IDENTITY)
     """Steps between COSMOS diagnostics."""
     checkpoint_every: int = field(default=500, metadata=NOT_IDENTITY)
-    """Steps between checkpoints; there is one at the end always, unless this is 0."""
+    """Steps between checkpoints; there is always one at the end, unless this is 0."""
     keep: int = field(default=2, metadata=NOT_IDENTITY)
     """Checkpoints kept."""
     tensorboard: bool = field(default=False, metadata=NOT_IDENTITY)
@@ -164,7 +164,7 @@ class RunConfig:
     logging: LoggingOptions = field(default_factory=LoggingOptions)
 
     def replace(self, **flat: Any) -> RunConfig:
-        """A copy with the named fields changed, whichever topic they belong to.
+        """Return a copy with the named fields changed, of any topic.
 
         >>> RunConfig().replace(lr=1e-3, steps=10).optimizer.lr
         0.001
@@ -177,16 +177,16 @@ class RunConfig:
         )
 
     def get(self, name: str) -> Any:
-        """The value of a field by its flat name."""
+        """Return the value of a field by its flat name."""
         return getattr(getattr(self, _topic(name)), name)
 
     def flat(self) -> dict[str, Any]:
-        """Every field by its flat name; ``RunConfig.from_flat`` is the inverse."""
+        """Return every field by its flat name; ``RunConfig.from_flat`` is the inverse."""
         return {name: self.get(name) for name in _TOPICS}
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> RunConfig:
-        """The config that ``flat`` (or its JSON) describes."""
+        """Return the config that ``flat`` (or its JSON) describes."""
         return cls().replace(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
     def identity(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class RunConfig:
 
     @property
     def run_name(self) -> str:
-        """Name of the run folder."""
+        """Return the name of the run folder."""
         if self.logging.name:
             return self.logging.name
         o = self.optimizer
@@ -205,18 +205,18 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run's files."""
+        """Return the folder of the run's files."""
         return Path(self.logging.out) / self.run_name
 
     def check(self) -> RunConfig:
         """Raise a ValueError naming the field if a value makes no sense; return self."""
-        for problem in _problems(self):
-            raise ValueError(problem)
+        if problems := _problems(self):
+            raise ValueError(problems[0])
         return self
 
 
 def _topic(name: str) -> str:
-    """The topic a flat field name belongs to."""
+    """Return the topic of a flat field name."""
     if name not in _TOPICS:
         import difflib
 
@@ -226,7 +226,7 @@ def _topic(name: str) -> str:
 
 
 def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str, Any]:
-    """``("ns_steps=4", "side=smaller")`` as keyword arguments.
+    """Read ``("ns_steps=4", "side=smaller")`` as keyword arguments.
 
     >>> parse_options(("ns_steps=4", "side=smaller", "nesterov=True"))
     {'ns_steps': 4, 'side': 'smaller', 'nesterov': True}
@@ -249,7 +249,7 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
 
 
 def _problems(c: RunConfig) -> list[str]:
-    """What is wrong with the config, one sentence each."""
+    """Return what is wrong with the config, one sentence each."""
     out: list[str] = []
     positive = ("seq_len", "lr", "steps", "batch", "keep")
     positive_or_none = (
@@ -291,7 +291,7 @@ def _flag(name: str) -> str:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """The strings a ``Literal[...]`` annotation (kept as text) allows."""
+    """Return the strings that a ``Literal[...]`` annotation (kept as text) allows."""
     text = str(annotation)
     return tuple(ast.literal_eval(text[len("Literal") :])) if text.startswith("Literal[") else ()
 

@@ -260,8 +260,8 @@ def test_speed_and_memory_of_a_large_source(tmp_path: Path, length: int) -> None
     source = TokenSource([shard_of(row) for row in rows], Vocabulary("test", 1000, END), "test", tmp_path)
     batches = Batches(source, 64, 1024, seed=0)
     next(batches)
-    assert batches._laid_out is not None
-    assert sum(table.nbytes for table in batches._laid_out[1:]) <= 16 * (len(source.documents) + 1)
+    assert batches._order is not None
+    assert sum(table.nbytes for table in batches._order[1:]) <= 16 * (len(source.documents) + 1)
     best = 0.0
     for _ in range(10):
         start = time.perf_counter()

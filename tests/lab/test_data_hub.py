@@ -45,7 +45,7 @@ def test_hub_data_through_datasets(tmp_path: Path, tokenizer: str, monkeypatch: 
         (home / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     monkeypatch.setitem(text_module.HUB, "somewhere", HubData(str(home), val="validation"))
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 30)
-    monkeypatch.setattr(module, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
 
     class Stop(Exception):
         pass

@@ -97,7 +97,7 @@ def test_killed_and_resumed_is_the_same_to_the_byte(
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 30)
     prepare(texts, tmp_path / "straight", tokenizer, SETTINGS)
     clock = iter(range(10**6))
-    monkeypatch.setattr(module, "NOTE_SECONDS", float(note_every))
+    monkeypatch.setattr(module, "SAVE_SECONDS", float(note_every))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)) / 2)
     read = []
 
@@ -130,14 +130,14 @@ def test_a_shard_completed_after_the_last_note_is_cut_back(
 
     def progress(so_far: Progress) -> None:
         if so_far.documents >= 40:
-            module.NOTE_SECONDS = 1e9
+            module.SAVE_SECONDS = 1e9
         if so_far.documents >= 300:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(module, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
     assert in_child(lambda: prepare(texts, folder, tokenizer, SETTINGS, progress=progress)) == signal.SIGKILL
-    noted = json.loads((folder / "docs_small.state.json").read_text())["writers"]["train"]["shards"]
-    assert len(list(folder.glob("docs_small_train_*.bin"))) > noted
+    saved = json.loads((folder / "docs_small.state.json").read_text())["writers"]["train"]["shards"]
+    assert len(list(folder.glob("docs_small_train_*.bin"))) > saved
     prepare(texts, folder, tokenizer, SETTINGS)
     assert contents(folder) == contents(tmp_path / "straight")
 
@@ -243,7 +243,7 @@ def test_bad_text_is_named(tmp_path: Path, tokenizer: str, name: str | None, con
 )
 def test_bad_settings(values: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**values)  # type: ignore[arg-type]
+        Settings(**values).check()  # type: ignore[arg-type]
 
 
 def test_bad_tokenizers(tmp_path: Path) -> None:

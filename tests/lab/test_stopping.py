@@ -1,4 +1,4 @@
-"""Runs that are told to stop: a checkpoint, one line, the signal's exit code, and the same command goes on."""
+"""Runs that are told to stop: a checkpoint, one line, the signal's exit code, and the same command continues."""
 
 import json
 import os

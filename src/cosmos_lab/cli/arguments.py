@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from cosmos_lab.config import RunConfig, parse_options
+from cosmos_lab.data.prepare import Settings
 
 T = TypeVar("T")
 
@@ -22,13 +23,13 @@ class CompareOptions:
     seeds: str = "0"
     """Seeds, separated by commas."""
     only: str | None = None
-    """Only these rows of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
+    """Only these runs of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
     extra: str | None = None
     """More by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False; one that occurs twice runs in both ways."""
     parallel: int = 1
-    """Runs at a time; with GPUs each has one of its own."""
+    """Runs at a time; with GPUs each run has its own."""
     minutes: float = 0.0
-    """Start no run that would end later than this; the same command goes on (0: no limit)."""
+    """Start no run that would end later than this; the same command continues (0: no limit)."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,11 @@ class ReportCommand:
 class PrepareCommand:
     """How text becomes shards."""
 
+    settings: Settings = field(default_factory=Settings)
     out: str = "data"
     """Folder of the shards."""
     tokenizer: str | None = None
     """t5, gpt2, a tokenizer.json or a name on the hub (None: t5 for C4, else gpt2)."""
-    max_tokens: int | None = None
-    """Stop after so many training tokens."""
-    max_val_tokens: int = 10_000_000
-    """Most validation tokens."""
-    val_fraction: float = 0.01
-    """Share of documents kept for validation where the source has no validation split."""
-    shard_tokens: int = 100_000_000
-    """Most tokens in a shard."""
-    unit: Literal["file", "blank-lines", "articles"] = "file"
-    """What a document is in a text file: all of it, what stands between blank lines, or a WikiText article."""
-    field: str = "text"
-    """Key of the text in .jsonl lines."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class EvaluateCommand:
     """On what, and where the numbers go."""
 
     data: str | None = None
-    """Other shards than a run was trained with."""
+    """Other shards than those of the training."""
     tokens: int | None = None
     """Validation tokens (None: as many as in training)."""
     seq_len: int | None = None

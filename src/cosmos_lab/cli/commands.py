@@ -1,4 +1,4 @@
-"""The commands behind ``cosmos-lab``: each takes its arguments and does its work, or raises a ValueError.
+"""The commands of ``cosmos-lab``: each takes its arguments and does its work, or raises a ValueError.
 
 A recipe's values are the defaults of its flags, so the recipe and ``--scale`` are read first, the flags after them.
 """
@@ -28,7 +28,7 @@ _HINTS = "`cosmos-lab recipes` lists the recipes, `cosmos-lab {} tiny --help` th
 
 
 def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
-    """The first argument, which must be a word, and the rest."""
+    """Return the first argument, which must be a word, and the rest."""
     if arguments and arguments[0] in HELP:
         print(f"usage: {usage}")
         raise SystemExit(0)
@@ -38,7 +38,7 @@ def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
 
 
 def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag that decides other flags' defaults, and the rest."""
+    """Return the value of a flag that other flags' defaults depend on, and the rest."""
     rest = list(arguments)
     for index, word in enumerate(rest):
         if word == flag or word.startswith(flag + "="):
@@ -62,10 +62,10 @@ def _about(recipe: Any, scale: float) -> str:
 
 
 def train_command(arguments: list[str]) -> None:
-    """cosmos-lab train RECIPE [flags]"""
+    """Train one run: cosmos-lab train RECIPE [flags]."""
     from cosmos_lab.display import TrainDisplay
     from cosmos_lab.recipes import get_recipe
-    from cosmos_lab.run.run_folder import read_summary
+    from cosmos_lab.run.run_folder import finished
     from cosmos_lab.run.train import train
 
     usage = f"cosmos-lab train RECIPE [--scale S] [flags]\n{_HINTS.format('train')}"
@@ -75,10 +75,11 @@ def train_command(arguments: list[str]) -> None:
     optimizer, rest = _take_flag(rest, "--optimizer")
     default = recipe.config if optimizer is None else recipe.start(optimizer)
     config = parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
-    config.check()
-    earlier = " earlier" if read_summary(config.folder) is not None else ""
-    with TrainDisplay(config) as display:
-        summary = train(config, progress=display)
+    summary = finished(config.check())
+    earlier = " earlier" if summary is not None else ""
+    if summary is None:
+        with TrainDisplay(config) as display:
+            summary = train(config, progress=display)
     if os.environ.get("RANK", "0") != "0":
         return
     result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
@@ -86,7 +87,7 @@ def train_command(arguments: list[str]) -> None:
 
 
 def compare_command(arguments: list[str]) -> None:
-    """cosmos-lab compare RECIPE [flags]"""
+    """Run a grid: cosmos-lab compare RECIPE [flags]."""
     from cosmos_lab.grid.compare import compare
     from cosmos_lab.optimizers import optimizer_class
     from cosmos_lab.recipes import get_recipe
@@ -127,9 +128,8 @@ _LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
 
 
 def profile_command(arguments: list[str]) -> None:
-    """cosmos-lab profile MODEL [flags]"""
-    from cosmos_lab.profile.profile import ProfileConfig, profile
-    from cosmos_lab.profile.profile_recipes import PROFILES
+    """Measure time and memory: cosmos-lab profile MODEL [flags]."""
+    from cosmos_lab.profile.profile import PROFILES, ProfileConfig, profile
 
     usage = (
         f"cosmos-lab profile MODEL [flags], MODEL such as llama-1b, or one of {', '.join(PROFILES)}\n"
@@ -143,7 +143,7 @@ def profile_command(arguments: list[str]) -> None:
 
 
 def _spaced(arguments: list[str]) -> list[str]:
-    """Lists of words written with commas, as `compare` takes them, written with spaces.
+    """Write lists of words that have commas, as `compare` takes them, with spaces.
 
     >>> _spaced(["--optimizers", "adam,cosmos", "--out", "a,b.json", "--tables=memory,mfu"])
     ['--optimizers', 'adam', 'cosmos', '--out', 'a,b.json', '--tables', 'memory', 'mfu']
@@ -161,7 +161,7 @@ def _spaced(arguments: list[str]) -> list[str]:
 
 
 def report_command(arguments: list[str]) -> None:
-    """cosmos-lab report RUNS... -o DIR"""
+    """Write a page about runs: cosmos-lab report RUNS... -o DIR."""
     from cosmos_lab.report import write_report
 
     runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
@@ -171,7 +171,7 @@ def report_command(arguments: list[str]) -> None:
 
 
 def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list[str]]:
-    """Leading words, and the flags after them with -o spelled out; none where help is all that is asked."""
+    """Return the leading words, none if only help is asked for, and the flags after them with -o spelled out."""
     if arguments and arguments[0] in HELP:
         return [], ["--help"]
     _take(arguments, what, usage)
@@ -180,8 +180,8 @@ def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list
 
 
 def data_command(arguments: list[str]) -> None:
-    """cosmos-lab data prepare SOURCE... [flags]"""
-    from cosmos_lab.data.prepare import Progress, Settings, prepare
+    """Make token shards: cosmos-lab data prepare SOURCE... [flags]."""
+    from cosmos_lab.data.prepare import Progress, prepare
 
     usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
     verb, rest = ("prepare", arguments) if arguments and arguments[0] in HELP else _take(arguments, "prepare", usage)
@@ -190,30 +190,21 @@ def data_command(arguments: list[str]) -> None:
     sources, rest = _words(rest, "the source", usage)
     prog = usage.removesuffix(" [flags]")
     asked = parse(PrepareCommand(), rest, prog=prog, description="Token shards from text.")
-    settings = Settings(
-        val_fraction=asked.val_fraction,
-        shard_tokens=asked.shard_tokens,
-        max_tokens=asked.max_tokens,
-        max_val_tokens=asked.max_val_tokens,
-        unit=asked.unit,
-        field=asked.field,
-    )
-
     def show(now: Progress) -> None:
         share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
         print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
 
     tokenizer = asked.tokenizer or ("t5" if sources == ["c4"] else "gpt2")
     try:
-        made = prepare(sources, asked.out, tokenizer, settings, progress=show)
+        made = prepare(sources, asked.out, tokenizer, asked.settings, progress=show)
     finally:
-        print()  # leaves the line of progress
+        print()  # ends the line of progress
     print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with; "
           f"use them with --data {made.spec}")  # fmt: skip
 
 
 def export_command(arguments: list[str]) -> None:
-    """cosmos-lab export RUN -o DIR"""
+    """Export a model to transformers: cosmos-lab export RUN -o DIR."""
     from cosmos_lab.run.checkpoint import load_trained
     from cosmos_lab.run.export import export_llama
 
@@ -221,17 +212,17 @@ def export_command(arguments: list[str]) -> None:
     about = "A checkpoint for transformers."
     asked = parse(ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
     if len(runs) > 1:
-        raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with an -o of its own")
+        raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with its own -o")
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
 
 
 def evaluate_command(arguments: list[str]) -> None:
-    """cosmos-lab evaluate RUN... [flags]"""
+    """Compute losses by position: cosmos-lab evaluate RUN... [flags]."""
     from cosmos_lab.io import write_json
     from cosmos_lab.run.evaluate import evaluate, format_positions
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
-    about = "The validation loss of trained runs, by position in the context."
+    about = "Validation loss of trained runs by position in the context."
     asked = parse(EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
     results = [
         evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
@@ -242,22 +233,22 @@ def evaluate_command(arguments: list[str]) -> None:
 
 
 def demo_command(arguments: list[str]) -> None:
-    """cosmos-lab demo [flags]"""
+    """Run the demo: cosmos-lab demo [flags]."""
     from cosmos_lab.demo import DemoConfig, demo
 
     demo(parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
 
 
 def recipes_command(arguments: list[str]) -> None:
-    """cosmos-lab recipes"""
+    """List the recipes: cosmos-lab recipes."""
     from cosmos_lab.display import format_table
-    from cosmos_lab.profile.profile_recipes import PROFILES
+    from cosmos_lab.profile.profile import PROFILES
     from cosmos_lab.recipes import RECIPES
 
     if words := [word for word in arguments if word not in HELP]:
         raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")
-    made = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
-    rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in made]
+    recipes = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
+    rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in recipes]
     rows += [(name, "", "profile", (make.__doc__ or "").splitlines()[0]) for name, make in PROFILES.items()]
     print(format_table(("recipe", "runs", "source", "what it shows"), rows, left=(0, 2, 3)))
 

@@ -28,7 +28,7 @@ class Encoder:
     tokenizer: Any
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, with the end-of-document id last and nowhere else."""
+        """Return the ids of each text, with the end-of-document id last and nowhere else."""
         rows = []
         for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             row = np.array(encoding.ids, dtype=np.uint16)
@@ -64,7 +64,7 @@ def load_encoder(name: str) -> Encoder:
 
 
 def encoder_of(name: str, tokenizer: Any) -> Encoder:
-    """Wrap a tokenizer that is already there."""
+    """Wrap a tokenizer that is already loaded."""
     ids = tokenizer.get_vocab(with_added_tokens=True)
     vocab_size = max(ids.values()) + 1
     if vocab_size > MAX_VOCAB:

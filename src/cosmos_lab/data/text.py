@@ -1,6 +1,6 @@
 """Documents of text to make tokens from: files on this machine, or data sets of the Hugging Face hub.
 
-A stream can be opened again after any number of documents, which is what lets a killed preparation go on.
+A stream can be opened again after any number of documents, so that a killed preparation can continue.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Stream:
     """Texts of one part of a data set, in a fixed order.
 
     Attributes:
-        split: "train" or "val" where the data set says; None where each document's hash is to decide.
+        split: "train" or "val" if the data set says so; None if each document's hash decides.
         open: `open(documents, position)` gives the texts after the first `documents` ones. `position`, if not None, is
             what `where` returned there, and saves reading them again.
-        where: the place of the reader as a JSON value, or None where counting documents is all there is.
+        where: the position of the reader as a JSON value, or None if only documents can be counted.
         done: the fraction read so far, if known.
     """
 
@@ -63,7 +63,7 @@ HUB: dict[str, HubData] = {
 
 
 def hub_streams(data: HubData) -> list[Stream]:
-    """Validation first where the data set has its own, then the training split."""
+    """Return the streams of a data set: its validation split first, if it has one, then the training split."""
     splits: list[tuple[str, Literal["train", "val"] | None]] = [("train", None)]
     if data.val is not None:
         splits = [(data.val, "val"), ("train", "train")]
@@ -71,7 +71,7 @@ def hub_streams(data: HubData) -> list[Stream]:
 
 
 def local_files(paths: Sequence[str]) -> list[Path]:
-    """The text files that `paths` (files, folders, globs) name, in that order, a folder's sorted by path."""
+    """Return the text files that `paths` (files, folders, globs) name, in that order, a folder's sorted by path."""
     found: list[Path] = []
     for name in paths:
         path = Path(name).expanduser()
@@ -93,7 +93,7 @@ def local_files(paths: Sequence[str]) -> list[Path]:
 
 
 def local_stream(files: Sequence[Path], unit: Unit, field: str = "text") -> Stream:
-    """The documents of local files.
+    """Return the documents of local files as a stream.
 
     Args:
         files: `.txt`-like or `.jsonl` files, perhaps `.xz` or `.gz`.
@@ -115,7 +115,7 @@ def local_stream(files: Sequence[Path], unit: Unit, field: str = "text") -> Stre
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """WikiText's lines as articles: each starts at a title line."""
+    """Join WikiText's lines to articles, which start at a title line."""
     held: list[str] = []
     for line in lines:
         if _TITLE.match(line.rstrip("\n")) and any(part.strip() for part in held):

@@ -71,12 +71,12 @@ class ModelConfig:
 
     @property
     def heads(self) -> int:
-        """Number of attention heads, width / head_dim."""
+        """Return the number of attention heads, width / head_dim."""
         return self.width // self.head_dim
 
     @property
     def is_llama(self) -> bool:
-        """Whether LLaMA's architecture (as transformers implements it) computes the same function."""
+        """Tell whether LLaMA's architecture (as transformers implements it) computes the same function."""
         llama = (self.norm, self.activation, self.bias, self.qk_norm, self.embed_norm)
         return llama == ("rms", "swiglu", False, False, False)
 
@@ -124,7 +124,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def resolve(name_or_config: str | ModelConfig, **overrides: Any) -> ModelConfig:
-    """The named preset, or the given config, with some fields replaced.
+    """Return the named preset, or the given config, with some fields replaced.
 
     >>> resolve("llama-1b", vocab_size=32_100).vocab_size
     32100

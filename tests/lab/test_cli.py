@@ -28,7 +28,7 @@ def small(tiny_run: RunConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def test_train_then_report_then_export(
+def test_a_trained_run_can_be_reported_and_exported(
     small: list[str], tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "llama-130m", "--scale", "0.1", *small, "--lr", "3e-3", "--name", "mine"]) == 0
@@ -60,7 +60,7 @@ def test_compare_runs_the_grid_asked_for(
     assert "best" in capsys.readouterr().out
 
 
-def test_compare_takes_rows_and_fields_of_the_study(
+def test_compare_runs_only_the_rows_and_fields_asked_for(
     small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = [flag for flag in small if flag not in ("--rank", "8")] + ["--micro-batch", "2", "--steps", "2"]
@@ -82,7 +82,7 @@ def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "forward_backward_s" in capsys.readouterr().out
 
 
-def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in (*RECIPES, "profile-memory"))
@@ -122,7 +122,7 @@ def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (["data", "prepare", "c4", "--val-fraction", "7"], "val_fraction is 7.0; it must lie between 0 and 1"),
     ],
 )
-def test_mistakes(
+def test_a_mistake_ends_in_one_line_and_exit_code_2(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -196,7 +196,7 @@ def test_help_without_a_name_leads_to_the_flags(
     assert stop.value.code == 0 and all(word in out for word in words)
 
 
-def test_rates_on_the_command_line() -> None:
+def test_lrs_and_extra_are_read_or_refused_with_their_flag() -> None:
     assert parse_lrs(None) is None
     with pytest.raises(ValueError, match="--lrs takes numbers"):
         parse_lrs("fast")
@@ -204,7 +204,7 @@ def test_rates_on_the_command_line() -> None:
     assert parse_extra("soap: frequency=10; cosmos:") == [("soap", {"frequency": 10}), ("cosmos", {})]
 
 
-def test_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_an_empty_command_print_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0 and main([]) == 2
     out = capsys.readouterr().out
     assert all(name in out for name in commands.COMMANDS)

@@ -289,7 +289,7 @@ def test_a_batch_can_be_learnt() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_bf16_matches_cpu_fp32() -> None:
+def test_bf16_on_a_gpu_matches_fp32_on_the_cpu() -> None:
     """On CUDA under autocast, with whatever attention kernel torch picks, compiled: within bf16 of the fp32 CPU."""
     model = small("tiny")
     tokens, targets = batch()

@@ -23,7 +23,7 @@ def quiet(line: str) -> None:
     """Progress is not looked at here."""
 
 
-def test_the_three_tables(tmp_path: Path) -> None:
+def test_the_three_tables_agree_with_each_other_and_the_paper_s_order(tmp_path: Path) -> None:
     config = ProfileConfig(
         **SMALL,
         optimizers=("adam", "muon", "cosmos"),
@@ -73,20 +73,20 @@ class FakeProfiler:
 @pytest.mark.parametrize("bend", [0.9, 1.0, 1.05])
 @pytest.mark.parametrize("slope", [0.11, 1.0, 4.9, 30.0])
 @pytest.mark.parametrize("base", [0.0, 21.7, 79.5])
-def test_the_largest_batch_is_the_largest(base: float, slope: float, bend: float) -> None:
+def test_the_largest_batch_is_found_in_few_tries(base: float, slope: float, bend: float) -> None:
     profiler: Any = FakeProfiler(base, slope, bend)
     found = largest_batch(profiler, ProfileConfig(), quiet)
     assert found == sum(base + slope * size**bend <= 80.0 for size in range(1, 2000))
     assert profiler.tried <= 25  # each costs a compilation on a GPU
 
 
-def test_a_straight_line_needs_few_tries() -> None:
+def test_a_straight_line_needs_at_most_four_tries() -> None:
     profiler: Any = FakeProfiler(22.0, 3.9, 1.0)
     assert largest_batch(profiler, ProfileConfig(), quiet) == 14
     assert profiler.tried <= 4
 
 
-def test_nothing_fits() -> None:
+def test_the_largest_batch_is_0_if_nothing_fits() -> None:
     profiler: Any = FakeProfiler(90.0, 1.0, 1.0)
     assert largest_batch(profiler, ProfileConfig(), quiet) == 0
 
@@ -191,19 +191,19 @@ def test_a_stopped_clock_stands_still() -> None:
         ({"tables": ("speed",)}, "--tables takes memory, throughput, mfu; got 'speed'"),
     ],
 )
-def test_bad_input(change: dict, message: str) -> None:
+def test_bad_input_is_refused_by_flag(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         profile(ProfileConfig(**{**SMALL, **change}), quiet)
 
 
-def test_the_papers_profiles() -> None:
+def test_profiles_have_the_paper_s_settings() -> None:
     memory = PROFILES["profile-memory"]()
     assert (memory.model, memory.batch, memory.accumulation, memory.seq_len) == ("llama-1b", 10, 25, 1024)
     assert memory.optimizers == ("adam", "soap", "muon", "cosmos-paper")
     assert PROFILES["profile-throughput"]().memory_cap_gb == 80
 
 
-def test_rows_as_text() -> None:
+def test_rows_are_formatted_as_an_aligned_table() -> None:
     assert format_rows([{"optimizer": "adam", "mfu": 0.4512, "tokens_per_s": 123456.7}]).splitlines() == [
         "optimizer     mfu  tokens_per_s",
         "adam       45.1 %       123,457",

@@ -48,7 +48,7 @@ def test_every_optimizer_resumes_bit_for_bit(tiny_run: RunConfig, optimizer: str
     assert_same(outcome(config), outcome(config.replace(name="whole")))
 
 
-def test_kill_9_and_resume(tiny_run: RunConfig, tmp_path: Path) -> None:
+def test_resume_after_kill_9_equals_the_unbroken_run(tiny_run: RunConfig, tmp_path: Path) -> None:
     config = tiny_run.replace(steps=80, checkpoint_every=3, val_every=20, log_every=5, diagnostics_every=0)
     asked = tmp_path / "asked.json"
     asked.write_text(json.dumps(config.flat()))
@@ -80,7 +80,7 @@ def test_a_half_written_checkpoint_is_ignored_and_removed(tiny_run: RunConfig) -
     assert [path.name for path in sorted(checkpoints.iterdir())] == ["step_000004", "step_000008"]
 
 
-def test_only_the_newest_are_kept(tiny_run: RunConfig) -> None:
+def test_only_the_newest_checkpoints_are_kept(tiny_run: RunConfig) -> None:
     train(tiny_run.replace(checkpoint_every=1, keep=3))
     found = sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir())
     assert found == ["step_000006", "step_000007", "step_000008"]
@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -
         ({"gamma": 0.7}, "trained with cosmos.gamma .*, this run asks for cosmos.gamma 0.7"),
     ],
 )
-def test_resume_with_something_else_names_both(tiny_run: RunConfig, change: dict, message: str) -> None:
+def test_resume_with_another_config_is_refused_and_names_both(tiny_run: RunConfig, change: dict, message: str) -> None:
     interrupt(tiny_run, 5)
     folder = tiny_run.folder
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -210,7 +210,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(tiny_run: RunConfig) -> No
         train(tiny_run.replace(steps=6))
 
 
-def test_a_run_that_goes_on_otherwise_says_so(tiny_run: RunConfig) -> None:
+def test_a_resume_with_other_values_warns_of_them(tiny_run: RunConfig) -> None:
     interrupt(tiny_run, 5)
     with pytest.warns(UserWarning, match=r"continues with steps 10 instead of 8, clip 0.5 instead of None"):
         assert train(tiny_run.replace(steps=10, clip=0.5))["steps"] == 10
@@ -235,7 +235,7 @@ def test_a_cut_file_of_a_checkpoint_is_named(tiny_run: RunConfig, name: str) -> 
         train(tiny_run)
 
 
-def test_a_full_disk_is_told_once(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_once(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing the log tries to write again, and its error would hide the one that says what to do."""
 
     class Full:

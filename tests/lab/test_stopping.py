@@ -70,7 +70,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_same_command_continues(tiny_run:
 
 
 @pytest.mark.parametrize("stop", [1, 4, 8])
-def test_a_stop_leaves_no_checkpoint_in_the_end_where_none_was_asked_for(tiny_run: RunConfig, stop: int) -> None:
+def test_a_stop_leaves_no_checkpoint_in_the_end_if_none_was_asked_for(tiny_run: RunConfig, stop: int) -> None:
     config = tiny_run.replace(checkpoint_every=0)
     train(config.replace(name="whole"))
     folder = config.folder
@@ -82,7 +82,7 @@ def test_a_stop_leaves_no_checkpoint_in_the_end_where_none_was_asked_for(tiny_ru
     assert_same(log_of(folder), log_of(folder.with_name("whole")))
 
 
-def test_checkpoints_that_were_asked_for_outlive_a_resume_without(tiny_run: RunConfig) -> None:
+def test_checkpoints_that_were_asked_for_survive_a_resume_without(tiny_run: RunConfig) -> None:
     with pytest.raises(Stopped):
         train(tiny_run.replace(checkpoint_every=2, keep=5), progress=at_step(5))
     train(tiny_run.replace(checkpoint_every=0))
@@ -90,7 +90,7 @@ def test_checkpoints_that_were_asked_for_outlive_a_resume_without(tiny_run: RunC
     assert found == ["step_000002", "step_000004", "step_000005"]
 
 
-def test_a_run_diverges_where_it_would_have(tiny_run: RunConfig) -> None:
+def test_a_resumed_run_diverges_at_the_same_step(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, checkpoint_every=0)
     whole = train(config.replace(name="whole"))
     bad = next(r["step"] for r in log_of(config.replace(name="whole").folder) if r["loss"] is None)
@@ -161,7 +161,7 @@ def test_a_stop_between_runs_starts_no_other(tiny_run: RunConfig) -> None:
 
 
 @pytest.mark.slow
-def test_workers_checkpoint_and_none_is_left_behind(
+def test_a_stop_ends_every_process_with_a_checkpoint(
     tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_run.replace(steps=300, log_every=10, val_every=0, diagnostics_every=0, checkpoint_every=0, rank=None)
@@ -213,7 +213,7 @@ def test_an_error_is_not_hidden_by_a_stop() -> None:
         raise ZeroDivisionError
 
 
-def test_asked_twice_it_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt) as now, watch():
         send(signal.SIGTERM)
         send(signal.SIGINT)  # within the time of an echo

@@ -30,7 +30,7 @@ def records(config: RunConfig, key: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "cosmos"])
-def test_it_learns(tiny_run: RunConfig, optimizer: str) -> None:
+def test_training_lowers_the_loss_towards_the_entropy(tiny_run: RunConfig, optimizer: str) -> None:
     lr = 1e-2 if optimizer == "adam" else 5e-3
     rank = 8 if optimizer == "cosmos" else None
     summary = train(tiny_run.replace(optimizer=optimizer, lr=lr, rank=rank, steps=80, log_every=10, val_every=0))
@@ -78,7 +78,7 @@ def test_activation_checkpointing_changes_nothing(tiny_run: RunConfig) -> None:
     assert train(tiny_run.replace(name="again", checkpointing=True))["final_val_loss"] == plain["final_val_loss"]
 
 
-def test_seeds_differ_and_repeat(tiny_run: RunConfig) -> None:
+def test_a_seed_repeats_and_another_differs(tiny_run: RunConfig) -> None:
     first, again, other = (train(tiny_run.replace(name=str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
     assert first["final_val_loss"] == again["final_val_loss"] != other["final_val_loss"]
 
@@ -157,12 +157,12 @@ def test_a_missing_gpu_is_a_clear_error(tiny_run: RunConfig) -> None:
         train(tiny_run.replace(device="cuda"))
 
 
-def test_a_flat_name_that_does_not_exist(tiny_run: RunConfig) -> None:
+def test_an_unknown_field_is_refused_with_the_close_ones(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="no field 'stepz'; did you mean steps"):
         tiny_run.replace(stepz=1)
 
 
-def test_tensorboard(tiny_run: RunConfig) -> None:
+def test_tensorboard_writes_its_events(tiny_run: RunConfig) -> None:
     pytest.importorskip("tensorboard")
     train(tiny_run.replace(tensorboard=True, steps=2))
     assert list((tiny_run.folder / "tensorboard").glob("events.*"))
@@ -198,7 +198,7 @@ def test_data_that_records_its_vocabulary_needs_no_flag(tiny_run: RunConfig, bey
         build.model_config(config.replace(vocab_size=513), *sources)
 
 
-def test_data_of_an_unknown_tokenizer_needs_one(tiny_run: RunConfig, beyond: str) -> None:
+def test_data_of_an_unknown_tokenizer_needs_a_vocabulary(tiny_run: RunConfig, beyond: str) -> None:
     with pytest.raises(ValueError, match=r"token 512 at position 512 is beyond .*--vocab-size 513"):
         train(tiny_run.replace(data=beyond, vocab_size=None))
     assert not tiny_run.folder.exists()

@@ -96,7 +96,7 @@ def test_two_processes_stop_together(tiny_run: RunConfig, sharding: str, logs: i
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_two_processes_resume(tiny_run: RunConfig, sharding: str) -> None:
+def test_two_processes_resume_with_the_same_losses(tiny_run: RunConfig, sharding: str) -> None:
     config = tiny_run.replace(sharding=sharding, optimizer="cosmos", log_every=3)  # saves between log lines
 
     def cut() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -191,8 +192,7 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that decide a run's numbers, those without ``NOT_IDENTITY``, as JSON has them."""
-        values = {f.name: self.get(f.name) for t in fields(self) for f in fields(getattr(self, t.name))
-                  if f.metadata.get("identity", True)}  # fmt: skip
+        values = {name: self.get(name) for name, f in _FIELDS.items() if f.metadata.get("identity", True)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
@@ -210,16 +210,14 @@ class RunConfig:
 
     def check(self) -> RunConfig:
         """Raise a ValueError naming the field if a value makes no sense; return self."""
-        if problems := _problems(self):
-            raise ValueError(problems[0])
+        for problem in _problems(self):
+            raise ValueError(problem)
         return self
 
 
 def _topic(name: str) -> str:
     """Return the topic of a flat field name."""
     if name not in _TOPICS:
-        import difflib
-
         close = difflib.get_close_matches(name, _TOPICS, n=3)
         raise ValueError(f"a run has no field {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
     return _TOPICS[name]
@@ -248,52 +246,39 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
     return parsed
 
 
-def _problems(c: RunConfig) -> list[str]:
-    """Return what is wrong with the config, one sentence each."""
-    out: list[str] = []
-    positive = ("seq_len", "lr", "steps", "batch", "keep")
-    positive_or_none = (
-        "width", "depth", "mlp", "vocab_size", "adam_lr", "rank", "micro_batch", "clip", "embedding_lr", "head_lr",
-    )  # fmt: skip
-    not_negative = (
-        "eps", "weight_decay", "log_every", "val_every", "val_tokens", "diagnostics_every", "checkpoint_every",
-    )  # fmt: skip
-    for name in positive + positive_or_none:
-        value = c.get(name)
-        if (value is None and name in positive) or (value is not None and not (value > 0 and math.isfinite(value))):
-            out.append(f"--{_flag(name)} must be positive; got {value}")
-    for name in not_negative:
-        if not c.get(name) >= 0:
-            out.append(f"--{_flag(name)} must be 0 or more; got {c.get(name)}")
-    for name in ("beta1", "beta2", "adam_beta1"):
-        value = c.get(name)
-        if value is not None and not 0 <= value < 1:
-            out.append(f"--{_flag(name)} must lie in [0, 1); got {value}")
-    for name in ("warmup", "decay", "final_lr"):
-        if not 0 <= c.get(name) <= 1:
-            out.append(f"--{_flag(name)} is a share and must lie in [0, 1]; got {c.get(name)}")
+_POSITIVE = "seq_len lr steps batch keep width depth mlp vocab_size adam_lr rank micro_batch clip embedding_lr head_lr"
+_NOT_NEGATIVE = "eps weight_decay log_every val_every val_tokens diagnostics_every checkpoint_every"
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (_POSITIVE, lambda value: 0 < value < math.inf, "must be positive"),
+    (_NOT_NEGATIVE, lambda value: value >= 0, "must be 0 or more"),
+    ("beta1 beta2 adam_beta1", lambda value: 0 <= value < 1, "must lie in [0, 1)"),
+    ("warmup decay final_lr", lambda value: 0 <= value <= 1, "is a share and must lie in [0, 1]"),
+)
+
+
+def _problems(c: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with the config, one sentence each."""
+    for names, allowed, rule in _RANGES:
+        for name in names.split():
+            value = c.get(name)
+            if not ("None" in str(_FIELDS[name].type) if value is None else allowed(value)):
+                yield f"--{_flag(name)} {rule}; got {value}"
     if c.schedule.schedule == "wsd" and c.schedule.warmup + c.schedule.decay > 1:
-        out.append(f"--warmup {c.schedule.warmup} and --decay {c.schedule.decay} take more than all the steps")
-    for topic in fields(c):
-        for f in fields(getattr(c, topic.name)):
-            choices, value = _choices(f.type), c.get(f.name)
-            if choices and value not in choices:
-                out.append(f"--{_flag(f.name)} must be one of {', '.join(choices)}; got {value!r}")
+        yield f"--warmup {c.schedule.warmup} and --decay {c.schedule.decay} take more than all the steps"
+    for name, f in _FIELDS.items():
+        text = str(f.type)  # kept as text: Literal['linear', ...]
+        choices = ast.literal_eval(text.removeprefix("Literal")) if text.startswith("Literal[") else [c.get(name)]
+        if c.get(name) not in choices:
+            yield f"--{_flag(name)} must be one of {', '.join(choices)}; got {c.get(name)!r}"
     micro = c.training.micro_batch
     if micro and c.training.batch % micro:
-        out.append(f"--batch {c.training.batch} is not a multiple of --micro-batch {micro}")
+        yield f"--batch {c.training.batch} is not a multiple of --micro-batch {micro}"
     parse_options(c.optimizer.options)
-    return out
 
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
-    """Return the strings that a ``Literal[...]`` annotation (kept as text) allows."""
-    text = str(annotation)
-    return tuple(ast.literal_eval(text[len("Literal") :])) if text.startswith("Literal[") else ()
-
-
-_TOPICS: dict[str, str] = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]
+_TOPICS = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]
+_FIELDS = {f.name: f for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]

@@ -9,22 +9,11 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from cosmos_lab.cli.arguments import (
-    CompareCommand,
-    EvaluateCommand,
-    ExportCommand,
-    PrepareCommand,
-    ReportCommand,
-    numbers,
-    parse,
-    parse_extra,
-    parse_lrs,
-)
+from cosmos_lab.cli import arguments as flags
+from cosmos_lab.recipes import RECIPES, Recipe, get_recipe
 
 HELP = ("-h", "--help")
-_HINTS = "`cosmos-lab recipes` lists the recipes, `cosmos-lab {} tiny --help` the flags"
 
 
 def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
@@ -48,33 +37,30 @@ def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, rest
 
 
-def _take_scale(arguments: list[str]) -> tuple[float, list[str]]:
-    text, rest = _take_flag(arguments, "--scale")
+def _take_recipe(arguments: list[str], command: str, flags_shown: str = "[flags]") -> tuple[Recipe, str, list[str]]:
+    """Return the recipe that the first argument names, shrunk by ``--scale``, what it is, and the rest."""
+    hints = f"`cosmos-lab recipes` lists the recipes, `cosmos-lab {command} tiny --help` the flags"
+    name, rest = _take(arguments, "the recipe", f"cosmos-lab {command} RECIPE [--scale S] {flags_shown}\n{hints}")
+    text, rest = _take_flag(rest, "--scale")
     try:
-        return (1.0 if text is None else float(text)), rest
+        scale = 1.0 if text is None else float(text)
     except ValueError:
         raise ValueError(f"--scale takes a number in (0, 1]; got {text!r}") from None
-
-
-def _about(recipe: Any, scale: float) -> str:
-    shrunk = f" Shrunk by --scale {scale:g}." if scale != 1 else " --scale S shrinks model, batch and tokens together."
-    return f"{recipe.title} ({recipe.source}).{shrunk}"
+    recipe = get_recipe(name, scale)
+    shrunk = f"Shrunk by --scale {scale:g}." if scale != 1 else "--scale S shrinks model, batch and tokens together."
+    return recipe, f"{recipe.title} ({recipe.source}). {shrunk}", rest
 
 
 def train_command(arguments: list[str]) -> None:
     """Train one run: cosmos-lab train RECIPE [flags]."""
     from cosmos_lab.display import TrainDisplay
-    from cosmos_lab.recipes import get_recipe
     from cosmos_lab.run.run_folder import finished
     from cosmos_lab.run.train import train
 
-    usage = f"cosmos-lab train RECIPE [--scale S] [flags]\n{_HINTS.format('train')}"
-    name, rest = _take(arguments, "the recipe", usage)
-    scale, rest = _take_scale(rest)
-    recipe = get_recipe(name, scale)
+    recipe, about, rest = _take_recipe(arguments, "train")
     optimizer, rest = _take_flag(rest, "--optimizer")
     default = recipe.config if optimizer is None else recipe.start(optimizer)
-    config = parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
+    config = flags.parse(default, rest, prog=f"cosmos-lab train {recipe.name}", description=about)
     summary = finished(config.check())
     earlier = " earlier" if summary is not None else ""
     if summary is None:
@@ -90,14 +76,10 @@ def compare_command(arguments: list[str]) -> None:
     """Run a grid: cosmos-lab compare RECIPE [flags]."""
     from cosmos_lab.grid.compare import compare
     from cosmos_lab.optimizers import optimizer_class
-    from cosmos_lab.recipes import get_recipe
 
-    usage = "cosmos-lab compare RECIPE [--scale S] [--optimizers a,b] [--lrs ...] [flags]\n" + _HINTS.format("compare")
-    name, rest = _take(arguments, "the recipe", usage)
-    scale, rest = _take_scale(rest)
-    recipe = get_recipe(name, scale)
-    default = CompareCommand(run=recipe.config)
-    asked = parse(default, rest, prog=f"cosmos-lab compare {name}", description=_about(recipe, scale))
+    recipe, about, rest = _take_recipe(arguments, "compare", "[--optimizers a,b] [--lrs ...] [flags]")
+    default = flags.CompareCommand(run=recipe.config)
+    asked = flags.parse(default, rest, prog=f"cosmos-lab compare {recipe.name}", description=about)
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
         given = any(word == f"--{one}" or word.startswith(f"--{one}=") for word in rest)
         if given or asked.run.get(one) != recipe.config.get(one):
@@ -111,13 +93,13 @@ def compare_command(arguments: list[str]) -> None:
     runs = recipe.runs(
         asked.run,
         optimizers=chosen,
-        lrs=parse_lrs(options.lrs),
-        seeds=numbers(options.seeds, int, "--seeds"),
+        lrs=flags.parse_lrs(options.lrs),
+        seeds=flags.numbers(options.seeds, int, "--seeds"),
         only=options.only.split(",") if options.only else None,
-        extra=parse_extra(options.extra),
+        extra=flags.parse_extra(options.extra),
     )
     result = compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
-    if recipe.published and scale == 1:
+    if recipe.published and recipe.config == get_recipe(recipe.name).config:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
     failed = sum(len(row["failures"]) for row in result["rows"])
     if failed:
@@ -139,7 +121,7 @@ def profile_command(arguments: list[str]) -> None:
     default = PROFILES[name]() if name in PROFILES else dataclasses.replace(ProfileConfig(), model=name)
     default.check()
     about = "Memory, time, largest batch, MFU."
-    profile(parse(default, _spaced(rest), prog=f"cosmos-lab profile {name}", description=about))
+    profile(flags.parse(default, _spaced(rest), prog=f"cosmos-lab profile {name}", description=about))
 
 
 def _spaced(arguments: list[str]) -> list[str]:
@@ -166,7 +148,7 @@ def report_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
     about = "One page about run folders."
-    asked = parse(ReportCommand(), rest, prog="cosmos-lab report RUNS...", description=about)
+    asked = flags.parse(flags.ReportCommand(), rest, prog="cosmos-lab report RUNS...", description=about)
     print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
 
 
@@ -189,7 +171,7 @@ def data_command(arguments: list[str]) -> None:
         raise ValueError(f"data has one verb, prepare: {usage}")
     sources, rest = _words(rest, "the source", usage)
     prog = usage.removesuffix(" [flags]")
-    asked = parse(PrepareCommand(), rest, prog=prog, description="Token shards from text.")
+    asked = flags.parse(flags.PrepareCommand(), rest, prog=prog, description="Token shards from text.")
     def show(now: Progress) -> None:
         share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
         print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
@@ -210,7 +192,7 @@ def export_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
     about = "A checkpoint for transformers."
-    asked = parse(ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
+    asked = flags.parse(flags.ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
     if len(runs) > 1:
         raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with its own -o")
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
@@ -223,7 +205,7 @@ def evaluate_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
     about = "Validation loss of trained runs by position in the context."
-    asked = parse(EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
+    asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
     results = [
         evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
     ]
@@ -236,14 +218,13 @@ def demo_command(arguments: list[str]) -> None:
     """Run the demo: cosmos-lab demo [flags]."""
     from cosmos_lab.demo import DemoConfig, demo
 
-    demo(parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
+    demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
 
 
 def recipes_command(arguments: list[str]) -> None:
     """List the recipes: cosmos-lab recipes."""
     from cosmos_lab.display import format_table
     from cosmos_lab.profile.profile import PROFILES
-    from cosmos_lab.recipes import RECIPES
 
     if words := [word for word in arguments if word not in HELP]:
         raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")

@@ -11,7 +11,7 @@ from cosmos_lab.cli import commands
 from cosmos_lab.cli.arguments import CompareCommand, CompareOptions, parse, parse_extra, parse_lrs
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.profile.profile import ProfileConfig
+from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.recipes import RECIPES
 
 tyro = pytest.importorskip("tyro")

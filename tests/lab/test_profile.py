@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_lab.config import OptimizerOptions
-from cosmos_lab.profile.profile import PROFILES, ProfileConfig, format_rows, largest_batch, profile
+from cosmos_lab.profile.config import PROFILES, ProfileConfig
+from cosmos_lab.profile.profile import format_rows, largest_batch, profile
 from cosmos_lab.profile.profiler import Profiler, free_memory
 from cosmos_lab.run.meters import GB, Clock, mfu
 
@@ -53,7 +53,7 @@ def test_the_three_tables_agree_with_each_other_and_the_paper_s_order(tmp_path: 
 class FakeProfiler:
     """A profiler with a peak of base + slope * size, bent a little, as a real allocator's is."""
 
-    device = torch.device("cpu")
+    device, config = torch.device("cpu"), ProfileConfig()
 
     def __init__(self, base: float, slope: float, bend: float) -> None:
         self.base, self.slope, self.bend, self.tried = base, slope, bend, 0
@@ -62,9 +62,9 @@ class FakeProfiler:
         peak = self.base + self.slope * size**self.bend
         return peak, peak
 
-    def fits(self, size: int, cap: float) -> bool:
+    def fits(self, size: int) -> bool:
         self.tried += 1
-        return self.peak_gb(size)[0] <= cap
+        return self.peak_gb(size)[0] <= self.config.memory_cap_gb
 
     def free(self) -> None: ...
     def reset_peak(self) -> None: ...
@@ -75,24 +75,24 @@ class FakeProfiler:
 @pytest.mark.parametrize("base", [0.0, 21.7, 79.5])
 def test_the_largest_batch_is_found_in_few_tries(base: float, slope: float, bend: float) -> None:
     profiler: Any = FakeProfiler(base, slope, bend)
-    found = largest_batch(profiler, ProfileConfig(), quiet)
+    found = largest_batch(profiler, quiet)
     assert found == sum(base + slope * size**bend <= 80.0 for size in range(1, 2000))
     assert profiler.tried <= 25  # each costs a compilation on a GPU
 
 
 def test_a_straight_line_needs_at_most_four_tries() -> None:
     profiler: Any = FakeProfiler(22.0, 3.9, 1.0)
-    assert largest_batch(profiler, ProfileConfig(), quiet) == 14
+    assert largest_batch(profiler, quiet) == 14
     assert profiler.tried <= 4
 
 
 def test_the_largest_batch_is_0_if_nothing_fits() -> None:
     profiler: Any = FakeProfiler(90.0, 1.0, 1.0)
-    assert largest_batch(profiler, ProfileConfig(), quiet) == 0
+    assert largest_batch(profiler, quiet) == 0
 
 
 def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(profiler: Profiler, config: ProfileConfig, size: int, accumulation: int) -> dict[str, Any]:
+    def timed(profiler: Profiler, size: int, accumulation: int) -> dict[str, Any]:
         if size > fitting:
             raise torch.cuda.OutOfMemoryError("too much")
         return {"tokens_per_s": 16.0 * size}
@@ -113,18 +113,18 @@ def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypa
 
 
 def test_updates_beyond_the_iterations_follow_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiler = Profiler("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
-    profiler.set_optimizer(OptimizerOptions(optimizer="adam", lr=1e-3))
+    profiler = Profiler(ProfileConfig(**SMALL | {"iterations": 2, "updates": 5}))
+    profiler.set_optimizer("adam")
     passes: list[int] = []
     once = profiler.passes
     monkeypatch.setattr(profiler, "passes", lambda size, count: (passes.append(count), once(size, count)))
-    assert all(seconds > 0 for seconds in profiler.time(1, 3, iterations=2, updates=5))
+    assert all(seconds > 0 for seconds in profiler.time(1, 3))
     assert passes == [3, 3, 1, 1, 1]
 
 
 def test_activations_are_counted_by_the_batch() -> None:
-    profiler = Profiler("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
-    profiler.set_optimizer(OptimizerOptions(optimizer="adam", lr=1e-3))
+    profiler = Profiler(ProfileConfig(**SMALL))
+    profiler.set_optimizer("adam")
     weights = sum(p.numel() * 4 for p in profiler.model.parameters())
     one, two, four = (profiler.peak_gb(size)[0] * GB for size in (1, 2, 4))
     assert four - two == pytest.approx(2 * (two - one), rel=0.05)  # linear but for a few tensors of fixed size
@@ -132,16 +132,16 @@ def test_activations_are_counted_by_the_batch() -> None:
 
 
 def test_a_large_batch_is_counted_without_being_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiler = Profiler("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
+    profiler = Profiler(ProfileConfig(**SMALL))
     assert profiler._activation_bytes(16) == pytest.approx(profiler._saved_bytes(16), rel=1e-4)  # a scalar or two
     sizes: list[int] = []
     batch = profiler.batch
     monkeypatch.setattr(profiler, "batch", lambda size: (sizes.append(size), batch(size))[1])
     profiler._saved = None
-    profiler.set_optimizer(OptimizerOptions(optimizer="adam", lr=1e-3))
-    assert largest_batch(profiler, ProfileConfig(**SMALL), quiet) > 100_000
-    profiler.set_optimizer(OptimizerOptions(optimizer="muon", lr=1e-3))
-    assert largest_batch(profiler, ProfileConfig(**SMALL), quiet) > 100_000
+    profiler.set_optimizer("adam")
+    assert largest_batch(profiler, quiet) > 100_000
+    profiler.set_optimizer("muon")
+    assert largest_batch(profiler, quiet) > 100_000
     assert sizes == [1, 2]
 
 
@@ -155,7 +155,7 @@ def test_a_cpu_without_the_memory_counts_and_does_not_time(monkeypatch: pytest.M
     assert throughput["largest_batch"] > 5000 and throughput["samples_per_s"] is None
     why = [line for line in lines if "is not timed" in line]
     assert len(why) == 2 and all("0.5 GiB are free" in line for line in why)
-    profiler = Profiler("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
+    profiler = Profiler(ProfileConfig(**SMALL))
     assert profiler.pass_speed(50_000, 1) is None  # nor a micro-batch of the mfu table
 
 

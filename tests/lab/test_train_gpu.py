@@ -8,7 +8,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.profile.profile import ProfileConfig, profile
+from cosmos_lab.profile.config import ProfileConfig
+from cosmos_lab.profile.profile import profile
 from cosmos_lab.run import checkpoint, launch
 from cosmos_lab.run.train import Trainer, train
 from tests.gpu import never_waiting

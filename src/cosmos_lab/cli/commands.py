@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from cosmos_lab.cli import arguments as flags
@@ -111,7 +110,8 @@ _LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
 
 def profile_command(arguments: list[str]) -> None:
     """Measure time and memory: cosmos-lab profile MODEL [flags]."""
-    from cosmos_lab.profile.profile import PROFILES, ProfileConfig, profile
+    from cosmos_lab.profile.config import PROFILES, ProfileConfig
+    from cosmos_lab.profile.profile import profile
 
     usage = (
         f"cosmos-lab profile MODEL [flags], MODEL such as llama-1b, or one of {', '.join(PROFILES)}\n"
@@ -224,7 +224,7 @@ def demo_command(arguments: list[str]) -> None:
 def recipes_command(arguments: list[str]) -> None:
     """List the recipes: cosmos-lab recipes."""
     from cosmos_lab.display import format_table
-    from cosmos_lab.profile.profile import PROFILES
+    from cosmos_lab.profile.config import PROFILES
 
     if words := [word for word in arguments if word not in HELP]:
         raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")
@@ -234,14 +234,8 @@ def recipes_command(arguments: list[str]) -> None:
     print(format_table(("recipe", "runs", "source", "what it shows"), rows, left=(0, 2, 3)))
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    "train": train_command,
-    "compare": compare_command,
-    "profile": profile_command,
-    "report": report_command,
-    "data": data_command,
-    "export": export_command,
-    "evaluate": evaluate_command,
-    "demo": demo_command,
-    "recipes": recipes_command,
-}
+_ALL = (
+    train_command, compare_command, profile_command, report_command, data_command, export_command, evaluate_command,
+    demo_command, recipes_command,
+)  # fmt: skip
+COMMANDS = {command.__name__.removesuffix("_command"): command for command in _ALL}

@@ -6,6 +6,7 @@ The model stays while optimizers and batch sizes change, so that each shape is c
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import re
 import statistics
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
-from cosmos_lab.optimizers import build_optimizer
+from cosmos_lab.optimizers import build_optimizer, optimizer_class
+from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.run import model_cache
+from cosmos_lab.run.launch import pick_bf16, pick_compile, pick_device
 from cosmos_lab.run.meters import GB, Stopwatch
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
@@ -31,20 +34,25 @@ _LOGITS_AT_ONCE = 7  # chunks of logits in fp32 that the loss holds for a moment
 class Profiler:
     """Builds the model; call ``set_optimizer``, then ``iterate``."""
 
-    def __init__(
-        self, model: str, *, seq_len: int, device: torch.device, compiled: str, bf16: bool, **sizes: Any
-    ) -> None:
+    def __init__(self, config: ProfileConfig) -> None:
         model_cache.clear()  # the memory of a model kept from training would be counted
         torch.manual_seed(0)
-        self.device, self.seq_len, self.bf16 = device, seq_len, bf16
-        self.model = build_model(model, device=device, **sizes)
-        self.flops_per_token = self.model.flops_per_token(seq_len)
+        self.config, self.seq_len, self.device = config, config.seq_len, pick_device(config.device)
+        self.compiled = pick_compile(config.compile, self.device)
+        self.bf16 = pick_bf16(config.precision, self.device)
+        sizes: dict[str, Any] = {} if config.vocab_size is None else {"vocab_size": config.vocab_size}
+        self.model = build_model(config.model, device=self.device, **sizes)
+        self.flops_per_token = self.model.flops_per_token(config.seq_len)
         self.runner: nn.Module = self.model
-        self.compiled = compiled
         self.recompile(dynamic=False)
         self.optimizer: torch.optim.Optimizer | None = None
         self._saved: tuple[int, int] | None = None  # by a pass over one sequence and over two
-        self.forward_backward, self.update = Stopwatch(device), Stopwatch(device)
+        self.forward_backward, self.update = Stopwatch(self.device), Stopwatch(self.device)
+
+    @property
+    def device_name(self) -> str:
+        """Return the name of the GPU, or "cpu"."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def recompile(self, dynamic: bool) -> None:
         """Compile again: one graph for each batch size, or one for all of them (a little slower) if ``dynamic``."""
@@ -57,9 +65,11 @@ class Profiler:
         else:
             self.runner = cast(nn.Module, torch.compile(self.model, dynamic=dynamic))
 
-    def set_optimizer(self, options: OptimizerOptions) -> None:
+    def set_optimizer(self, name: str) -> None:
         """Replace the optimizer; the old one's state is freed first."""
         self.remove_optimizer()
+        rank = self.config.rank if "rank" in inspect.signature(optimizer_class(name)).parameters else None
+        options = OptimizerOptions(optimizer=name, rank=rank, options=self.config.options)
         self.optimizer = build_optimizer(self.model, options)
 
     def remove_optimizer(self) -> None:
@@ -114,18 +124,18 @@ class Profiler:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def time(self, size: int, accumulation: int, iterations: int, updates: int) -> tuple[float, float]:
+    def time(self, size: int, accumulation: int) -> tuple[float, float]:
         """Return the seconds of one iteration: the median of forward and backward, the mean of the optimizer's.
 
         Updates beyond ``iterations`` follow a single pass.
         """
         self.sync()
         self.forward_backward.take(), self.update.take()
-        for _ in range(iterations):
+        for _ in range(self.config.iterations):
             self.iterate(size, accumulation)
         self.sync()
         passes = self.forward_backward.take()
-        for _ in range(updates - iterations):
+        for _ in range(self.config.updates - self.config.iterations):
             self.iterate(size, 1)
         self.sync()
         self.forward_backward.take()
@@ -195,12 +205,12 @@ class Profiler:
         del loss
         return total
 
-    def fits(self, size: int, cap_gb: float) -> bool:
+    def fits(self, size: int) -> bool:
         """Tell whether an iteration of ``size`` sequences stays under the cap; its second pass also holds gradients."""
         if self.device.type != "cuda":
-            return self.peak_gb(size)[0] <= cap_gb
+            return self.peak_gb(size)[0] <= self.config.memory_cap_gb
         try:
-            with self.capped(cap_gb):
+            with self.capped():
                 self.iterate(size, 2)
                 self.sync()
             return True
@@ -208,13 +218,14 @@ class Profiler:
             return False
 
     @contextmanager
-    def capped(self, cap_gb: float) -> Iterator[None]:
+    def capped(self) -> Iterator[None]:
         """Raise an out-of-memory error inside for more memory than the cap, on a GPU; free what a failed pass left."""
         if self.device.type != "cuda":
             yield
             return
         self.free()
-        fraction = min(1.0, cap_gb * GB / torch.cuda.get_device_properties(self.device).total_memory)
+        cap = self.config.memory_cap_gb * GB
+        fraction = min(1.0, cap / torch.cuda.get_device_properties(self.device).total_memory)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
         try:
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import math
 import os
@@ -18,6 +19,14 @@ except ImportError:  # Windows: no locks, so two processes may do the same work 
     fcntl = None  # type: ignore[assignment]
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def require(module: str, message: str) -> Any:
+    """Import an optional package, or raise a ValueError with the message that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(message) from error
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -89,16 +89,16 @@ def in_child(call: Callable[[], object]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-@pytest.mark.parametrize("note_every", [1, 3])
+@pytest.mark.parametrize("save_every", [1, 3])
 def test_killed_and_resumed_is_the_same_to_the_byte(
-    tmp_path: Path, texts: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch, note_every: int
+    tmp_path: Path, texts: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch, save_every: int
 ) -> None:
-    """kill -9 after 1, 2, ... batches of every attempt; notes at every batch or at every third."""
+    """Kill with -9 after 1, 2, ... batches of every attempt; save at every batch or at every third."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 30)
     prepare(texts, tmp_path / "straight", tokenizer, SETTINGS)
     clock = iter(range(10**6))
-    monkeypatch.setattr(module, "SAVE_SECONDS", float(note_every))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)) / 2)
+    monkeypatch.setattr(module, "SAVE_SECONDS", float(save_every))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
     read = []
 
     def killer(after: int) -> Callable[[Progress], None]:
@@ -115,7 +115,7 @@ def test_killed_and_resumed_is_the_same_to_the_byte(
         run = lambda n=attempt: prepare(texts, tmp_path / "out", tokenizer, SETTINGS, progress=killer(n + 1))  # noqa: E731
         assert in_child(run) == signal.SIGKILL
         read.append(json.loads((tmp_path / "out" / "docs_small.state.json").read_text())["documents"])
-    assert read[-1] > read[0]  # It did go on, rather than start again.
+    assert read[-1] > read[0]  # It continued instead of starting again.
     prepare(texts, tmp_path / "out", tokenizer, SETTINGS)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
@@ -123,7 +123,7 @@ def test_killed_and_resumed_is_the_same_to_the_byte(
 def test_a_shard_completed_after_the_last_save_is_cut_back(
     tmp_path: Path, texts: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed with one early note and several shards completed since."""
+    """Kill it after one early save and several shards completed since."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 20)
     prepare(texts, tmp_path / "straight", tokenizer, SETTINGS)
     folder = tmp_path / "out"

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from cosmos_lab.config import RunConfig, parse_options
 from cosmos_lab.data.prepare import Settings
+from cosmos_lab.io import require
 
 T = TypeVar("T")
 
@@ -89,14 +90,12 @@ class EvaluateCommand:
 
 def parse(default: T, arguments: Sequence[str], *, prog: str, description: str = "") -> T:
     """Apply the flags in ``arguments`` to the dataclass ``default``; nested dataclasses give flat flags."""
-    try:
-        import tyro
-    except ImportError as error:
-        raise ValueError("the commands need the package tyro: pip install 'cosmos-optim[lab]'") from error
+    tyro = require("tyro", "the commands need the package tyro: pip install 'cosmos-optim[lab]'")
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    return tyro.cli(
+    parsed: T = tyro.cli(
         type(default), default=default, args=list(arguments), prog=prog, description=description, config=flat
     )
+    return parsed
 
 
 def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
 USAGE = """usage: cosmos-lab COMMAND ...
@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command, rest = given[0], given[1:]
     if command not in COMMANDS:
-        return _fail(f"there is no command {command!r}{_close(command, COMMANDS)}\n\n{USAGE}")
+        close = difflib.get_close_matches(command, COMMANDS, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
     before = sys.stdout
     if command in ("train", "compare", "demo"):
         sys.stdout = cast(TextIO, PipeSafeStream(sys.stdout))
@@ -97,11 +99,6 @@ class PipeSafeStream:
 def _fail(message: str, code: int = 2) -> int:
     print(f"cosmos-lab: {message}", file=sys.stderr)
     return code
-
-
-def _close(word: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(word, known, n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 if __name__ == "__main__":

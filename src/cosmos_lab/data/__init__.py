@@ -6,12 +6,5 @@ from cosmos_lab.data.shards import open_shard, write_shard
 from cosmos_lab.data.source import TokenSource, Vocabulary, open_data
 
 __all__ = [
-    "Batches",
-    "Split",
-    "TokenSource",
-    "Vocabulary",
-    "open_data",
-    "open_shard",
-    "validation_batches",
-    "write_shard",
-]
+    "Batches", "Split", "TokenSource", "Vocabulary", "open_data", "open_shard", "validation_batches", "write_shard",
+]  # fmt: skip

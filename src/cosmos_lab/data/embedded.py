@@ -12,16 +12,13 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from cosmos_lab.data.encode import encoder_of
 from cosmos_lab.data.shards import write_shard
-from cosmos_lab.io import cache_folder, disk_error, locked, read_json, write_json
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from cosmos_lab.io import cache_folder, disk_error, locked, read_json, require, write_json
 
 VOCAB_SIZE = 4096
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -74,22 +71,16 @@ def in_validation(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < VAL_PERCENT
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Any:
     """Train a byte-level BPE of `vocab_size` ids with id 0 for the end of a document."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ValueError(
-            "the embedded data needs the package `tokenizers`: pip install 'cosmos-optim[lab]', or name token shards"
-        ) from error
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+    message = "the embedded data needs the package `tokenizers`: pip install 'cosmos-optim[lab]', or name token shards"
+    library = require("tokenizers", message)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_lab.data.shards import MAX_VOCAB, Tokens
+from cosmos_lab.io import require
 
 NAMES = {"t5": "google-t5/t5-base", "gpt2": "openai-community/gpt2"}
 
@@ -39,10 +40,8 @@ class Encoder:
 
 def load_encoder(name: str) -> Encoder:
     """Load "t5", "gpt2", the path of a tokenizer.json, or a tokenizer by its name on the hub."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ValueError("preparing data needs the package `tokenizers`: pip install 'cosmos-optim[lab]'") from error
+    message = "preparing data needs the package `tokenizers`: pip install 'cosmos-optim[lab]'"
+    Tokenizer = require("tokenizers", message).Tokenizer
     path = Path(name).expanduser()
     if path.is_file():
         try:

@@ -66,7 +66,6 @@ class Progress:
     documents: int
     train_tokens: int
     val_tokens: int
-    seconds: float
     fraction: float | None
 
 
@@ -81,14 +80,9 @@ class Prepared:
 
 
 def prepare(
-    source: str | Sequence[str],
-    out_dir: str | os.PathLike[str],
-    tokenizer: str,
-    settings: Settings | None = None,
-    *,
-    prefix: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> Prepared:
+    source: str | Sequence[str], out_dir: str | os.PathLike[str], tokenizer: str, settings: Settings | None = None,
+    *, prefix: str | None = None, progress: Callable[[Progress], None] | None = None,
+) -> Prepared:  # fmt: skip
     """Tokenize text into shards in `out_dir`; after an interruption the same call continues.
 
     Args:
@@ -133,7 +127,6 @@ class _Preparation:
         self.folder, self.prefix, self.encoder, self.settings, self.plan = folder, prefix, encoder, settings, plan
         self.record, self.state = folder / f"{prefix}.json", folder / f"{prefix}.state.json"
         self.writers: dict[str, ShardWriter] = {}
-        self.began = time.monotonic()
 
     def run(self, streams: Sequence[Stream], progress: Callable[[Progress], None] | None) -> dict[str, Any]:
         """Do what is left to do and return the record of the finished shards."""
@@ -179,8 +172,8 @@ class _Preparation:
         if changed := [key for key in self.plan if theirs.get(key) != self.plan[key]]:
             key = changed[0]
             raise ValueError(
-                f"{path} belongs to a preparation with {key} {_short(theirs.get(key))}, this one has "
-                f"{_short(self.plan[key])}; choose another folder or prefix, or delete {self.prefix}* there"
+                f"{path} belongs to a preparation with {key} {theirs.get(key)!r:.80}, this one has "
+                f"{self.plan[key]!r:.80}; choose another folder or prefix, or delete {self.prefix}* there"
             )
 
     def _consume(
@@ -215,8 +208,7 @@ class _Preparation:
         fraction = stream.done()
         if self.settings.max_tokens is not None:
             fraction = max(fraction or 0.0, min(1.0, train.tokens / self.settings.max_tokens))
-        elapsed = time.monotonic() - self.began
-        return Progress(train.documents + val.documents, train.tokens, val.tokens, elapsed, fraction)
+        return Progress(train.documents + val.documents, train.tokens, val.tokens, fraction)
 
     def _save(self, stream: int, documents: int, position: Any) -> dict[str, Any]:
         """Flush the work so far to the disk; return the state that a later call starts from."""
@@ -277,8 +269,3 @@ def _batches(stream: Stream, read: int, position: Any) -> Iterator[list[str]]:
 def _share(text: str) -> float:
     """Return a number in [0, 1) that depends only on the text, so that copies fall into the same split."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") / 2**56
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

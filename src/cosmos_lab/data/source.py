@@ -55,12 +55,9 @@ class TokenSource:
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        vocabulary: Vocabulary,
-        name: str = "tokens",
+        self, shards: Sequence[Shard], vocabulary: Vocabulary, name: str = "tokens",
         cache_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self.shards = tuple(shards)
         self.vocabulary = vocabulary

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cosmos_lab.io import require
+
 Unit = Literal["file", "blank-lines", "articles"]
 
 _TEXT = (".txt", ".text", ".md", ".tokens")
@@ -186,13 +188,8 @@ def _hub_stream(data: HubData, name: str, split: Literal["train", "val"] | None)
 
 
 def _load(data: HubData, split: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{data.name} comes through the package `datasets`: pip install 'cosmos-optim[lab,data]', or prepare local "
-            "text files"
-        ) from error
+    install = "pip install 'cosmos-optim[lab,data]', or prepare local text files"
+    datasets = require("datasets", f"{data.name} comes through the package `datasets`: {install}")
     try:
         return datasets.load_dataset(data.name, data.config, split=split, streaming=True)
     except Exception as error:  # The package raises a dozen kinds, its own and those of three network libraries.

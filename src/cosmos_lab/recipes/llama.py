@@ -39,16 +39,6 @@ def llama(model: str, steps: int, batch: int, **fields: object) -> RunConfig:
     ).replace(**fields)  # fmt: skip
 
 
-def adam_like(galore_rank: int, soap_lrs: tuple[float, ...]) -> list[Variant]:
-    """Return the variants with one rate for all parameters; ``rank`` None drops the set-up's, which is COSMOS's."""
-    return [
-        *at_rates("adam", ADAM_LRS, adam_lr="lr", rank=None),
-        *at_rates("adam-mini", (ADAM_LR,), adam_lr="lr", rank=None),
-        *at_rates("galore", GALORE_LRS, adam_lr="lr", rank=galore_rank, options=GALORE),
-        *at_rates("soap", soap_lrs, adam_lr="lr", rank=None),
-    ]
-
-
 def matrix_like(lrs: tuple[float, ...], *names: str) -> list[Variant]:
     """Return variants of Muon and COSMOS, embedding and head at 2e-3; only the paper's COSMOS has the set-up's rank."""
     own = {name: {} if name == "cosmos-paper" else {"rank": None} for name in names}
@@ -56,8 +46,15 @@ def matrix_like(lrs: tuple[float, ...], *names: str) -> list[Variant]:
 
 
 def _table_2(galore_rank: int, soap_lrs: tuple[float, ...]) -> list[Variant]:
-    own = matrix_like((5e-4,), "cosmos")
-    return [*adam_like(galore_rank, soap_lrs), *matrix_like(MATRIX_LRS, "muon", "cosmos-paper"), *own]
+    """Return the optimizers of Table 2; ``rank`` None drops the set-up's rank, which is COSMOS's."""
+    return [
+        *at_rates("adam", ADAM_LRS, adam_lr="lr", rank=None),
+        *at_rates("adam-mini", (ADAM_LR,), adam_lr="lr", rank=None),
+        *at_rates("galore", GALORE_LRS, adam_lr="lr", rank=galore_rank, options=GALORE),
+        *at_rates("soap", soap_lrs, adam_lr="lr", rank=None),
+        *matrix_like(MATRIX_LRS, "muon", "cosmos-paper"),
+        *matrix_like((5e-4,), "cosmos"),
+    ]
 
 
 @recipe(

@@ -19,6 +19,7 @@ GALORE_LRS = (2.5e-3, 5e-3, 1e-2, 2e-2)
 LRS = (2.5e-4, 5e-4, 1e-3, 2e-3)
 SOAP_LRS = (1e-3, 2e-3, 4e-3, 8e-3)
 ADDED = ("nesterov=True", "row_beta2=0.95")  # to the paper's COSMOS; NorMuon and this library's COSMOS have both
+EXPRESS = "ns_coefficients=polar-express"
 SOAP = ("frequency=1",)  # steps between updates of the basis; the 10 of Vyas et al. 2024 are too many for so few steps
 
 
@@ -45,14 +46,10 @@ def wiki(model: str, steps: int, **fields: Any) -> RunConfig:
     ).replace(**fields)  # fmt: skip
 
 
-def table(
-    adam: tuple[float, ...],
-    mini: tuple[float, ...],
-    soap: tuple[float, ...],
-    galore: tuple[float, ...],
-    lrs: tuple[float, ...],
-    rank: int = 128,
-) -> list[Variant]:
+Rates = tuple[float, ...]
+
+
+def table(adam: Rates, mini: Rates, soap: Rates, galore: Rates, lrs: Rates, rank: int = 128) -> list[Variant]:
     """Return the optimizers of Table 2, Muon with NORM, NorMuon and COSMOS with its defaults; the rank is GaLore's."""
     return [
         *at_rates("adam", adam, adam_lr="lr", rank=None),
@@ -94,14 +91,8 @@ def wiki_60m_ablations() -> Setup:
     return wiki("llama-60m", 800), [
         paper(),
         *(paper(rank=rank, gamma=gamma) for rank in (32, 64, 128) for gamma in (0.1, 0.25, 0.5, 1.0)),
-        paper("eps_placement=inside"),
-        paper("nesterov=True"),
-        paper("ns_steps=3"),
-        paper("ns_steps=4"),
-        paper("ns_coefficients=polar-express"),
-        paper("residual_guard=0.0"),
-        paper("side=smaller"),
-        paper("two_sided=True"),
+        *map(paper, ("eps_placement=inside", "nesterov=True", "ns_steps=3", "ns_steps=4", EXPRESS)),
+        *map(paper, ("residual_guard=0.0", "side=smaller", "two_sided=True")),
         paper(weight_decay=0.1),
         paper("momentum_dtype=torch.bfloat16"),
     ]
@@ -110,7 +101,6 @@ def wiki_60m_ablations() -> Setup:
 @recipe("this project")
 def wiki_60m_beyond() -> Setup:
     """Add to COSMOS and NorMuon what the paper does not have, on LLaMA-60M and English Wikipedia."""
-    express = "ns_coefficients=polar-express"
     return wiki("llama-60m", 800), [
         paper(lr=1e-3),
         paper("nesterov=True", lr=1e-3),
@@ -118,11 +108,11 @@ def wiki_60m_beyond() -> Setup:
         paper(*ADDED, lr=1e-3),
         paper("nesterov=5", "row_beta2=0.95", lr=1e-3),
         paper(*ADDED, lr=1e-3, rank=32),
-        paper(*ADDED, express, lr=1e-3),
-        paper(*ADDED, express, lr=1e-3, rank=32),
+        paper(*ADDED, EXPRESS, lr=1e-3),
+        paper(*ADDED, EXPRESS, lr=1e-3, rank=32),
         *at_rates("normuon", (7e-4, 1e-3), rank=None),
         *at_rates("normuon", (1e-3,), rank=None, options=("nesterov=5",)),
-        *at_rates("normuon", (1e-3,), rank=None, options=(express,)),
+        *at_rates("normuon", (1e-3,), rank=None, options=(EXPRESS,)),
     ]
 
 

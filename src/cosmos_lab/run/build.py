@@ -72,7 +72,7 @@ def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> 
         how = "off"  # the rest is not for torch.compile
     if how == "blocks":
         model.compile_parts()
-    runner = launch.replicate(launch.shard(model, world, bf16), world)
+    runner = launch.distribute(model, world, bf16)
     return cast(nn.Module, torch.compile(runner, dynamic=False)) if how == "on" else runner
 
 

@@ -187,13 +187,9 @@ def identity(
     """Return what a checkpoint must agree with to be continued; ``settings`` are the optimizer's, except its rates."""
     return {
         "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
-        "optimizer": config.optimizer.optimizer,
-        "rank": config.optimizer.rank,
+        **{name: config.get(name) for name in ("optimizer", "rank", "seq_len", "batch", "seed")},
         "data": source.fingerprint,
         "validation data": val_source.fingerprint,
-        "seq_len": config.data.seq_len,
-        "batch": config.training.batch,
-        "seed": config.training.seed,
         **{name: value for name, value in settings.items() if not name.endswith(".lr")},
     }
 

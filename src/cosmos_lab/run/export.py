@@ -14,16 +14,10 @@ from torch import Tensor
 from cosmos_lab.models import Decoder, ModelConfig
 
 _IN_BLOCK = {
-    "norm1": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "norm2": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+    "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+    **{f"attn.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
 _OUTSIDE = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -83,12 +77,9 @@ def llama_config(
 
 
 def export_llama(
-    model: Decoder,
-    directory: str | Path,
-    tokenizer_path: str | Path | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
+    model: Decoder, directory: str | Path, tokenizer_path: str | Path | None = None,
+    *, dtype: torch.dtype = torch.float32,
+) -> Path:  # fmt: skip
     """Write config.json, the weights (safetensors, or pytorch_model.bin if that package is missing) and tokenizer.
 
     Every file is written to a scratch folder and then moved, so that a full disk leaves an older export whole.

@@ -123,37 +123,27 @@ def pick_bf16(precision: str, device: torch.device) -> bool:
 
 def pick_compile(how: str, device: torch.device) -> str:
     """Return how to compile, "on", "blocks" or "off"; "auto" is the whole model on a GPU."""
-    if how != "auto":
-        return how
-    return "on" if device.type == "cuda" else "off"
+    return how if how != "auto" else "on" if device.type == "cuda" else "off"
 
 
-def shard(model: nn.Module, world: World, bf16: bool) -> nn.Module:
-    """Shard each block of ``model.blocks``, then the rest, with FSDP2; other modes return the model as it is.
+def distribute(model: nn.Module, world: World, bf16: bool) -> nn.Module:
+    """Wrap the model in DDP, or shard each block of ``model.blocks`` and then the rest with FSDP2.
 
-    Call it before the optimizer is built, because it replaces the parameters by DTensors.
+    Call it before the optimizer is built, because FSDP2 replaces the parameters by DTensors.
     """
-    if world.sharding != "fsdp":
-        return model
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if world.sharding == "ddp":
+        ids = [world.local_rank] if world.cuda else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    if world.sharding == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+        assert isinstance(model.blocks, nn.ModuleList)
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
-
-
-def replicate(model: nn.Module, world: World) -> nn.Module:
-    """Wrap the model in DDP; other modes return it as it is."""
-    if world.sharding != "ddp":
-        return model
-    ids = [world.local_rank] if world.cuda else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def accumulating(

@@ -15,17 +15,13 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "
 GB = 2**30
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Return the device's bf16 peak, or None if it is not known (a CPU, an unlisted GPU)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-
-
 def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device, devices: int = 1) -> float | None:
-    """Return useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices."""
-    peak = peak_flops(device)
+    """Return useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices.
+
+    None if the peak is not known: on a CPU or an unlisted GPU.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     return None if peak is None else tokens_per_s * flops_per_token / (peak * devices)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import atomic_write, finite, write_json
+from cosmos_lab.io import atomic_write, finite, require, write_json
 from cosmos_lab.models import Decoder
 from cosmos_lab.run.run_folder import CONFIG, METRICS, SUMMARY, explained, read_metrics
 
@@ -51,23 +51,14 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def header(
-    config: RunConfig,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
-    source: TokenSource,
-    val_source: TokenSource,
+    config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer, source: TokenSource, val_source: TokenSource,
     settings: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the content of config.json; ``settings`` are the optimizer's, defaults included."""
     text = {"tokens": len(source), "fingerprint": source.fingerprint, "val_fingerprint": val_source.fingerprint}
     return {
         "name": config.run_name,
-        "recipe": config.logging.recipe,
-        "model": config.model.model,
-        "optimizer": config.optimizer.optimizer,
-        "lr": config.optimizer.lr,
-        "adam_lr": config.optimizer.adam_lr,
-        "seed": config.training.seed,
+        **{name: config.get(name) for name in ("recipe", "model", "optimizer", "lr", "adam_lr", "seed")},
         "data": {**text, "vocab_size": source.vocab_size},
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -95,29 +86,20 @@ class RunLog:
             (self.folder / SUMMARY).unlink(missing_ok=True)  # an unreadable one
             self._truncate(resumed_at)
             self._file = (self.folder / METRICS).open("a", encoding="utf-8")
-        self._board = self._open_board() if config.logging.tensorboard else None
-        self._wandb = self._open_wandb(config) if config.logging.wandb else None
+        self._board = self._wandb = None
+        if config.logging.tensorboard:
+            message = "--tensorboard needs the package tensorboard: pip install tensorboard"
+            self._board = require("torch.utils.tensorboard", message).SummaryWriter(str(self.folder / "tensorboard"))
+        if config.logging.wandb:
+            wandb = require("wandb", "--wandb needs the package wandb: pip install wandb")
+            project, name, folder = config.logging.wandb, config.run_name, str(self.folder)
+            self._wandb = wandb.init(project=project, name=name, dir=folder, config=config.flat(), resume="allow")
 
     def _truncate(self, step: int) -> None:
         """Drop what a killed run logged after its last checkpoint, because those steps are repeated."""
         kept = [json.dumps(record) + "\n" for record in read_metrics(self.folder) if record["step"] <= step]
         with atomic_write(self.folder / METRICS) as out:
             out.write("".join(kept).encode())
-
-    def _open_board(self) -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
-        return SummaryWriter(str(self.folder / "tensorboard"))
-
-    def _open_wandb(self, config: RunConfig) -> Any:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError("--wandb needs the package wandb: pip install wandb") from error
-        project, name, folder = config.logging.wandb, config.run_name, str(self.folder)
-        return wandb.init(project=project, name=name, dir=folder, config=config.flat(), resume="allow")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""

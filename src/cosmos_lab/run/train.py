@@ -117,8 +117,6 @@ class Trainer:
         if self.log is not None:
             self.log.close()
 
-    # -- the loop -----------------------------------------------------------------------------------------------------
-
     def run(self) -> dict[str, Any]:
         """Train to the last step and return the summary, or stop with a checkpoint when a signal asks for it."""
         steps, every = self.config.training.steps, self.config.logging
@@ -221,8 +219,6 @@ class Trainer:
         record |= {"val_loss": loss, "val_ppl": _exp(loss)}
         self._write(record)
         return record
-
-    # -- what is written ----------------------------------------------------------------------------------------------
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self.log is not None:

@@ -1,4 +1,4 @@
-"""The flags of each command, as dataclasses whose docstrings are the help, and how they are read."""
+"""The flags of each command, as dataclasses with the help in their docstrings, and how they are read."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from cosmos_lab.io import require
 
 NAMES = {"t5": "google-t5/t5-base", "gpt2": "openai-community/gpt2"}
 
-_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
+END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def encoder_of(name: str, tokenizer: Any) -> Encoder:
     vocab_size = max(ids.values()) + 1
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"tokenizer {name} has {vocab_size} ids; shards hold uint16, so at most {MAX_VOCAB}")
-    end = next((ids[token] for token in _ENDS if token in ids), None)
+    end = next((ids[token] for token in END_TOKENS if token in ids), None)
     if end is None:
-        raise ValueError(f"tokenizer {name} has no end-of-document token; add one of {', '.join(_ENDS)} to it")
+        raise ValueError(f"tokenizer {name} has no end-of-document token; add one of {', '.join(END_TOKENS)} to it")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # Text that spells a special token out is still text.

@@ -12,7 +12,7 @@ from cosmos_lab.data.shards import SUFFIXES
 
 Split = Literal["train", "val"]
 
-# The word stands alone between separators, so that "training_set" or "interval" is not a label.
+# The word is alone between separators, so that "training_set" or "interval" is not a label.
 _LABEL = re.compile(r"(?:^|[._-])(train|val|valid|validation)(?=[._-]|\d|$)")
 
 
@@ -56,7 +56,7 @@ def _candidates(spec: str) -> list[Path]:
     path = Path(spec).expanduser()
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise ValueError(f"data {spec!r} is no token shard (.bin, .bin.xz); `cosmos-lab data prepare` makes them")
+            raise ValueError(f"data {spec!r} is not a shard (.bin, .bin.xz); `cosmos-lab data prepare` makes shards")
         return [path]
     if path.is_dir():
         return _one_prefix(spec, path, _shards_in(path))

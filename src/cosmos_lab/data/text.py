@@ -193,5 +193,5 @@ def _load(data: HubData, split: str) -> Any:
     try:
         return datasets.load_dataset(data.name, data.config, split=split, streaming=True)
     except Exception as error:  # The package raises a dozen kinds, its own and those of three network libraries.
-        where = "offline mode is set (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "is the network up?"
-        raise ValueError(f"cannot open {data.name} ({data.config}, {split}) on the hub: {error}; {where}") from error
+        hint = "offline mode is set (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "is the network up?"
+        raise ValueError(f"cannot open {data.name} ({data.config}, {split}) on the hub: {error}; {hint}") from error

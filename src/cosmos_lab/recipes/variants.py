@@ -84,28 +84,21 @@ def with_fields(
     unused = sorted({name for name, _ in extra} - {variant["optimizer"] for variant in variants})
     if unused:
         raise ValueError(f"--extra is for {', '.join(unused)}, but no run of the grid has that optimizer")
+    for name in ("optimizer", "lr"):
+        if any(name in fields for _, fields in extra):
+            raise ValueError(f"--extra cannot set {name}: choose with --{name}s")
     found: list[tuple[Variant, tuple[str, ...]]] = []
     for variant in variants:
-        ways = [fields for name, fields in extra if name == variant["optimizer"]]
-        found += [_with_fields(variant, fields, options) for fields in ways or [{}]]
+        for fields in [fields for name, fields in extra if name == variant["optimizer"]] or [{}]:
+            own = {name: value for name, value in fields.items() if name in _FIELDS}
+            for name, value in own.items():
+                if value is not None and not isinstance(value, (int, float)):
+                    raise ValueError(f"--extra: {name} takes a number; got {value!r}")
+            added = {name: f"{name}={value}" for name, value in fields.items() if name not in _FIELDS}
+            kept = [option for option in variant.get("options", options) if option.partition("=")[0] not in added]
+            new_options = {"options": (*kept, *added.values())} if added else {}
+            found.append(({**variant, **own, **new_options}, tuple(own)))
     return found
-
-
-def _with_fields(
-    variant: Variant, fields: Mapping[str, Any], options: tuple[str, ...]
-) -> tuple[Variant, tuple[str, ...]]:
-    for name in ("optimizer", "lr"):
-        if name in fields:
-            raise ValueError(f"--extra cannot set {name}: choose with --{name}s")
-    own = {name: value for name, value in fields.items() if name in _FIELDS}
-    for name, value in own.items():
-        if value is not None and not isinstance(value, (int, float)):
-            raise ValueError(f"--extra: {name} takes a number; got {value!r}")
-    added = {name: f"{name}={value}" for name, value in fields.items() if name not in _FIELDS}
-    if not added:
-        return {**variant, **own}, tuple(own)
-    kept = (option for option in variant.get("options", options) if option.partition("=")[0] not in added)
-    return {**variant, **own, "options": (*kept, *added.values())}, tuple(own)
 
 
 def with_rates(

@@ -58,19 +58,19 @@ def evaluate(
         )
     config = RunConfig.from_flat(about["config"])
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
-    where = pick_device(device)
-    bf16 = pick_bf16(config.training.precision, where)
-    model.to(where)
+    target = pick_device(device)
+    bf16 = pick_bf16(config.training.precision, target)
+    model.to(target)
     length = config.data.seq_len
     source = build.load_source(config, "val")
     for shard in source.shards:
         shard.check_vocabulary(model.config.vocab_size)
     batch = max(1, _LOGITS // (length * model.config.vocab_size))
-    sums, windows = torch.zeros(length, dtype=torch.float64, device=where), 0
+    sums, windows = torch.zeros(length, dtype=torch.float64, device=target), 0
     for x, y in validation_batches(source, batch, length, tokens or config.logging.val_tokens):
-        with torch.autocast(where.type, torch.bfloat16, enabled=bf16):
-            logits = model(x.to(where))
-        nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(where).flatten(), reduction="none")
+        with torch.autocast(target.type, torch.bfloat16, enabled=bf16):
+            logits = model(x.to(target))
+        nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(target).flatten(), reduction="none")
         sums += nll.view(len(x), length).sum(0, dtype=torch.float64)
         windows += len(x)
     means = (sums / windows).tolist()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_lab.data.encode import END_TOKENS
 from cosmos_lab.models import Decoder, ModelConfig
 
 _IN_BLOCK = {
@@ -25,7 +26,7 @@ _OUTSIDE = {
 }
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # How tokenizers mark the end of a document, in the order in which they are looked for.
-_END_TOKENS = ("</s>", "<|endoftext|>", "<eos>", "[EOS]")
+_END_TOKENS = (*END_TOKENS, "[EOS]")
 
 
 def llama_name(name: str) -> str:

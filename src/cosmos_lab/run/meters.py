@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -38,28 +39,26 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._host: list[float] = []
+        self._marks: list[tuple[Any, Any]] = []  # events on a GPU, else seconds
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Time the region inside."""
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self._host.append(1e3 * (time.perf_counter() - start))
+        begin = self._now()
+        yield
+        self._marks.append((begin, self._now()))
 
     def take(self) -> list[float]:
         """Return the durations in ms since the last call. On a GPU call it after a synchronization."""
-        taken = [begin.elapsed_time(end) for begin, end in self._events] if self._cuda else self._host
-        self._events, self._host = [], []
-        return taken
+        marks, self._marks = self._marks, []
+        return [begin.elapsed_time(end) if self._cuda else 1e3 * (end - begin) for begin, end in marks]
 
 
 class Clock:
@@ -75,9 +74,7 @@ class Clock:
 
     def stop(self) -> float:
         """Stop counting and return the seconds so far."""
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
+        self.seconds, self._since = self.read(), None
         return self.seconds
 
     def read(self) -> float:

@@ -40,7 +40,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
 
     Args:
         config: the run.
-        progress: called with every record of the log, and first with one whose "about" says what was opened.
+        progress: called with every record of the log, and first with one that says what was opened ("about").
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)
@@ -179,7 +179,7 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16)
 
     def _start_clock(self) -> None:
-        """Start the clock after the first step of this process, whose time is mostly compilation."""
+        """Start the clock after the first step of this process, which mostly compiles."""
         self.world.synchronize()
         self.stopwatch.take()
         self.timed, self.logged_seconds = self.state.step, self.clock.read()

@@ -136,10 +136,11 @@ def test_resume_with_another_config_is_refused_and_names_both(tiny_run: RunConfi
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_resume_may_change_the_rates(tiny_run: RunConfig) -> None:
+def test_a_resume_may_change_the_rates_with_a_warning(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(gamma=0.5)
     interrupt(config, 5)
-    train(config.replace(lr=1e-5, adam_lr=1e-5))
+    with pytest.warns(UserWarning, match="continues with lr 1e-05 instead of 0.002, adam_lr 1e-05 instead of 0.01"):
+        train(config.replace(lr=1e-5, adam_lr=1e-5))
     last = [record for record in run_folder.read_metrics(config.folder) if "lr" in record][-1]
     assert last["lr"] < 1e-5
 

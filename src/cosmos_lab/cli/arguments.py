@@ -43,7 +43,7 @@ class CompareCommand:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Where the report goes."""
+    """One page about run folders."""
 
     out: str = "report"
     """Folder of the page and its figures."""
@@ -53,7 +53,7 @@ class ReportCommand:
 
 @dataclass(frozen=True)
 class PrepareCommand:
-    """How text becomes shards."""
+    """Token shards from text."""
 
     settings: Settings = field(default_factory=Settings)
     out: str = "data"
@@ -64,7 +64,7 @@ class PrepareCommand:
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Where the exported model goes."""
+    """A checkpoint for transformers."""
 
     out: str = "exported"
     """Folder for transformers' from_pretrained."""
@@ -74,7 +74,7 @@ class ExportCommand:
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """On what, and where the numbers go."""
+    """Validation loss of trained runs by position in the context."""
 
     data: str | None = None
     """Other shards than those of the training."""
@@ -88,8 +88,11 @@ class EvaluateCommand:
     """A JSON file for the numbers."""
 
 
-def parse(default: T, arguments: Sequence[str], *, prog: str, description: str = "") -> T:
-    """Apply the flags in ``arguments`` to the dataclass ``default``; nested dataclasses give flat flags."""
+def parse(default: T, arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:
+    """Apply the flags in ``arguments`` to the dataclass ``default``; nested dataclasses give flat flags.
+
+    The description in the help is the docstring of the dataclass, if it is not given.
+    """
     tyro = require("tyro", "the commands need the package tyro: pip install 'cosmos-optim[lab]'")
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     parsed: T = tyro.cli(

@@ -147,8 +147,7 @@ def report_command(arguments: list[str]) -> None:
     from cosmos_lab.report import write_report
 
     runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
-    about = "One page about run folders."
-    asked = flags.parse(flags.ReportCommand(), rest, prog="cosmos-lab report RUNS...", description=about)
+    asked = flags.parse(flags.ReportCommand(), rest, prog="cosmos-lab report RUNS...")
     print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
 
 
@@ -170,8 +169,8 @@ def data_command(arguments: list[str]) -> None:
     if verb != "prepare":
         raise ValueError(f"data has one verb, prepare: {usage}")
     sources, rest = _words(rest, "the source", usage)
-    prog = usage.removesuffix(" [flags]")
-    asked = flags.parse(flags.PrepareCommand(), rest, prog=prog, description="Token shards from text.")
+    asked = flags.parse(flags.PrepareCommand(), rest, prog=usage.removesuffix(" [flags]"))
+
     def show(now: Progress) -> None:
         share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
         print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
@@ -191,8 +190,7 @@ def export_command(arguments: list[str]) -> None:
     from cosmos_lab.run.export import export_llama
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
-    about = "A checkpoint for transformers."
-    asked = flags.parse(flags.ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
+    asked = flags.parse(flags.ExportCommand(), rest, prog="cosmos-lab export RUN")
     if len(runs) > 1:
         raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with its own -o")
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
@@ -204,8 +202,7 @@ def evaluate_command(arguments: list[str]) -> None:
     from cosmos_lab.run.evaluate import evaluate, format_positions
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
-    about = "Validation loss of trained runs by position in the context."
-    asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
+    asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...")
     results = [
         evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
     ]

@@ -99,7 +99,3 @@ class PipeSafeStream:
 def _fail(message: str, code: int = 2) -> int:
     print(f"cosmos-lab: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

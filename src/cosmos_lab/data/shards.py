@@ -14,7 +14,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -206,23 +206,17 @@ def _unpack(packed: lzma.LZMAFile, path: Path, plain: Path) -> None:
     free = shutil.disk_usage(plain.parent).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{size >> 20} MB needed, {free >> 20} MB free")
+    digest, found, broken = hashlib.sha256(), 0, None
     with atomic_write(plain) as out:
         out.write(start)
-        sha256, found, broken = _copy(packed, out)
+        try:
+            while chunk := packed.read1(_CHUNK):  # Not `read`, which drops what came just before a break.
+                out.write(chunk)
+                digest.update(chunk)
+                found += len(chunk)
+        except (lzma.LZMAError, EOFError) as error:
+            broken = error
         _check_length(path, count, found)
         if broken is not None:
             raise ValueError(f"damaged shard {path}: its checksum does not agree ({broken}); copy it again") from broken
-        write_json(_note(plain), {"bytes": size, "sha256": sha256})
-
-
-def _copy(packed: lzma.LZMAFile, out: BinaryIO) -> tuple[str, int, Exception | None]:
-    """Copy the rest of `packed`; return the SHA-256 and bytes of what came, and the error that ended it, if any."""
-    digest, found = hashlib.sha256(), 0
-    try:
-        while chunk := packed.read1(_CHUNK):  # Not `read`, which drops what came just before a break.
-            out.write(chunk)
-            digest.update(chunk)
-            found += len(chunk)
-    except (lzma.LZMAError, EOFError) as error:
-        return digest.hexdigest(), found, error
-    return digest.hexdigest(), found, None
+        write_json(_note(plain), {"bytes": size, "sha256": digest.hexdigest()})

@@ -77,9 +77,8 @@ class Attention(nn.Module):
 
     def fill_tables(self) -> None:
         """cos and sin of t theta^(-2i/D) for t < max_seq_len, i < D/2."""
-        frequencies = self.config.rope_theta ** (
-            -torch.arange(0, self.config.head_dim, 2).float() / self.config.head_dim
-        )
+        size = self.config.head_dim
+        frequencies = self.config.rope_theta ** (-torch.arange(0, size, 2).float() / size)
         angles = torch.outer(torch.arange(self.config.max_seq_len).float(), frequencies)[:, None]
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())

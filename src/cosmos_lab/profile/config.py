@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -97,8 +96,4 @@ def profile_mfu() -> ProfileConfig:
     return ProfileConfig(tables=("mfu",), optimizers=("adam", "cosmos"))
 
 
-PROFILES: dict[str, Callable[[], ProfileConfig]] = {
-    "profile-memory": profile_memory,
-    "profile-throughput": profile_throughput,
-    "profile-mfu": profile_mfu,
-}
+PROFILES = {make.__name__.replace("_", "-"): make for make in (profile_memory, profile_throughput, profile_mfu)}

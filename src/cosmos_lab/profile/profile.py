@@ -41,19 +41,20 @@ def profile(config: ProfileConfig, log: Log = print) -> dict[str, Any]:
     """
     config.check()
     profiler = Profiler(config)
+    device = profiler.device
     result: dict[str, Any] = {
         "config": {k: v for k, v in asdict(config).items() if k != "out"},
         "date": datetime.date.today().isoformat(),
         "commit": run_log.commit(),
         "versions": run_log.versions(),
-        "device": profiler.device_name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "parameters": profiler.model.num_parameters(),
     }
     for table in config.tables:
         result[table] = []
         for row in _TABLES[table](profiler, log):
             result[table].append(row)
-            log(f"{table}: {_line(row)}")
+            log(f"{table}: {', '.join(f'{name} {_show(name, value)}' for name, value in row.items())}")
             if config.out:
                 write_json(Path(config.out), finite(result))  # at once, in case the machine is taken away
         log(format_rows(result[table]))
@@ -206,10 +207,6 @@ def _show(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
     return str(value)
-
-
-def _line(row: Row) -> str:
-    return ", ".join(f"{name} {_show(name, value)}" for name, value in row.items())
 
 
 def format_rows(rows: list[Row]) -> str:

@@ -49,11 +49,6 @@ class Profiler:
         self._saved: tuple[int, int] | None = None  # by a pass over one sequence and over two
         self.forward_backward, self.update = Stopwatch(self.device), Stopwatch(self.device)
 
-    @property
-    def device_name(self) -> str:
-        """Return the name of the GPU, or "cpu"."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-
     def recompile(self, dynamic: bool) -> None:
         """Compile again: one graph for each batch size, or one for all of them (a little slower) if ``dynamic``."""
         if self.compiled == "off":

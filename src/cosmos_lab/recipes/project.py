@@ -106,12 +106,10 @@ def wiki_60m_beyond() -> Setup:
         paper("nesterov=True", lr=1e-3),
         paper("row_beta2=0.95", lr=1e-3),
         paper(*ADDED, lr=1e-3),
-        paper("nesterov=5", "row_beta2=0.95", lr=1e-3),
         paper(*ADDED, lr=1e-3, rank=32),
         paper(*ADDED, EXPRESS, lr=1e-3),
         paper(*ADDED, EXPRESS, lr=1e-3, rank=32),
         *at_rates("normuon", (7e-4, 1e-3), rank=None),
-        *at_rates("normuon", (1e-3,), rank=None, options=("nesterov=5",)),
         *at_rates("normuon", (1e-3,), rank=None, options=(EXPRESS,)),
     ]
 

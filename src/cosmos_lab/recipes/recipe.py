@@ -85,10 +85,7 @@ def recipe(
 ) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
     """Register a function as the recipe of its name, with the first line of its docstring as the title.
 
-    Args:
-        source: where the paper reports it, or "this project".
-        metric: what its runs are compared on.
-        published: the paper's numbers, by the label of a run's variant.
+    The arguments are fields of `Recipe`; the function returns the other two, set-up and grid.
     """
 
     def register(setup: Callable[[], Setup]) -> Callable[[], Setup]:

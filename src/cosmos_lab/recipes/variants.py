@@ -59,12 +59,10 @@ def _fits(variant: Variant, name: str) -> bool:
     changes = _changes(variant)
     words = {label(variant), "-".join(f"{short}{value}" for short, value, _ in changes) or "base"}
     for short, value, field in changes:
-        words |= {short, field, f"{short}{value}", f"{field}{value}"} | ({value} if _is_word(value) else set())
+        words |= {short, field, f"{short}{value}", f"{field}{value}"}
+        if value[:1].isalpha() and value not in ("True", "False"):
+            words.add(value)
     return {_bare(part) for part in name.split("+")} <= {_bare(word) for word in words}
-
-
-def _is_word(value: str) -> bool:
-    return value[:1].isalpha() and value not in ("True", "False")
 
 
 def _bare(text: str) -> str:

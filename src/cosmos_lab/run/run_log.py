@@ -36,18 +36,16 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """Return the commit of this source tree, with "+" if it has changes; None outside a repository."""
-    here = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+
     try:
-        sha = _git(here, "rev-parse", "HEAD")
-        return sha + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no", "--", ".") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-    return done.stdout.strip()
 
 
 def header(

@@ -225,7 +225,7 @@ def test_order_is_pinned_to_integers(seed: int, epoch: int) -> None:
 
 
 def test_order_is_uniform() -> None:
-    """Over 4000 seeds each of 8 documents stands at each place 500 times, within 6 standard deviations of 21."""
+    """Over 4000 seeds each of 8 documents is at each place 500 times, within 6 standard deviations of 21."""
     places = np.stack([permutation(8, seed, 0) for seed in range(4000)])
     counts = np.stack([(places == document).sum(0) for document in range(8)])
     assert np.abs(counts - 500).max() < 6 * 21

@@ -1,4 +1,4 @@
-"""Data sets of the hub without a network: a local folder stands in for one; and what is said when none can be had."""
+"""Data sets of the hub without a network: a local folder replaces one, and errors say what to do without any."""
 
 from __future__ import annotations
 

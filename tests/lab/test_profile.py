@@ -127,7 +127,7 @@ def test_activations_are_counted_by_the_batch() -> None:
     profiler.set_optimizer("adam")
     weights = sum(p.numel() * 4 for p in profiler.model.parameters())
     one, two, four = (profiler.peak_gb(size)[0] * GB for size in (1, 2, 4))
-    assert four - two == pytest.approx(2 * (two - one), rel=0.05)  # linear but for a few tensors of fixed size
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)  # linear except for a few tensors of fixed size
     assert one > 4 * weights  # weights, gradients, two moments
 
 

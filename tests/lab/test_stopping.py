@@ -27,7 +27,7 @@ def unnoticed(signum: int, frame: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _known_handlers() -> Iterator[None]:
-    """Signals raise, whatever started the tests; every test leaves them so."""
+    """Make signals raise, and check that every test leaves them so."""
     fresh = {signal.SIGTERM: unnoticed, signal.SIGINT: signal.default_int_handler}
     before = {signum: signal.signal(signum, handler) for signum, handler in fresh.items()}
     yield
@@ -169,10 +169,10 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
     command = ["compare", "tiny", *common, "--optimizers", "adam", "--lrs", "1e-3,2e-3"]
     names = ["tiny-adam-lr0.001-s0", "tiny-adam-lr0.002-s0"]
     out = Path(config.logging.out)
-    report, workers, told = comparison._report, set(), []
+    report, processes, told = comparison._report, set(), []
 
     def signalled(job: Any, *rest: Any) -> bool:
-        workers.add(job.process)
+        processes.add(job.process)
         if not told and all(any(run_folder.read_metrics(out / name)) for name in names):
             told.append(send(signal.SIGTERM))
         return report(job, *rest)
@@ -182,10 +182,10 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
     said = capsys.readouterr()
     message = "stopped by SIGTERM in 2 of 2 runs, with checkpoints; the same command continues"
     assert said.err.endswith(f"cosmos-lab: {message}\n") and "unfinished" in said.out
-    assert [worker.returncode for worker in workers] == [143, 143]  # and waited for: no process is left
-    for worker in workers:
+    assert [process.returncode for process in processes] == [143, 143]  # and waited for: no process is left
+    for process in processes:
         with pytest.raises(ProcessLookupError):
-            os.kill(worker.pid, 0)
+            os.kill(process.pid, 0)
     for name in names:
         assert "stopped by SIGTERM at step" in (out / name / "output.txt").read_text()
         assert (out / name / "checkpoints").is_dir()

@@ -18,7 +18,7 @@ from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import send
 
-# Sums over processes round otherwise than sums over micro-batches, and eight steps of training amplify it.
+# Sums over processes round differently from sums over micro-batches, and eight steps of training amplify it.
 DISTRIBUTED_TOLERANCE = 1e-4
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds in which a signal that comes again is the same one: `timeout`, SLURM and terminals send it to a process and to
-# its group, and `torchrun` and `compare --parallel` pass on what their workers may have received already.
+# its group, and `torchrun` and `compare --parallel` forward what their processes may have received already.
 _ECHO_S = 2.0
 
 

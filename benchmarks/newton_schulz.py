@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.step import versions
-from cosmos_lab.runlog import commit
+from cosmos_lab.run.run_log import commit
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
 from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,

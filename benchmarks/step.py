@@ -22,7 +22,7 @@ from benchmarks import measure
 from benchmarks.roofline import cosmos_bytes, cosmos_flops, rates, roofline
 from benchmarks.rows import ROWS
 from benchmarks.shapes import MODELS, parameters
-from cosmos_lab.runlog import commit
+from cosmos_lab.run.run_log import commit
 
 GIB = 2**30
 # Steps until all is as ever: one takes the first bases, two follow, the fourth is recorded, the fifth replays it.

@@ -27,7 +27,7 @@ ORDER = (
     "",  # the package itself
 )
 # The code that starts and joins processes; everything else gets the layout from the parameters.
-MAY_DISTRIBUTE = ("cosmos_optim.sharding", "cosmos_lab.launch")
+MAY_DISTRIBUTE = ("cosmos_optim.sharding", "cosmos_lab.run.launch")
 MAY_TRITON = ("cosmos_optim.cuda",)
 # Functions of torch that take the default device and dtype unless told otherwise.
 FACTORIES = (
@@ -35,7 +35,7 @@ FACTORIES = (
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 )  # fmt: skip
 # What would make a model depend on how it is trained.
-NOT_IN_MODELS = ("cosmos_optim", "torch.optim", "cosmos_lab.optimizers", "cosmos_lab.train", "cosmos_lab.recipes")
+NOT_IN_MODELS = ("cosmos_optim", "torch.optim", "cosmos_lab.optimizers", "cosmos_lab.run.train", "cosmos_lab.recipes")
 
 
 def name_of(file: Path) -> str:
@@ -230,6 +230,13 @@ def test_the_lab_uses_only_public_names_of_the_library(module: str) -> None:
 def test_models_know_no_optimizer(module: str) -> None:
     """A model can be read, exported and timed without knowing how it is trained."""
     wrong = [name for name in imports_of(module) if within(name, NOT_IN_MODELS)]
+    assert not wrong, f"{module} imports {wrong}"
+
+
+@pytest.mark.parametrize("module", modules("cosmos_lab.recipes"))
+def test_recipes_do_not_import_the_profiler(module: str) -> None:
+    """A recipe says what to run; nothing that measures or trains is needed to read it."""
+    wrong = [name for name in imports_of(module) if within(name, ("cosmos_lab.profile", "cosmos_lab.run"))]
     assert not wrong, f"{module} imports {wrong}"
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from cosmos_lab.cli import main
+from cosmos_lab.cli.main import main
 
 sys.exit(main())

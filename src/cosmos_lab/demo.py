@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_lab.compare import compare
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TrainDisplay, format_table
-from cosmos_lab.recipes.rows import label
+from cosmos_lab.grid.compare import compare
+from cosmos_lab.recipes.variants import label
 from cosmos_lab.report import write_report
-from cosmos_lab.train import train
+from cosmos_lab.run.train import train
 
 # Rate of the hidden matrices found by the sweep, and the six rates it tried for each: the paper's, extended upwards.
 RATES = {"adam": 2e-3, "muon": 1e-3, "soap": 4e-3, "cosmos": 1e-3}

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from cosmos_lab import compare as module
-from cosmos_lab import runlog
-from cosmos_lab.compare import Budget, compare
 from cosmos_lab.config import RunConfig
-from cosmos_lab.ranking import format_result, rank
+from cosmos_lab.grid import compare as module
+from cosmos_lab.grid.compare import Budget, compare
+from cosmos_lab.results import format_result, rank
 
 
 def grid(base: RunConfig, *variants: dict[str, Any]) -> list[RunConfig]:
@@ -196,7 +195,7 @@ def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, mo
     monkeypatch.setattr(module, "train", scarce)
     result = compare(grid(tiny_run, COSMOS, ADAM), show=False)
     assert result["rows"][0]["failures"] == ["CUDA out of memory"] and list(result["best"]) == ["adam"]
-    assert not (runlog.run_folder(tiny_run.replace(name="run0")) / "summary.json").exists()  # so that it is tried again
+    assert not (tiny_run.replace(name="run0").folder / "summary.json").exists()  # so it is tried again
 
 
 def test_a_budget_goes_by_the_longest_run_of_the_same_size(tiny_run: RunConfig) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from cosmos_lab.demo import RATES, SWEEP, DemoConfig, demo, demo_run, sentence
-from cosmos_lab.runlog import run_folder
-from cosmos_lab.stopping import Stopped
-from cosmos_lab.train import train
+from cosmos_lab.run.stopping import Stopped
+from cosmos_lab.run.train import train
 from tests.lab.outcomes import at_step, log_of
 
 
@@ -21,7 +20,7 @@ def test_the_demo_ends_with_table_report_and_sentence(
     with pytest.raises(Stopped):
         train(adam, progress=at_step(1))
     result = demo(config)
-    assert log_of(run_folder(adam))[0]["step"] == 1  # a fresh demo does not continue one that was stopped
+    assert log_of(adam.folder)[0]["step"] == 1  # a fresh demo does not continue one that was stopped
     out = capsys.readouterr().out
     assert set(result["summaries"]) == {"adam", "muon", "soap", "cosmos"}
     shown = ("Adam", "MUON", "SOAP", "COSMOS", "val ppl", result["report"], result["sentence"])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cosmos_lab.export import export_llama, llama_name, llama_state
 from cosmos_lab.models import Decoder, build
+from cosmos_lab.run.export import export_llama, llama_name, llama_state
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here: pip install transformers")
 

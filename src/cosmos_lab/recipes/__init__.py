@@ -4,9 +4,8 @@
     for run in recipe.runs(optimizers=["adam", "cosmos"]): train(run)
 """
 
-from cosmos_lab.recipes import gpt, llama, small, wiki  # noqa: F401  (importing registers)
-from cosmos_lab.recipes.base import RECIPES, Recipe, get_recipe, shrink
-from cosmos_lab.recipes.profiles import PROFILES
-from cosmos_lab.recipes.rows import label
+from cosmos_lab.recipes import gpt, llama, project  # noqa: F401  (importing registers)
+from cosmos_lab.recipes.recipe import RECIPES, Recipe, get_recipe, shrink
+from cosmos_lab.recipes.variants import label
 
-__all__ = ["PROFILES", "RECIPES", "Recipe", "get_recipe", "label", "shrink"]
+__all__ = ["RECIPES", "Recipe", "get_recipe", "label", "shrink"]

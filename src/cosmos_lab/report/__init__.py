@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosmos_lab.data.files import atomic_write, disk_error
+from cosmos_lab.io import atomic_write, disk_error
+from cosmos_lab.report.grouping import Task, arrange
 from cosmos_lab.report.loading import find_runs, load_run
 from cosmos_lab.report.page import render
-from cosmos_lab.report.results import Task, arrange
 from cosmos_lab.report.words import reason, summary, unreadable
 
 __all__ = ["summarize", "write_report"]

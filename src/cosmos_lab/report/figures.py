@@ -21,10 +21,10 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from cosmos_lab.data.files import atomic_write
+from cosmos_lab.io import atomic_write
 from cosmos_lab.report import curves, payload
+from cosmos_lab.report.grouping import Group, Task
 from cosmos_lab.report.loading import METRICS
-from cosmos_lab.report.results import Group, Task
 from cosmos_lab.report.style import THEMES, Look, count, rate
 
 _INK, _SOFT, _GRID = (THEMES["light"][key] for key in ("ink", "soft", "grid"))

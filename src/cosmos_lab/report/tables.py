@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from cosmos_lab.report.grouping import Group, Spread, Task, flatten
 from cosmos_lab.report.loading import Run
-from cosmos_lab.report.results import Group, Spread, Task, flatten
 from cosmos_lab.report.style import Look, count, rate, seconds, significant, size
 from cosmos_lab.report.words import at_edge, reason
 

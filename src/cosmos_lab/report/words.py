@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from cosmos_lab.report.grouping import Group, Task
 from cosmos_lab.report.loading import Run
-from cosmos_lab.report.results import Group, Task
 from cosmos_lab.report.style import count, rate, significant
 
 # Runs whose token counts differ by less than this share ended together: the last batch may be cut.

@@ -1,0 +1,1 @@
+"""The command ``cosmos-lab``: its subcommands, their arguments and how those are read."""

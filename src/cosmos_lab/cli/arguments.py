@@ -1,0 +1,140 @@
+"""The flags of each command, as dataclasses with the help in their docstrings, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from cosmos_lab.config import RunConfig, parse_options
+from cosmos_lab.data.prepare import Settings
+from cosmos_lab.io import require
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Which runs of the recipe's grid."""
+
+    optimizers: str | None = None
+    """Only these, separated by commas."""
+    lrs: str | None = None
+    """Rates in place of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name."""
+    seeds: str = "0"
+    """Seeds, separated by commas."""
+    only: str | None = None
+    """Only these runs of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
+    extra: str | None = None
+    """More by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False; one that occurs twice runs in both ways."""
+    parallel: int = 1
+    """Runs at a time; with GPUs each run has its own."""
+    minutes: float = 0.0
+    """Start no run that would end later than this; the same command continues (0: no limit)."""
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """A grid of runs."""
+
+    compare: CompareOptions = field(default_factory=CompareOptions)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """One page about run folders."""
+
+    out: str = "report"
+    """Folder of the page and its figures."""
+    title: str = "Pre-training report"
+    """Heading of the page."""
+
+
+@dataclass(frozen=True)
+class PrepareCommand:
+    """Token shards from text."""
+
+    settings: Settings = field(default_factory=Settings)
+    out: str = "data"
+    """Folder of the shards."""
+    tokenizer: str | None = None
+    """t5, gpt2, a tokenizer.json or a name on the hub (None: t5 for C4, else gpt2)."""
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """A checkpoint for transformers."""
+
+    out: str = "exported"
+    """Folder for transformers' from_pretrained."""
+    tokenizer: str | None = None
+    """A tokenizer.json to put beside the weights."""
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Validation loss of trained runs by position in the context."""
+
+    data: str | None = None
+    """Other shards than those of the training."""
+    tokens: int | None = None
+    """Validation tokens (None: as many as in training)."""
+    seq_len: int | None = None
+    """Length of the context (None: as in training)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    out: str | None = None
+    """A JSON file for the numbers."""
+
+
+def parse(default: T, arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:
+    """Apply the flags in ``arguments`` to the dataclass ``default``; nested dataclasses give flat flags.
+
+    The description in the help is the docstring of the dataclass, if it is not given.
+    """
+    tyro = require("tyro", "the commands need the package tyro: pip install 'cosmos-optim[lab]'")
+    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    parsed: T = tyro.cli(
+        type(default), default=default, args=list(arguments), prog=prog, description=description, config=flat
+    )
+    return parsed
+
+
+def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:
+    """Read the rates of ``--lrs``.
+
+    >>> parse_lrs("1e-3,2e-3"), parse_lrs("adam=2e-3;cosmos=5e-4,1e-3")
+    ([0.001, 0.002], {'adam': [0.002], 'cosmos': [0.0005, 0.001]})
+    """
+    if text is None:
+        return None
+    if "=" not in text:
+        return numbers(text, float, "--lrs")
+    pairs = (part.partition("=") for part in text.split(";") if part)
+    return {name.strip(): numbers(rates, float, "--lrs") for name, _, rates in pairs}
+
+
+def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
+    """Read ``1,2,3`` as numbers of a kind."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers separated by commas; got {text!r}") from None
+
+
+def parse_extra(text: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Read the fields by optimizer of ``--extra``.
+
+    >>> parse_extra("soap:frequency=10;cosmos:;cosmos:rank=32,side=smaller")
+    [('soap', {'frequency': 10}), ('cosmos', {}), ('cosmos', {'rank': 32, 'side': 'smaller'})]
+    """
+    found = []
+    for part in (text or "").split(";"):
+        if not part.strip():
+            continue
+        name, colon, fields = part.partition(":")
+        if not colon:
+            raise ValueError(f"--extra takes optimizer:name=value, for example soap:frequency=10; got {part!r}")
+        found.append((name.strip(), parse_options(tuple(f.strip() for f in fields.split(",") if f.strip()), "--extra")))
+    return found

@@ -1,0 +1,238 @@
+"""The commands of ``cosmos-lab``: each takes its arguments and does its work, or raises a ValueError.
+
+A recipe's values are the defaults of its flags, so the recipe and ``--scale`` are read first, the flags after them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from cosmos_lab.cli import arguments as flags
+from cosmos_lab.recipes import RECIPES, Recipe, get_recipe
+
+HELP = ("-h", "--help")
+
+
+def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
+    """Return the first argument, which must be a word, and the rest."""
+    if arguments and arguments[0] in HELP:
+        print(f"usage: {usage}")
+        raise SystemExit(0)
+    if not arguments or arguments[0].startswith("-"):
+        raise ValueError(f"{what} comes first: {usage}")
+    return arguments[0], arguments[1:]
+
+
+def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Return the value of a flag that other flags' defaults depend on, and the rest."""
+    rest = list(arguments)
+    for index, word in enumerate(rest):
+        if word == flag or word.startswith(flag + "="):
+            value = word.partition("=")[2] or (rest[index + 1] if index + 1 < len(rest) else "")
+            del rest[index : index + (1 if "=" in word else 2)]
+            return value, rest
+    return None, rest
+
+
+def _take_recipe(arguments: list[str], command: str, flags_shown: str = "[flags]") -> tuple[Recipe, str, list[str]]:
+    """Return the recipe that the first argument names, shrunk by ``--scale``, what it is, and the rest."""
+    hints = f"`cosmos-lab recipes` lists the recipes, `cosmos-lab {command} tiny --help` the flags"
+    name, rest = _take(arguments, "the recipe", f"cosmos-lab {command} RECIPE [--scale S] {flags_shown}\n{hints}")
+    text, rest = _take_flag(rest, "--scale")
+    try:
+        scale = 1.0 if text is None else float(text)
+    except ValueError:
+        raise ValueError(f"--scale takes a number in (0, 1]; got {text!r}") from None
+    recipe = get_recipe(name, scale)
+    shrunk = f"Shrunk by --scale {scale:g}." if scale != 1 else "--scale S shrinks model, batch and tokens together."
+    return recipe, f"{recipe.title} ({recipe.source}). {shrunk}", rest
+
+
+def train_command(arguments: list[str]) -> None:
+    """Train one run: cosmos-lab train RECIPE [flags]."""
+    from cosmos_lab.display import TrainDisplay
+    from cosmos_lab.run.run_folder import finished
+    from cosmos_lab.run.train import train
+
+    recipe, about, rest = _take_recipe(arguments, "train")
+    optimizer, rest = _take_flag(rest, "--optimizer")
+    default = recipe.config if optimizer is None else recipe.start(optimizer)
+    config = flags.parse(default, rest, prog=f"cosmos-lab train {recipe.name}", description=about)
+    summary = finished(config.check())
+    earlier = " earlier" if summary is not None else ""
+    if summary is None:
+        with TrainDisplay(config) as display:
+            summary = train(config, progress=display)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
+    print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {config.folder}")
+
+
+def compare_command(arguments: list[str]) -> None:
+    """Run a grid: cosmos-lab compare RECIPE [flags]."""
+    from cosmos_lab.grid.compare import compare
+    from cosmos_lab.optimizers import optimizer_class
+
+    recipe, about, rest = _take_recipe(arguments, "compare", "[--optimizers a,b] [--lrs ...] [flags]")
+    default = flags.CompareCommand(run=recipe.config)
+    asked = flags.parse(default, rest, prog=f"cosmos-lab compare {recipe.name}", description=about)
+    for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
+        given = any(word == f"--{one}" or word.startswith(f"--{one}=") for word in rest)
+        if given or asked.run.get(one) != recipe.config.get(one):
+            raise ValueError(f"a comparison takes --{many}, not --{one}")
+    if asked.run.logging.name != recipe.config.logging.name:
+        raise ValueError("a comparison names its runs itself: choose their folder with --out instead of --name")
+    options = asked.compare
+    chosen = [name.strip() for name in (options.optimizers or "").split(",") if name.strip()] or None
+    for optimizer in chosen or ():
+        optimizer_class(optimizer)
+    runs = recipe.runs(
+        asked.run,
+        optimizers=chosen,
+        lrs=flags.parse_lrs(options.lrs),
+        seeds=flags.numbers(options.seeds, int, "--seeds"),
+        only=options.only.split(",") if options.only else None,
+        extra=flags.parse_extra(options.extra),
+    )
+    result = compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
+    if recipe.published and recipe.config == get_recipe(recipe.name).config:
+        print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
+    failed = sum(len(row["failures"]) for row in result["rows"])
+    if failed:
+        raise ValueError(f"{failed} of {len(runs)} runs failed, as the table says; the same command tries them again")
+
+
+_LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
+
+
+def profile_command(arguments: list[str]) -> None:
+    """Measure time and memory: cosmos-lab profile MODEL [flags]."""
+    from cosmos_lab.profile.config import PROFILES, ProfileConfig
+    from cosmos_lab.profile.profile import profile
+
+    usage = (
+        f"cosmos-lab profile MODEL [flags], MODEL such as llama-1b, or one of {', '.join(PROFILES)}\n"
+        "`cosmos-lab profile llama-1b --help` lists the flags"
+    )
+    name, rest = _take(arguments, "the model", usage)
+    default = PROFILES[name]() if name in PROFILES else dataclasses.replace(ProfileConfig(), model=name)
+    default.check()
+    about = "Memory, time, largest batch, MFU."
+    profile(flags.parse(default, _spaced(rest), prog=f"cosmos-lab profile {name}", description=about))
+
+
+def _spaced(arguments: list[str]) -> list[str]:
+    """Write lists of words that have commas, as `compare` takes them, with spaces.
+
+    >>> _spaced(["--optimizers", "adam,cosmos", "--out", "a,b.json", "--tables=memory,mfu"])
+    ['--optimizers', 'adam', 'cosmos', '--out', 'a,b.json', '--tables', 'memory', 'mfu']
+    """
+    found: list[str] = []
+    listed = False
+    for word in arguments:
+        flag, given, value = word.partition("=")
+        if word.startswith("--"):
+            listed = flag in _LISTS
+            found.append(flag if listed else word)
+            word = value if listed and given else ""
+        found += [part for part in word.split(",") if part] if listed else [word] * bool(word)
+    return found
+
+
+def report_command(arguments: list[str]) -> None:
+    """Write a page about runs: cosmos-lab report RUNS... -o DIR."""
+    from cosmos_lab.report import write_report
+
+    runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
+    asked = flags.parse(flags.ReportCommand(), rest, prog="cosmos-lab report RUNS...")
+    print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
+
+
+def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list[str]]:
+    """Return the leading words, none if only help is asked for, and the flags after them with -o spelled out."""
+    if arguments and arguments[0] in HELP:
+        return [], ["--help"]
+    _take(arguments, what, usage)
+    count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
+    return arguments[:count], ["--out" if word == "-o" else word for word in arguments[count:]]
+
+
+def data_command(arguments: list[str]) -> None:
+    """Make token shards: cosmos-lab data prepare SOURCE... [flags]."""
+    from cosmos_lab.data.prepare import Progress, prepare
+
+    usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
+    verb, rest = ("prepare", arguments) if arguments and arguments[0] in HELP else _take(arguments, "prepare", usage)
+    if verb != "prepare":
+        raise ValueError(f"data has one verb, prepare: {usage}")
+    sources, rest = _words(rest, "the source", usage)
+    asked = flags.parse(flags.PrepareCommand(), rest, prog=usage.removesuffix(" [flags]"))
+
+    def show(now: Progress) -> None:
+        share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
+        print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
+
+    tokenizer = asked.tokenizer or ("t5" if sources == ["c4"] else "gpt2")
+    try:
+        made = prepare(sources, asked.out, tokenizer, asked.settings, progress=show)
+    finally:
+        print()  # ends the line of progress
+    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with; "
+          f"use them with --data {made.spec}")  # fmt: skip
+
+
+def export_command(arguments: list[str]) -> None:
+    """Export a model to transformers: cosmos-lab export RUN -o DIR."""
+    from cosmos_lab.run.checkpoint import load_trained
+    from cosmos_lab.run.export import export_llama
+
+    runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
+    asked = flags.parse(flags.ExportCommand(), rest, prog="cosmos-lab export RUN")
+    if len(runs) > 1:
+        raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with its own -o")
+    print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
+
+
+def evaluate_command(arguments: list[str]) -> None:
+    """Compute losses by position: cosmos-lab evaluate RUN... [flags]."""
+    from cosmos_lab.io import write_json
+    from cosmos_lab.run.evaluate import evaluate, format_positions
+
+    runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
+    asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...")
+    results = [
+        evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
+    ]
+    if asked.out:
+        write_json(Path(asked.out), results)
+    print(format_positions(results))
+
+
+def demo_command(arguments: list[str]) -> None:
+    """Run the demo: cosmos-lab demo [flags]."""
+    from cosmos_lab.demo import DemoConfig, demo
+
+    demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
+
+
+def recipes_command(arguments: list[str]) -> None:
+    """List the recipes: cosmos-lab recipes."""
+    from cosmos_lab.display import format_table
+    from cosmos_lab.profile.config import PROFILES
+
+    if words := [word for word in arguments if word not in HELP]:
+        raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")
+    recipes = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
+    rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in recipes]
+    rows += [(name, "", "profile", (make.__doc__ or "").splitlines()[0]) for name, make in PROFILES.items()]
+    print(format_table(("recipe", "runs", "source", "what it shows"), rows, left=(0, 2, 3)))
+
+
+_ALL = (
+    train_command, compare_command, profile_command, report_command, data_command, export_command, evaluate_command,
+    demo_command, recipes_command,
+)  # fmt: skip
+COMMANDS = {command.__name__.removesuffix("_command"): command for command in _ALL}

@@ -1,0 +1,101 @@
+"""The command ``cosmos-lab``.
+
+Flags are the fields of dataclasses, parsed by tyro. A mistake ends in one clear line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO, cast
+
+USAGE = """usage: cosmos-lab COMMAND ...
+
+  train RECIPE          one training run                        cosmos-lab train tiny --lr 2e-3
+  compare RECIPE        a grid over optimizers, rates, seeds    cosmos-lab compare tiny --optimizers adam,cosmos
+  profile MODEL         memory, time, largest batch, MFU        cosmos-lab profile llama-1b
+  report RUNS -o DIR    an HTML page about finished runs        cosmos-lab report runs -o report
+  data prepare SOURCE   token shards from text                  cosmos-lab data prepare c4 --out data
+  evaluate RUN...       validation loss by position             cosmos-lab evaluate runs/my-run
+  export RUN -o DIR     a Hugging Face LLaMA checkpoint         cosmos-lab export runs/my-run -o my-llama
+  demo                  four optimizers in a few minutes, no GPU and no data needed
+  recipes               the list of recipes
+
+Each command explains its flags with --help. Every recipe takes --scale S to shrink model, batch and tokens together."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code."""
+    # Before torch loads OpenMP: threads that spin while they wait make a busy machine six times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if given else 2
+    from cosmos_lab.cli.commands import COMMANDS  # imports torch, which takes seconds
+    from cosmos_lab.run.stopping import Stopped
+
+    command, rest = given[0], given[1:]
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
+    before = sys.stdout
+    if command in ("train", "compare", "demo"):
+        sys.stdout = cast(TextIO, PipeSafeStream(sys.stdout))
+    try:
+        COMMANDS[command](rest)
+    except BrokenPipeError:  # the reader of our output is gone
+        return 0
+    except ModuleNotFoundError as error:
+        hint = "" if "pip install" in str(error) else "; the lab's packages come with pip install 'cosmos-optim[lab]'"
+        return _fail(f"{error}{hint}")
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(str(error))
+    except Stopped as stop:
+        if os.environ.get("RANK", "0") != "0":  # one process speaks for all
+            return stop.code
+        flag = " with --no-fresh" if command == "demo" else ""
+        return _fail(f"{stop}; the same command continues{flag}", stop.code)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
+    finally:
+        sys.stdout = before
+    return 0
+
+
+class PipeSafeStream:
+    """A stream that discards its output once the reader is gone: a run of days must not end with its `tee`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or discard."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._silence()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or discard."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._silence()
+
+    def _silence(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"cosmos-lab: {message}", file=sys.stderr)
+    return code

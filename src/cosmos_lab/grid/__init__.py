@@ -1,0 +1,1 @@
+"""Many runs: a grid over optimizers, rates and seeds."""

@@ -1,0 +1,300 @@
+"""Several runs side by side: a grid over optimizers, rates and seeds, resumable, one at a time or one process per GPU.
+
+    result = compare(get_recipe("llama-60m").runs(optimizers=["adam", "cosmos"], seeds=(0, 1, 2)), out="runs")
+
+A finished run is not trained again and a half-finished one continues, so the same call after a kill goes on where it
+was. SIGTERM and Ctrl-C end all runs after the step they are in, with checkpoints. Needs neither tyro nor rich.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.display import TableDisplay
+from cosmos_lab.io import finite, write_json
+from cosmos_lab.optimizers import settings
+from cosmos_lab.results import NOT_STARTED, UNFINISHED, format_result, rank
+from cosmos_lab.run import checkpoint, run_folder
+from cosmos_lab.run.run_folder import check_unfinished, finished
+from cosmos_lab.run.stopping import SIGNALS, Request, Stopped, watch
+from cosmos_lab.run.train import train
+
+RESULT = "compare.json"
+_POLL_S = 0.5
+
+
+class Display(Protocol):
+    """Told of every change of a run."""
+
+    def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None: ...
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None:
+        """Nothing."""
+
+
+class Budget:
+    """Time for the runs of one call: whether another one would end within it.
+
+    A run is taken to last as long as the longest one that this call has finished with the same model and number of
+    tokens; one of a new kind may start while any time is left, and the first run always.
+    """
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if not minutes >= 0:
+            raise ValueError(f"--minutes must be 0 (no limit) or more; got {minutes}")
+        self._clock = clock
+        self._end = clock() + 60 * minutes if minutes else math.inf
+        self._longest: dict[Any, float] = {}
+        self._begun: dict[str, float] = {}
+
+    def start(self, run: RunConfig) -> bool:
+        """Whether ``run`` may start; if so it counts from now."""
+        now = self._clock()
+        allowed = not self._begun or now + self._longest.get(self._kind(run), 0.0) < self._end
+        if allowed:
+            self._begun[run.run_name] = now
+        return allowed
+
+    def finish(self, run: RunConfig) -> None:
+        """``run`` has ended well: another one like it will take as long."""
+        kind = self._kind(run)
+        self._longest[kind] = max(self._longest.get(kind, 0.0), self._clock() - self._begun[run.run_name])
+
+    @staticmethod
+    def _kind(run: RunConfig) -> Any:
+        return run.model, run.training.steps * run.training.batch * run.data.seq_len
+
+
+def compare(
+    runs: Sequence[RunConfig],
+    *,
+    out: str | Path | None = None,
+    metric: str = "final_val_loss",
+    parallel: int = 1,
+    minutes: float = 0.0,
+    show: bool = True,
+) -> dict[str, Any]:
+    """Make the runs that are not made yet, and compare all.
+
+    Args:
+        runs: the runs, each with a name of its own.
+        out: folder of the run folders and of compare.json (None: the runs' own ``out``).
+        metric: the number of the summary that ranks them; less is better.
+        parallel: processes at a time; with GPUs, each has one of its own.
+        minutes: start no run that would end later than this after the call (0: no limit); the same call goes on.
+        show: print the live table and the result.
+
+    Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant with
+    its seeds, mean and spread.
+    """
+    if not runs:
+        raise ValueError("nothing to compare: no run is left of the grid")
+    if out is not None:
+        runs = [run.replace(out=str(out)) for run in runs]
+    _check_names(runs)
+    budget, made = Budget(minutes), _finished(runs)
+    failures: dict[str, str] = {}
+    table = TableDisplay(runs) if show else None
+    context: AbstractContextManager[Any] = table or nullcontext()
+    try:
+        with context, watch() as request:
+            display: Display = table or Silent()
+            missing = [(row, run) for row, run in enumerate(runs) if run.run_name not in made]
+            for row, run in enumerate(runs):
+                if run.run_name in made:
+                    display.update(row, made[run.run_name]["status"], _as_record(made[run.run_name]))
+            if parallel <= 1:
+                _one_by_one(missing, display, budget, request, failures)
+            else:
+                _in_processes(missing, parallel, display, budget, request, failures)
+    except Stopped:
+        _conclude(runs, metric, failures, show)
+        raise
+    result = _conclude(runs, metric, failures, show)
+    left = sum(status in (NOT_STARTED, UNFINISHED) for row in result["rows"] for status in row["status"])
+    if show and left:
+        print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command goes on")
+    return result
+
+
+def _check_names(runs: Sequence[RunConfig]) -> None:
+    """ValueError where two runs would share a folder."""
+    names = [run.run_name for run in runs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two runs are called {twice!r}; give them names of their own")
+
+
+def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
+    """Rank what is there, write compare.json and print the table."""
+    result = rank(runs, metric, failures)
+    write_json(Path(runs[0].logging.out) / RESULT, finite(result))
+    if show:
+        print(format_result(result))
+    return result
+
+
+def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
+    """Summaries of the runs that are there; one ValueError names every run that is wrong or finds another's folder."""
+    made, conflicts = {}, []
+    for run in runs:
+        try:
+            settings(run.check().optimizer, run.model.model)  # a wrong option is noticed before anything is trained
+            summary = finished(run)
+            if summary is None:
+                check_unfinished(run)
+        except ValueError as conflict:
+            conflicts.append(f"{run.run_name}: {conflict}")
+            continue
+        if summary is not None:
+            made[run.run_name] = summary
+    if conflicts:
+        count = f"{len(conflicts)} of {len(runs)} runs" if len(conflicts) > 1 else "a run"
+        raise ValueError("\n  ".join([f"nothing was trained, since {count} cannot be made here:", *conflicts]))
+    return made
+
+
+def _one_by_one(
+    runs: Sequence[tuple[int, RunConfig]],
+    display: Display,
+    budget: Budget,
+    request: Request,
+    failures: dict[str, str],
+) -> None:
+    """Run after run in this process; why some failed goes into ``failures``."""
+    for row, run in runs:
+        request.check(f"before {run.run_name}")
+        if not budget.start(run):
+            display.update(row, NOT_STARTED)
+            continue
+        display.update(row, "running")
+        try:
+            summary = train(run, progress=lambda record, row=row: display.update(row, "running", record))  # type: ignore[misc]
+        except (RuntimeError, ValueError, OSError) as error:  # out of memory, say: the other runs may still fit
+            failures[run.run_name] = str(error).splitlines()[0]
+            display.update(row, "failed")
+            continue
+        except Stopped:
+            display.update(row, UNFINISHED)
+            raise
+        budget.finish(run)
+        display.update(row, summary["status"], _as_record(summary))
+
+
+def _as_record(summary: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"step": "steps", "loss": "final_train_loss", "val_ppl": "final_val_ppl", "tokens_per_s": "tokens_per_s"}
+    return {name: summary.get(field) for name, field in names.items()}
+
+
+@dataclass
+class _Job:
+    """A run in a process of its own."""
+
+    row: int
+    run: RunConfig
+    process: subprocess.Popen[bytes]
+    log: TextIO
+    seat: int
+
+
+def _in_processes(
+    runs: Sequence[tuple[int, RunConfig]],
+    parallel: int,
+    display: Display,
+    budget: Budget,
+    request: Request,
+    failures: dict[str, str],
+) -> None:
+    """Up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
+    gpus = torch.cuda.device_count()
+    seats = list(range(min(parallel, gpus) if gpus else parallel))
+    waiting = list(runs)
+    jobs: list[_Job] = []
+    told: list[_Job] = []
+    try:
+        while jobs or (waiting and not request.signum):
+            while waiting and not request.signum and len(jobs) < len(seats):
+                row, run = waiting.pop(0)
+                if not budget.start(run):
+                    display.update(row, NOT_STARTED)
+                    continue
+                seat = next(s for s in seats if s not in {job.seat for job in jobs})
+                jobs.append(_start(row, run, seat, gpus > 0))
+                display.update(row, "running")
+            time.sleep(_POLL_S)
+            if request.signum and not told:
+                told = list(jobs)
+                for job in told:
+                    job.process.send_signal(request.signum)
+            for job in list(jobs):
+                if _report(job, display, failures, request.signum):
+                    jobs.remove(job)
+                    if job.run.run_name not in failures:
+                        budget.finish(job.run)
+    finally:
+        for job in jobs:  # an error here, or asked twice: the runs resume from their checkpoints next time
+            job.process.terminate()
+        for job in jobs:
+            job.process.wait()
+            job.log.close()
+    left = [folder for job in told if run_folder.read_summary(folder := job.run.folder) is None]
+    kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
+    how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
+    request.check(f"in {len(left)} of {len(runs)} runs, {how}")
+
+
+def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "asked.json").write_text(json.dumps(run.flat()))
+    # The workers import what this process imported, installed or not.
+    places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    if gpu:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[seat] if visible else str(seat)
+    log = (folder / "output.txt").open("a")
+    command = [sys.executable, "-m", "cosmos_lab.grid.worker", str(folder / "asked.json")]
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return _Job(row, run, process, log, seat)
+
+
+def _report(job: _Job, display: Display, failures: dict[str, str], told: int) -> bool:
+    """Tell the display how a job stands; True when it has ended. told: the signal that asked all to stop, or 0."""
+    folder = job.run.folder
+    code = job.process.poll()
+    if code is None:
+        records = list(run_folder.read_metrics(folder))
+        if records:
+            display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
+        return False
+    job.log.close()
+    summary = run_folder.read_summary(folder)
+    # By a signal, ours or one to the whole group: in training, or before and after it.
+    stopped = bool(told) and any(code in (128 + signum, -signum) for signum in SIGNALS)
+    if stopped and summary is None:
+        display.update(job.row, UNFINISHED)
+    elif summary is None or (code and not stopped):
+        lines = (folder / "output.txt").read_text().strip().splitlines()
+        failures[job.run.run_name] = lines[-1] if lines else f"exit code {code}"
+        display.update(job.row, "failed")
+    else:
+        display.update(job.row, summary["status"], _as_record(summary))
+    return True

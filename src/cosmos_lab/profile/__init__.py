@@ -1,0 +1,1 @@
+"""Memory, time and throughput of optimizers on one model."""

@@ -1,0 +1,215 @@
+"""The paper's two profiling tables, and the speed of the lab itself.
+
+memory      peak memory and time of one iteration at a fixed batch and accumulation (paper: 10 and 25)
+throughput  the largest batch that fits under a memory cap (paper: 80 GB), and samples per second at it
+mfu         model FLOP utilization at the best micro-batch, at least 256k tokens a step, optimizer included
+
+Needs neither tyro nor rich.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cosmos_lab.display import format_table
+from cosmos_lab.io import finite, write_json
+from cosmos_lab.profile.config import ProfileConfig
+from cosmos_lab.profile.profiler import Profiler
+from cosmos_lab.run import run_log
+from cosmos_lab.run.meters import GB, mfu
+
+Row = dict[str, Any]
+Log = Callable[[str], None]
+
+_WARM_UP = 5  # iterations: the first compiles and takes first bases; a step on a GPU is recorded once it has settled
+
+
+def profile(config: ProfileConfig, log: Log = print) -> dict[str, Any]:
+    """Make the tables ``config`` asks for.
+
+    Args:
+        config: what to profile.
+        log: called with lines about the progress and the finished tables.
+
+    Returns {"config", "versions", "device", <table>: [row, ...]}; rows hold seconds, GiB, samples or tokens per second.
+    """
+    config.check()
+    profiler = Profiler(config)
+    device = profiler.device
+    result: dict[str, Any] = {
+        "config": {k: v for k, v in asdict(config).items() if k != "out"},
+        "date": datetime.date.today().isoformat(),
+        "commit": run_log.commit(),
+        "versions": run_log.versions(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "parameters": profiler.model.num_parameters(),
+    }
+    for table in config.tables:
+        result[table] = []
+        for row in _TABLES[table](profiler, log):
+            result[table].append(row)
+            log(f"{table}: {', '.join(f'{name} {_show(name, value)}' for name, value in row.items())}")
+            if config.out:
+                write_json(Path(config.out), finite(result))  # at once, in case the machine is taken away
+        log(format_rows(result[table]))
+    profiler.remove_optimizer()
+    return result
+
+
+def _timed(profiler: Profiler, size: int, accumulation: int) -> Row:
+    """Warm up, then measure time and memory of iterations."""
+    for _ in range(_WARM_UP):
+        profiler.iterate(size, min(2, accumulation))
+    profiler.sync()
+    profiler.reset_peak()
+    passes, update = profiler.time(size, accumulation)
+    speed = size * accumulation * profiler.config.seq_len / (passes + update)
+    return {
+        **_memory(profiler, size),
+        "seconds": passes + update,
+        "forward_backward_s": passes,
+        "optimizer_s": update,
+        "tokens_per_s": speed,
+        "mfu": mfu(speed, profiler.flops_per_token, profiler.device),
+    }
+
+
+def _memory(profiler: Profiler, size: int) -> Row:
+    held, taken = profiler.peak_gb(size)
+    return {"peak_gb": held, "reserved_gb": taken, "state_gb": profiler.state_bytes() / GB}
+
+
+def _timed_if_room(profiler: Profiler, size: int, accumulation: int, log: Log) -> Row:
+    """Return a timed row, or on a CPU without enough memory a row of estimated memory."""
+    if why := profiler.missing_memory(size):
+        log(f"  batch {size} is not timed: {why}; try a smaller model, --seq-len, --batch or --memory-cap-gb")
+        return _memory(profiler, size)
+    return _timed(profiler, size, accumulation)
+
+
+def memory_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
+    """Measure peak memory and time of one iteration at a fixed batch."""
+    for name in profiler.config.optimizers:
+        profiler.set_optimizer(name)
+        yield {"optimizer": name, **_timed_if_room(profiler, profiler.config.batch, profiler.config.accumulation, log)}
+
+
+def throughput_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
+    """Find the largest batch under the cap, and samples per second at it with the same accumulation.
+
+    The search runs on one graph for all batch sizes, since each would take a minute to compile; the timing does not.
+    With `--compile blocks` it takes seconds.
+    """
+    for name in profiler.config.optimizers:
+        log(f"  {name}")
+        profiler.recompile(dynamic=True)
+        profiler.set_optimizer(name)
+        size = largest_batch(profiler, log)
+        profiler.recompile(dynamic=False)
+        size, found = _timed_under_the_cap(profiler, size, log)
+        speed = found["tokens_per_s"] / profiler.config.seq_len if "tokens_per_s" in found else None
+        yield {"optimizer": name, "largest_batch": size, "samples_per_s": speed, **found}
+
+
+def _timed_under_the_cap(profiler: Profiler, size: int, log: Log) -> tuple[int, Row]:
+    """Find the first batch from ``size`` down of which whole iterations fit; return it and its row, or 0 and no row."""
+    while size:
+        try:
+            with profiler.capped():
+                return size, _timed_if_room(profiler, size, profiler.config.accumulation, log)
+        except torch.cuda.OutOfMemoryError:
+            log(f"  batch {size}: too large for whole iterations")
+            size -= 1
+    return 0, {}
+
+
+def largest_batch(profiler: Profiler, log: Log) -> int:
+    """Find the largest batch that fits under the cap; 0 if not even one sequence does.
+
+    Activations grow by the same amount with every sequence, so the line through two peaks gives a first guess.
+    """
+
+    def check(size: int) -> bool:
+        fits = profiler.fits(size)
+        log(f"  batch {size}: {'fits' if fits else 'too large'}")
+        return fits
+
+    if not check(1):
+        return 0
+    low, high, step = 1, 0, 1  # high 0: nothing too large was seen yet
+    guess = _straight_line_guess(profiler)
+    while high - low != 1:
+        if check(guess):
+            low, guess = guess, guess + step
+        else:
+            high, guess = guess, guess - step
+        if high and not low < guess < high:
+            guess = (low + high) // 2
+        step *= 2
+    return low
+
+
+def _straight_line_guess(profiler: Profiler) -> int:
+    """Return the batch at which the line through the peaks of two small batches reaches the cap."""
+    peaks = []
+    small, large = 2, 4
+    for size in (small, large):
+        profiler.free()
+        profiler.reset_peak()
+        if profiler.device.type == "cuda":
+            try:
+                profiler.iterate(size, 2)
+            except torch.cuda.OutOfMemoryError:
+                return 1
+            profiler.sync()
+        peaks.append(profiler.peak_gb(size)[1])
+    slope = max((peaks[1] - peaks[0]) / (large - small), 1e-6)
+    return max(1, int(large + (profiler.config.memory_cap_gb - peaks[1]) / slope))
+
+
+def mfu_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
+    """Measure whole steps at the best micro-batch, which is the same for all optimizers."""
+    profiler.remove_optimizer()
+    sequences = max(1, profiler.config.tokens_per_step // profiler.config.seq_len)
+    speeds: dict[int, float] = {}
+    for size in profiler.config.micro_batches:
+        speed = profiler.pass_speed(size, max(1, min(4, sequences // size))) if size <= sequences else None
+        if speed is None:
+            break
+        speeds[size] = speed
+        log(f"  micro-batch {size}: {speed:,.0f} tokens/s without the optimizer")
+    best = max(speeds, key=lambda size: speeds[size], default=1)
+    accumulation = -(-sequences // best)
+    for name in profiler.config.optimizers:
+        profiler.set_optimizer(name)
+        found = _timed_if_room(profiler, best, accumulation, log)
+        yield {"optimizer": name, "micro_batch": best, "accumulation": accumulation, **found}
+
+
+_TABLES: dict[str, Callable[[Profiler, Log], Iterator[Row]]] = {
+    "memory": memory_rows,
+    "throughput": throughput_rows,
+    "mfu": mfu_rows,
+}
+
+
+def _show(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name == "mfu":
+        return f"{100 * value:.1f} %"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def format_rows(rows: list[Row]) -> str:
+    """Format rows as an aligned table."""
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    return format_table(head, [[_show(name, row.get(name)) for name in head] for row in rows])

@@ -1,0 +1,1 @@
+"""One training run: built, trained, logged, checkpointed, evaluated and exported."""

@@ -1,0 +1,90 @@
+"""From a config to the objects of a run: tokens, model, wrapped and compiled model."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import cast
+
+import torch
+from torch import nn
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import Split, TokenSource, open_data
+from cosmos_lab.models import Decoder, ModelConfig, build, resolve
+from cosmos_lab.run import launch
+
+_TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Seed every process alike, for the same weights; allow only bit-stable kernels if ``deterministic``."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it; read when its handle is made
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def model_config(config: RunConfig, *sources: TokenSource) -> ModelConfig:
+    """Return the preset with the sizes of ``config``, and a vocabulary that holds the tokens of ``sources``.
+
+    The vocabulary is the config's. Without one it is the preset's, or the tokenizer's if the tokens exceed the preset's
+    or are the embedded text.
+    """
+    preset = resolve(config.model.model)
+    sizes = {name: getattr(config.model, name) for name in ("width", "depth", "mlp", "vocab_size")}
+    if config.data.seq_len > preset.max_seq_len:
+        sizes["max_seq_len"] = config.data.seq_len
+    shards = [shard for source in sources for shard in source.shards]
+    if config.model.vocab_size is None:
+        own = max((source.vocab_size for source in sources if source.vocabulary.known), default=0)
+        beyond = any(shard.max_id >= preset.vocab_size for shard in shards)
+        if own and (beyond or config.data.data == "embedded"):
+            sizes["vocab_size"] = own
+    shape = resolve(preset, **{name: size for name, size in sizes.items() if size is not None})
+    for shard in shards:
+        shard.check_vocabulary(shape.vocab_size)
+    return shape
+
+
+def load_source(config: RunConfig, split: Split) -> TokenSource:
+    """Open the tokens of one split."""
+    return open_data(config.data.data, split, cache_dir=config.data.cache_dir)
+
+
+def build_model(config: RunConfig, shape: ModelConfig, device: torch.device) -> Decoder:
+    """Build the model, with its weights drawn on its device."""
+    model = build(shape, device=device)
+    model.checkpointing = config.model.checkpointing
+    return model
+
+
+def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> nn.Module:
+    """Return the model as the loop calls it: sharded or replicated over the processes, and compiled."""
+    how = launch.pick_compile(config.training.compile, world.device)
+    if how != "off":
+        # A sweep builds many models in one process; stale ones count against the recompile limit.
+        torch.compiler.reset()
+    if how != "off" and world.sharding == "fsdp":
+        for block in model.blocks:
+            block.compile()
+        how = "off"  # the rest is not for torch.compile
+    if how == "blocks":
+        model.compile_parts()
+    runner = launch.distribute(model, world, bf16)
+    return cast(nn.Module, torch.compile(runner, dynamic=False)) if how == "on" else runner
+
+
+def micro_batch(config: RunConfig, processes: int) -> int:
+    """Return the sequences per forward pass: the config's, or the largest divisor of the share up to 32k tokens."""
+    share, rest = divmod(config.training.batch, processes)
+    if rest:
+        raise ValueError(f"--batch {config.training.batch} does not divide over {processes} processes")
+    asked = config.training.micro_batch
+    if asked is not None:
+        if share % asked:
+            raise ValueError(f"--micro-batch {asked} does not divide the {share} sequences of each process")
+        return asked
+    most = max(1, _TOKENS_PER_PASS // config.data.seq_len)
+    return next(size for size in range(min(most, share), 0, -1) if share % size == 0)

@@ -1,0 +1,108 @@
+"""A run folder: its files, its lock, and whether it holds this run, finished or not, or another one."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.io import NO_SPACE, disk_error, locked, read_json
+from cosmos_lab.optimizers import settings
+from cosmos_lab.run import checkpoint, launch
+
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+_LOCK = ".lock"
+
+
+def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl, without a last line cut short by a kill."""
+    path = folder / METRICS
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return summary.json, which only a finished run has, or None."""
+    summary: dict[str, Any] | None = read_json(folder / SUMMARY)
+    return summary
+
+
+def finished(config: RunConfig) -> dict[str, Any] | None:
+    """Return the summary if the run is finished; raise a ValueError if its folder holds a run of another config."""
+    if config.logging.resume == "never" and (config.folder / CONFIG).exists():
+        raise ValueError(f"{config.folder} holds a run already; choose another --name, or --resume auto to continue it")
+    summary = read_summary(config.folder)
+    if summary is not None:
+        _check_same(config)
+    return summary
+
+
+@contextmanager
+def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
+    """Lock the run folder for this process; yield the summary if another one has finished the run meanwhile."""
+    error: Exception | None = None
+    with ExitStack() as lock:
+        if world.main:
+            try:
+                lock.enter_context(locked(config.folder / _LOCK, wait=False))
+                lock.callback(_remove_if_empty, config.folder)
+            except BlockingIOError:
+                advice = "wait for it or choose another --name"
+                error = ValueError(f"another process is training in {config.folder}; {advice}")
+            except OSError as problem:
+                error = _explain(problem, config.folder)
+        world.raise_together(error)
+        yield finished(config) if world.max(finished(config) is not None) else None
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder that holds nothing but the lock: nothing came of the run."""
+    if [path.name for path in folder.iterdir()] == [_LOCK]:
+        (folder / _LOCK).unlink()
+        with suppress(OSError):
+            folder.rmdir()
+            folder.parent.rmdir()  # the folder of all runs, if this was the first
+
+
+def check_unfinished(config: RunConfig) -> None:
+    """Raise a ValueError if the run's folder holds a checkpoint of a run with another config."""
+    if checkpoint.latest(config.folder / "checkpoints") is not None:
+        _check_same(config)
+
+
+def _check_same(config: RunConfig) -> None:
+    about = read_json(config.folder / CONFIG) or {}
+    # The optimizer's defaults may have been others when the run was made.
+    asked = config.identity() | settings(config.optimizer, config.model.model)
+    saved = {**asked, **about.get("config", {}), **about.get("settings", {})}
+    checkpoint.check_identity(config.folder, saved, asked)
+
+
+def warn_of_changes(config: RunConfig) -> None:
+    """Warn if a run continues with other values than it began with: config.json will only have the new ones."""
+    now = config.identity()
+    before = now | (read_json(config.folder / CONFIG) or {}).get("config", {})
+    if changed := [f"{name} {now[name]} instead of {before[name]}" for name in now if before[name] != now[name]]:
+        warnings.warn(f"{config.folder} continues with {', '.join(changed)}", stacklevel=2)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Name the file and say what to do in any error of the disk that is raised inside."""
+    try:
+        yield
+    except OSError as error:
+        raise _explain(error, path) from error
+
+
+def _explain(error: OSError, path: Path) -> OSError:
+    advice = "free some space and start the same command again to continue"
+    return disk_error(error, path, advice if error.errno in NO_SPACE else "choose another --out")

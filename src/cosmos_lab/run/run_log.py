@@ -1,0 +1,131 @@
+"""What a run writes: config.json, metrics.jsonl, summary.json, and optional TensorBoard and W&B logs."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import TokenSource
+from cosmos_lab.io import atomic_write, finite, require, write_json
+from cosmos_lab.models import Decoder
+from cosmos_lab.run.run_folder import CONFIG, METRICS, SUMMARY, explained, read_metrics
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter for a result."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("cosmos-optim", "numpy", "triton", "tokenizers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def commit() -> str | None:
+    """Return the commit of this source tree, with "+" if it has changes; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def header(
+    config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer, source: TokenSource, val_source: TokenSource,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the content of config.json; ``settings`` are the optimizer's, defaults included."""
+    text = {"tokens": len(source), "fingerprint": source.fingerprint, "val_fingerprint": val_source.fingerprint}
+    return {
+        "name": config.run_name,
+        **{name: config.get(name) for name in ("recipe", "model", "optimizer", "lr", "adam_lr", "seed")},
+        "data": {**text, "vocab_size": source.vocab_size},
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "versions": versions(),
+        "config": config.flat(),
+        "settings": settings,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "state_bytes": state_bytes(optimizer),
+    }
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of optimizer state on this process."""
+    return int(optimizer.state_bytes())  # type: ignore[attr-defined]
+
+
+class RunLog:
+    """Appends records to a run folder, and to TensorBoard and W&B if asked."""
+
+    def __init__(self, config: RunConfig, header: Mapping[str, Any], *, resumed_at: int = 0) -> None:
+        self.folder = config.folder
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / CONFIG, finite(dict(header)))
+            (self.folder / SUMMARY).unlink(missing_ok=True)  # an unreadable one
+            self._truncate(resumed_at)
+            self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+        self._board = self._wandb = None
+        if config.logging.tensorboard:
+            message = "--tensorboard needs the package tensorboard: pip install tensorboard"
+            self._board = require("torch.utils.tensorboard", message).SummaryWriter(str(self.folder / "tensorboard"))
+        if config.logging.wandb:
+            wandb = require("wandb", "--wandb needs the package wandb: pip install wandb")
+            project, name, folder = config.logging.wandb, config.run_name, str(self.folder)
+            self._wandb = wandb.init(project=project, name=name, dir=folder, config=config.flat(), resume="allow")
+
+    def _truncate(self, step: int) -> None:
+        """Drop what a killed run logged after its last checkpoint, because those steps are repeated."""
+        kept = [json.dumps(record) + "\n" for record in read_metrics(self.folder) if record["step"] <= step]
+        with atomic_write(self.folder / METRICS) as out:
+            out.write("".join(kept).encode())
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        clean = finite(record)
+        with explained(self.folder / METRICS):
+            self._file.write(json.dumps(clean) + "\n")
+            self._file.flush()
+        if self._board is None and self._wandb is None:
+            return
+        scalars = {name: value for name, value in clean.items() if isinstance(value, (int, float)) and name != "step"}
+        for matrix, values in clean.get("diagnostics", {}).items():
+            scalars |= {f"diagnostics/{name}/{matrix}": v for name, v in values.items() if v is not None}
+        if self._board is not None:
+            for name, value in scalars.items():
+                self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=record["step"])
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, which marks the run as finished."""
+        with explained(self.folder / SUMMARY):
+            write_json(self.folder / SUMMARY, finite(dict(summary)))
+
+    def close(self) -> None:
+        """Close the files."""
+        with suppress(OSError):  # what could not be written has been reported
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()

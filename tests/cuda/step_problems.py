@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch, syrk
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.precompile import compile_in_parallel
 from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.rules import RULES
@@ -120,9 +120,9 @@ def run_schedule(case: Case, at: Problem, **more: Any) -> Stacks:
     t = torch.full((len(at.W), 1, 1), STEP, device=at.W[0].device)
     grad_max = torch.stack([g.abs().max().float() for g in at.G])
     given: dict[str, Any] = {"lr": LR, "decay": DECAY, "grad_max": grad_max} | more
-    state = rule.State(M=Matrices.of(at.state["M"]), **thin)
+    state = rule.State(M=MatrixList.of(at.state["M"]), **thin)
     take_step = SCHEDULES[case.rule]
-    new = take_step(Matrices.of(at.W), Matrices.of(at.G), state, t, **given, **rule.arguments(case.settings))
+    new = take_step(MatrixList.of(at.W), MatrixList.of(at.G), state, t, **given, **rule.arguments(case.settings))
     found = {name: getattr(new, name) for name in thin}
     return {"W": torch.stack(at.W), "M": torch.stack(at.state["M"]), **found}
 

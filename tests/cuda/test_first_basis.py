@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.cuda.first_basis import ListAlgebra, first_basis
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg import subspace
 from cosmos_optim.linalg.algebra import Algebra
 
@@ -34,7 +34,7 @@ def apart(A: Tensor, B: Tensor) -> float:
 def by_kernels(G: Tensor, r: int) -> Tensor:
     """Return first bases of a list of matrices."""
     like = G.new_empty(len(G), G.shape[2], r)
-    return first_basis(Matrices.of([g.clone() for g in G]), like, G.abs().amax((1, 2)))
+    return first_basis(MatrixList.of([g.clone() for g in G]), like, G.abs().amax((1, 2)))
 
 
 @pytest.mark.parametrize(("m", "n", "r", "size"), [(30, 20, 4, 1e12), (17, 36, 4, 1e-12)])
@@ -66,7 +66,7 @@ def test_each_operation_on_a_list_is_that_on_a_stack(device: torch.device) -> No
     """G U and G'Y read the list, A'B reads thin factors: within float32 rounding. Measured 2e-7."""
     G, U, Y = (torch.randn(2, *shape).to(device) for shape in ((37, 20), (20, 5), (37, 5)))
     lists, plain = ListAlgebra(37, 20, G.abs().amax((1, 2))), Algebra(37, 20)
-    wide, grads = [x.double() for x in (G, U, Y)], Matrices.of([g.clone() for g in G])
+    wide, grads = [x.double() for x in (G, U, Y)], MatrixList.of([g.clone() for g in G])
     for found, exact in (
         (lists.mm(grads, U), plain.mm(wide[0], wide[1])),
         (lists.tn(grads, Y), plain.tn(wide[0], wide[2])),

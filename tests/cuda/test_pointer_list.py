@@ -5,18 +5,18 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.pointer_list import Matrices, addresses, uniform
+from cosmos_optim.cuda.pointer_list import MatrixList, addresses, same_layout
 
 
 def test_only_equal_shapes_dtypes_and_strides_make_a_list(device: torch.device) -> None:
     """One of the strides must be 1."""
     x = torch.randn(6, 8, device=device)
-    assert uniform([x, x.clone()])
-    assert uniform([x.mT, x.clone().mT])
-    assert not uniform([x, x.clone().mT.contiguous().mT])
-    assert not uniform([x, x.bfloat16()])
-    assert not uniform([x[:, ::2]])
-    assert not uniform([x.double()])
+    assert same_layout([x, x.clone()])
+    assert same_layout([x.mT, x.clone().mT])
+    assert not same_layout([x, x.clone().mT.contiguous().mT])
+    assert not same_layout([x, x.bfloat16()])
+    assert not same_layout([x[:, ::2]])
+    assert not same_layout([x.double()])
 
 
 def test_a_table_of_addresses_is_never_rewritten(device: torch.device) -> None:
@@ -36,7 +36,7 @@ def test_rows_have_as_many_alignment_classes_as_offsets_from_16_bytes(
     n: int, classes: int, device: torch.device
 ) -> None:
     """Tiles of neighbouring rows are aligned only if there is one class."""
-    X = Matrices.of([torch.zeros(4, n, device=device)])
+    X = MatrixList.of([torch.zeros(4, n, device=device)])
     assert X.source()["ALIGNED"]
     assert X.source()["ALIGNMENT_CLASSES"] == classes
     assert X.rows_source()["ALIGNED"] == (classes == 1)

@@ -6,7 +6,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, TileShape, squares_of, supports, symmetric_product
+from cosmos_optim.cuda.kernels.syrk import (
+    SymmetricProducts,
+    TileShape,
+    empty_norm_sq_parts,
+    supports,
+    symmetric_product,
+)
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate, with_start
 from tests.cuda.reference import relative_error
 
@@ -45,7 +51,7 @@ def test_a_gram_matrix_is_exact_and_symmetric_with_its_squared_norm(
         mirrored |= block[:, None] == block
         assert relative_error(R, R.mT) < tolerance
     assert mirrored.all()
-    norm_sq_parts = squares_of(X, shape)
+    norm_sq_parts = empty_norm_sq_parts(X, shape)
     symmetric_product(X, X, weight=weight, tiles=shape, norm_sq_parts=norm_sq_parts)
     assert relative_error(norm_sq_parts.sum(1), exact.square().sum((1, 2))) < tolerance
 

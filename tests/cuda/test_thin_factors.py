@@ -8,14 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.kernels.gains import finish, muon_gain, norms
-from cosmos_optim.cuda.kernels.gather import gather, movable, scatter_
-from cosmos_optim.cuda.kernels.power_step import power_sum, scaled
-from cosmos_optim.cuda.kernels.reductions import added, measure
+from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
+from cosmos_optim.cuda.kernels.gather import can_gather, gather, scatter_
+from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
+from cosmos_optim.cuda.kernels.reductions import add_parts, norm_sq_and_max
 from cosmos_optim.cuda.kernels.second_moment import second_moment
-from cosmos_optim.cuda.kernels.soap_half import adapt
+from cosmos_optim.cuda.kernels.soap_half import soap_half
 from cosmos_optim.cuda.kernels.split_precision import split
-from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, gram_parts, orthonormal
+from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
 from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, orthonormal_columns, relative_error, sum_of_parts
 
 # Rows and columns of a thin factor: less than a block, more than one, a rank that is not a power of two.
@@ -57,11 +57,11 @@ def norm_sq(X: Tensor) -> Tensor:
 def test_scaled_divides_by_the_scale_of_the_power_step(
     shape: tuple[int, int], size: float, device: torch.device
 ) -> None:
-    """Return Y / c in the parts that `correlate` multiplies, and c, which is 1 for a zero matrix."""
+    """Return Y / c in the parts that `project_transposed` multiplies, and c, which is 1 for a zero matrix."""
     k, r = shape
     Y, S = torch.randn(2, k, r).to(device) * size, random_moment(r, size, device)
     Y[1], S[1] = 0, 0
-    parts, y_max, c = scaled(Y, S, *measure(Y))
+    parts, y_max, c = scale_for_power_step(Y, S, *norm_sq_and_max(Y))
     exact_c = (norm_sq(Y) + S.double().diagonal(dim1=-2, dim2=-1).sum(-1)).sqrt()[0]
     assert relative_error(c[0], exact_c) < FLOAT32
     assert float(c[1]) == 1
@@ -82,7 +82,7 @@ def check_power_sum(k: int, r: int, size: float, device: torch.device) -> None:
     assert relative_error(Y, exact) < FLOAT32
     assert (columns is None) == (r > MAX_COLUMNS)
     # Norms summed in another order differ by rounding, which moves entries of at most 1.
-    torch.testing.assert_close(orthonormal(Y, U, columns), orthonormal(Y, U), rtol=0, atol=1e-6)
+    torch.testing.assert_close(orthonormalize(Y, U, columns), orthonormalize(Y, U), rtol=0, atol=1e-6)
 
 
 def test_power_sum_equals_its_formula_in_float64(shape: tuple[int, int], size: float, device: torch.device) -> None:
@@ -100,7 +100,8 @@ def check_second_moment(k: int, r: int, size: float, device: torch.device) -> No
     """Assert that S in the new basis equals its formula and is symmetric to the last bit."""
     U, U_old = orthonormal_columns(k, r, device), orthonormal_columns(k, r, device)
     S, GU = random_moment(r, size, device), torch.randn(2, k + 3, r).to(device) * size
-    found, tracked = second_moment(S, gram_parts(U, U_old), gram_parts(GU, GU, gain=1 - 0.95), 0.95, FLOOR)
+    C, E = thin_product_parts(U, U_old), thin_product_parts(GU, GU, gain=1 - 0.95)
+    found, tracked = second_moment(S, C, E, 0.95, FLOOR)
     C, gu = U.double().mT @ U_old.double(), GU.double()
     assert relative_error(found, 0.95 * C @ S.double() @ C.mT + 0.05 * gu.mT @ gu) < FLOAT32
     assert torch.equal(found, found.mT)
@@ -127,7 +128,7 @@ def test_a_column_is_tracked_for_its_past_or_for_this_gradient(r: int, device: t
     now = torch.tensor([1e-3, 0.0, 1e-5, 1e-12, 0.0] + [1.0] * (r - 5)) / r
     S = torch.diag_embed(past).repeat(2, 1, 1).to(device)
     GU = torch.randn(2, 40, r).to(device) * now.to(device)
-    grams = gram_parts(U, U), gram_parts(GU, GU, gain=0.5)
+    grams = thin_product_parts(U, U), thin_product_parts(GU, GU, gain=0.5)
     tracked = second_moment(S, *grams, 0.5, FLOOR)[1]
     if r == 5:
         assert tracked[0, 0].tolist() == [1, 1, 1, 0, 0]
@@ -145,7 +146,7 @@ def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, extr
     V, GU, NU = torch.rand(2, k, r).to(device), torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
     tracked = (torch.arange(r, device=device) % 3 > 0).float().expand(2, 1, r).contiguous()
     t = torch.tensor([1.0, 300.0], device=device).view(2, 1, 1)
-    found, P, minus_NU, norm_sq_parts = adapt(
+    found, P, minus_NU, norm_sq_parts = soap_half(
         V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, eps_inside_root=inside, extra_steps=extra
     )
     exact = 0.9999 * V.double() + 0.0001 * GU.double().square()
@@ -165,7 +166,8 @@ def test_adapt_without_eps_makes_zero_of_zero_by_zero(size: float, device: torch
     GU, NU = torch.randn(2, 20, 4).to(device) * size, torch.randn(2, 20, 4).to(device) * size
     V, tracked, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)
     GU[:, :5], NU[:, :3] = 0, 0
-    found, P, _, _ = adapt(V, GU, NU, tracked, t, betas=(0.0, 0.98), eps=0.0, eps_inside_root=False, extra_steps=0.0)
+    given = {"betas": (0.0, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0}
+    found, P, _, _ = soap_half(V, GU, NU, tracked, t, **given)
     assert relative_error(found, 0.02 * GU.double().square()) < FLOAT32
     assert relative_error(P[:, 5:], NU[:, 5:].double() / GU[:, 5:].double().abs()) < FLOAT32
     assert not P[:, :5].any()
@@ -174,7 +176,7 @@ def test_adapt_without_eps_makes_zero_of_zero_by_zero(size: float, device: torch
 def test_the_parts_of_a_squared_norm_add_up_beyond_the_range_of_float32(device: torch.device) -> None:
     """The squares of 1e-30 and 1e20 are not float32 numbers."""
     X = torch.randn(3, 90, 5).to(device) * torch.tensor([1e-30, 1.0, 1e20], device=device).view(3, 1, 1)
-    norm_sq_parts, max_abs_parts = measure(X)
+    norm_sq_parts, max_abs_parts = norm_sq_and_max(X)
     assert device.type == "cuda" or norm_sq_parts.shape[1] > 1
     assert float((norm_sq_parts.sum(1) / norm_sq(X) - 1).abs().max()) < FLOAT32
     assert torch.equal(max_abs_parts.amax(1), X.abs().amax((1, 2)))
@@ -184,7 +186,7 @@ def test_norms_of_zeros_are_the_least_allowed(device: torch.device) -> None:
     """Compute the squared norm and the weight of two matrices and of zeros."""
     parts = torch.rand(3, 21).to(device)
     parts[1] = 0
-    found, weight = norms(parts, 1024.0, 1e-30)
+    found, weight = norm_and_weight(parts, 1024.0, 1e-30)
     exact = parts.double().sum(1).clamp_min(1e-30).view(3, 1, 1)
     torch.testing.assert_close(found, exact, rtol=FLOAT32, atol=0)
     torch.testing.assert_close(weight, (1024 / exact).float(), rtol=FLOAT32, atol=0)
@@ -212,8 +214,8 @@ def exact_finish(
     if grad_max is not None:
         size = size * (grad_max > 0).view(-1, 1, 1)
     if target_norm:
-        D_sq = 0 if B_sq is None else gain.square() * added(B_sq) / norm_sq
-        D_sq = D_sq if other_sq is None else D_sq + added(other_sq)
+        D_sq = 0 if B_sq is None else gain.square() * add_parts(B_sq) / norm_sq
+        D_sq = D_sq if other_sq is None else D_sq + add_parts(other_sq)
         size = size * target_norm / D_sq.sqrt()
     gain = gain * size / norm_sq.sqrt()
     thin = [x for x in (None if P is None else -size * P, None if BU is None else gain * BU) if x is not None]
@@ -240,7 +242,7 @@ def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int],
         "no gradient": ((b + 1, norm_sq, lr, decay), {"P": P, "BU": BU, "grad_max": some_zero, **sums}),
     }
     args, more = arguments[case]
-    (found, parts), (exact, thin) = finish(*args, **more), exact_finish(*args, **more)
+    (found, parts), (exact, thin) = update_coefficients(*args, **more), exact_finish(*args, **more)
     assert relative_error(found, exact) < FLOAT32
     assert (parts is None) == (thin is None)
     if parts is not None and thin is not None:
@@ -265,6 +267,6 @@ def test_factors_return_unchanged_from_stacks_unless_the_step_is_skipped(count: 
 def test_only_contiguous_float32_factors_can_be_copied(device: torch.device) -> None:
     """The kernel reads entries one after the other."""
     x = torch.randn(7, 5, device=device)
-    assert movable([x])
-    assert not movable([x.mT])
-    assert not movable([x.bfloat16()])
+    assert can_gather([x])
+    assert not can_gather([x.mT])
+    assert not can_gather([x.bfloat16()])

@@ -6,14 +6,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.kernels.correlate import correlate
 from cosmos_optim.cuda.kernels.momentum import momentum_
 from cosmos_optim.cuda.kernels.project import overlap, project
-from cosmos_optim.cuda.kernels.reductions import added
+from cosmos_optim.cuda.kernels.project_transposed import project_transposed
+from cosmos_optim.cuda.kernels.reductions import add_parts
 from cosmos_optim.cuda.kernels.residual import residual
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split, split_both
 from cosmos_optim.cuda.kernels.update import update_
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.engine.rounding import stochastic_bfloat16
 from tests.cuda.reference import (
     BFLOAT16,
@@ -41,11 +41,11 @@ SIZES = [1e-30, 1.0, 1e18]
 
 def matrices(
     m: int, n: int, dtype: torch.dtype, storage: str, device: torch.device, size: float = 1.0
-) -> Matrices:  # fmt: skip
+) -> MatrixList:  # fmt: skip
     """Return two random (m, n) matrices, stored by rows or by columns."""
     shape = (m, n) if storage == "rows" else (n, m)
     drawn = [(torch.randn(shape) * size).to(device, dtype) for _ in range(2)]
-    return Matrices.of(drawn if storage == "rows" else [x.mT for x in drawn])
+    return MatrixList.of(drawn if storage == "rows" else [x.mT for x in drawn])
 
 
 def halves(U: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def halves(U: Tensor) -> Tensor:
     return split(U, torch.float16, scale=BASIS_SCALE)
 
 
-def max_abs(X: Matrices) -> Tensor:
+def max_abs(X: MatrixList) -> Tensor:
     """Return the largest |entry| of each matrix."""
     return X.stacked().abs().amax((1, 2))
 
@@ -105,7 +105,7 @@ def test_correlate_equals_the_product_in_float64(case: Case, max_given: bool, de
     X = matrices(*case, device)
     Y = torch.randn(2, X.shape[0], 9).to(device) * 1e-7
     y_max = Y.abs().amax((1, 2))
-    C = correlate(X, split(Y, torch.float16, x_max=y_max), y_max, 9, max_abs(X) if max_given else None)
+    C = project_transposed(X, split(Y, torch.float16, x_max=y_max), y_max, 9, max_abs(X) if max_given else None)
     assert relative_error(C, X.stacked(torch.float64).mT @ Y.double()) < PRODUCT
 
 
@@ -122,7 +122,7 @@ def test_gradients_of_any_size_keep_their_precision(size: float, device: torch.d
     N = M.stacked(torch.float64)
     exact = N - (N @ U.double()) @ U.double().mT
     assert relative_error(buffer.double() / scale.double(), exact) < FLOAT16
-    found = added(norm_sq) / scale.double().square()
+    found = add_parts(norm_sq) / scale.double().square()
     assert relative_error(found, exact.square().sum((1, 2), keepdim=True)) < BFLOAT16_PARTS
 
 
@@ -169,7 +169,7 @@ def test_residual_equals_its_formula_in_float64(case: Case, a: float, b: float, 
     assert buffer.shape == (2, max(m, n), min(m, n))
     assert buffer.stride(1) % 8 == 0
     assert relative_error((buffer if m >= n else buffer.mT).double() / scale.double(), exact) < FLOAT16
-    found = added(norm_sq) / scale.double().square()
+    found = add_parts(norm_sq) / scale.double().square()
     assert relative_error(found, exact.square().sum((1, 2), keepdim=True)) < BFLOAT16_PARTS
 
 
@@ -189,7 +189,7 @@ def test_update_equals_its_formula_in_float64(case: Case, device: torch.device) 
 
 def test_update_draws_the_same_stochastic_rounding_as_the_engine(device: torch.device) -> None:
     """A parameter must not depend on whether a kernel or torch rounds it."""
-    W = Matrices.of([torch.randn(20, 18).to(device, torch.bfloat16) for _ in range(2)])
+    W = MatrixList.of([torch.randn(20, 18).to(device, torch.bfloat16) for _ in range(2)])
     before = W.stacked()
     B = torch.randn(2, 20, 24, device=device).half()[:, :, :18]
     update_(W, B, None, None, torch.tensor([[1.0, 0.01]] * 2, device=device), None,
@@ -211,7 +211,7 @@ def test_overlap_returns_the_part_inside_a_basis_and_the_squared_norm_outside(wi
     assert relative_error(BU, exact) < FLOAT16
     exact_rows = X.double().square().sum(2) - exact.square().sum(2)
     assert relative_error(rows, exact_rows) < FLOAT16
-    assert relative_error(added(outside_sq).flatten(), exact_rows.sum(1)) < FLOAT16
+    assert relative_error(add_parts(outside_sq).flatten(), exact_rows.sum(1)) < FLOAT16
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormal, thin_gram
+from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product
 from tests.cuda.reference import FLOAT32, orthonormal_columns, relative_error
 
 ORTHONORMAL = 3e-6  # the largest entry of Q'Q - I: one float32 rounding in each of a few dozen products
@@ -27,7 +27,7 @@ def deviation(Q: Tensor) -> float:
 def test_the_product_of_thin_factors_is_as_exact_as_float32(device: torch.device) -> None:
     """Compute A'B for factors of very different sizes."""
     A, B = torch.randn(2, 150, 9).to(device), torch.randn(2, 150, 9).to(device) * 1e-9
-    assert relative_error(thin_gram(A, B), A.double().mT @ B.double()) < FLOAT32
+    assert relative_error(thin_product(A, B), A.double().mT @ B.double()) < FLOAT32
 
 
 @pytest.mark.parametrize("spread", [0, -8])
@@ -37,7 +37,7 @@ def test_orthonormal_equals_qr_in_float64(r: int, spread: int, device: torch.dev
     assert (r > MAX_COLUMNS) == (r == 200)
     k = 150 if r < 100 else 300
     Y = (torch.randn(2, k, r) * torch.logspace(0, spread, r)).to(device)
-    Q = orthonormal(Y, torch.zeros_like(Y))
+    Q = orthonormalize(Y, torch.zeros_like(Y))
     assert deviation(Q) < ORTHONORMAL
     # A rounding of Y turns its columns by as much as the condition of the scaled columns, 10 for these wide factors.
     assert relative_error(Q, exact_qr(Y)) < (FLOAT32 if r < 100 else 10 * FLOAT32)
@@ -47,7 +47,7 @@ def test_orthonormal_equals_qr_in_float64(r: int, spread: int, device: torch.dev
 def test_columns_that_nearly_agree_become_orthonormal(angle: float, device: torch.device) -> None:
     """At conditions up to 1e3 the second pass begins far from the identity."""
     Y = (torch.randn(2, 60, 1) + angle * torch.randn(2, 60, 8)).to(device)
-    Q = orthonormal(Y, orthonormal_columns(60, 8, device))
+    Q = orthonormalize(Y, orthonormal_columns(60, 8, device))
     assert deviation(Q) < ORTHONORMAL
     # A change of Y by rounding turns such columns by 1 / angle times as much.
     assert relative_error(Q, exact_qr(Y)) < FLOAT32 / angle
@@ -60,6 +60,6 @@ def test_a_matrix_with_dependent_columns_keeps_the_fallback(r: int, device: torc
     fallback = torch.linalg.qr(torch.randn(3, 4 * r, r))[0].contiguous().to(device)
     Y[1, :, 3] = 0
     Y[2, 5, 2] = float("nan")
-    Q = orthonormal(Y, fallback)
+    Q = orthonormalize(Y, fallback)
     assert torch.equal(Q[1:], fallback[1:])
     assert relative_error(Q[:1], exact_qr(Y[:1])) < FLOAT32

@@ -8,11 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
+from tests.cuda.test_fused import one_step, problem
+from tests.cuda.test_fused_gpu import GPU_SHAPES, model
+
 from cosmos_optim import Cosmos, CosmosPaper, Muon, MuonNorm, NorMuon
 from cosmos_optim.cuda.fused import FusedAlgebra
 from cosmos_optim.cuda.kernels import jacobi as eigen
-from cosmos_optim.cuda.kernels.launch import never
-from cosmos_optim.cuda.kernels.reductions import added
+from cosmos_optim.cuda.kernels.launch import false_flag
+from cosmos_optim.cuda.kernels.reductions import add_parts
 from cosmos_optim.cuda.operands import Basis, Direction, Polar
 from cosmos_optim.cuda.pointer_list import addresses
 from cosmos_optim.engine import run as execute
@@ -23,8 +26,6 @@ from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
 from tests.cuda.launches import counted
 from tests.cuda.reference import INTERPRETED as INTERPRET
-from tests.cuda.test_fused import one_step, problem
-from tests.cuda.test_fused_gpu import GPU_SHAPES, model
 from tests.gpu import never_waiting
 
 EXACT = 2e-6  # float32
@@ -70,7 +71,7 @@ def test_second_moment_of_rows(thin: bool, eps: float, device: torch.device) -> 
     assert rel(fused.energy(fused.unit_rms(even)), torch.full((2, 1, 1), float(m * n), device=device)) < EXACT
     assert even.rows.gain[:, 7].isfinite().all()
     again = fused.scale_rows(D, even.rows.gain)  # the plain form on the same operands
-    assert rel(added(again.rows.energy), added(even.rows.energy)) < EXACT
+    assert rel(add_parts(again.rows.energy), add_parts(even.rows.energy)) < EXACT
 
 
 # -- whole steps ------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_launches_of_a_chunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         opt.step()
     grads, tops = [x.grad for x in chunks[0]], {x.entry.p: [x.grad.abs().max()] for x in chunks[0]}
     moving = Moving(addresses(grads), torch.tensor(0.01).double(), torch.tensor(0.99).double())
-    never(params[0].device)  # made once for all steps
+    false_flag(params[0].device)  # made once for all steps
     with counted() as seen:
         run_chunk(chunks[0], HERE, M, N, torch.tensor(False), None, FusedAlgebra, tops, moving)
     # Newton-Schulz: five iterations one after the other, or the first three in either of two ways, chosen by a sum and

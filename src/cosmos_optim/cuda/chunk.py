@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.first_basis import first_basis
 from cosmos_optim.cuda.kernels.gather import gather, scatter_
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.step import SCHEDULES, newton_schulz_memory
 from cosmos_optim.engine.batching import Batch, decay_of, signed_lr
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
@@ -28,8 +28,8 @@ class DeviceInputs(NamedTuple):
 
 def run_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: DeviceInputs | None = None) -> None:
     """Take the step of a chunk. `inputs` replaces what the host knows, for a step that is recorded."""
-    W, M = Matrices.of(chunk.params), Matrices.of(chunk.state()["M"])
-    G = Matrices.of(chunk.grads, None if inputs is None else inputs.addresses)
+    W, M = MatrixList.of(chunk.params), MatrixList.of(chunk.state()["M"])
+    G = MatrixList.of(chunk.grads, None if inputs is None else inputs.addresses)
     if inputs is None:
         lr, decay = signed_lr(chunk.group), decay_of(chunk.group)
     else:
@@ -51,7 +51,7 @@ def start_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None) -> None:
     """Take the first bases of a chunk."""
     U = chunk.state()["U"]
     (stack,) = gather([U])
-    scatter_([U], [first_basis(Matrices.of(chunk.grads), stack, grad_max.float())], skip)
+    scatter_([U], [first_basis(MatrixList.of(chunk.grads), stack, grad_max.float())], skip)
 
 
 def thin_state(chunk: Batch) -> dict[str, list[Tensor]]:

@@ -20,7 +20,7 @@ from cosmos_optim.cuda.chunk import (
     run_chunk,
     start_chunk,
 )
-from cosmos_optim.cuda.kernels.launch import current
+from cosmos_optim.cuda.kernels.launch import on_device
 from cosmos_optim.cuda.precompile import Precompiler
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.cuda.support import supported
@@ -74,7 +74,7 @@ def run(entries: Sequence[Entry], check: GradientCheck, record: Record | None, g
         left = [e for e in live if not e.rule.elementwise and e.p not in in_graph]
         work = plan_jobs(left, fresh, check, record, copies)
         for where, start in work.starts:  # before the streams fork, so that every chunk waits for them
-            with current(where):
+            with on_device(where):
                 start()
         for where, size in work.pool_bytes.items():  # a model may be on several GPUs
             forks.enter_context(Streams.of(where).forked(size))

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import jacobi
-from cosmos_optim.cuda.kernels.correlate import correlate
 from cosmos_optim.cuda.kernels.launch import power_of_two
 from cosmos_optim.cuda.kernels.project import project
+from cosmos_optim.cuda.kernels.project_transposed import project_transposed
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split
-from cosmos_optim.cuda.kernels.thin_qr import orthonormal, thin_gram
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.subspace import OVERSAMPLING
 from cosmos_optim.linalg.subspace import first_basis as subspace_first_basis
@@ -35,22 +35,22 @@ class ListAlgebra(Algebra):
         if isinstance(X, Tensor):
             return self.un(X, Y)
         Y_max = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
-        return correlate(X, split(Y, torch.float16, x_max=Y_max), Y_max, Y.shape[-1], self.grad_max)
+        return project_transposed(X, split(Y, torch.float16, x_max=Y_max), Y_max, Y.shape[-1], self.grad_max)
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
         """Return A'B of thin factors."""
-        return thin_gram(A, B)
+        return thin_product(A, B)
 
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Return orthonormal columns with the span of Y."""
-        return orthonormal(Y, fallback)
+        return orthonormalize(Y, fallback)
 
     def _eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
         """Return eigenvalues and eigenvectors; up to 64 columns in one launch, and the host waits for nothing."""
         return jacobi.eigh(A) if jacobi.supports(A.shape[-1]) else super()._eigh(A)
 
 
-def first_basis(G: Matrices, U: Tensor, grad_max: Tensor) -> Tensor:
+def first_basis(G: MatrixList, U: Tensor, grad_max: Tensor) -> Tensor:
     """Return the leading eigenvectors of each G'G, (B, n, r), like U.
 
     The kernels work on powers of two, so the columns up to the next one are free, and one more would cost as much as r.

@@ -19,7 +19,7 @@ def orthonormalize(Y: Tensor, fallback: Tensor) -> Tensor:
     r = Y.shape[-1]
     able = Y.dtype is torch.float32 and r <= thin_qr.MAX_COLUMNS and available(Y.device)
     if able and kernels_work(Y[0], RULES["cosmos"], r):
-        return thin_qr.orthonormal(Y, fallback)
+        return thin_qr.orthonormalize(Y, fallback)
     return cholesky_qr.orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
 
 

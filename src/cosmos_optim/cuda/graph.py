@@ -242,7 +242,7 @@ def _capture(made: Recording, jobs: Sequence[Job], pool_bytes: int, device: torc
     collects = gc.isenabled()
     gc.disable()  # what it frees may belong to another graph, and a capture allows no such call
     try:
-        with pointer_list.keeping(made.kept_tables), torch.cuda.stream(stream):
+        with pointer_list.keep_tables_in(made.kept_tables), torch.cuda.stream(stream):
             before = torch.cuda.memory_reserved(device)
             # Other threads may pin memory or query events meanwhile: only this one is held to the rules.
             made.graph.capture_begin(capture_error_mode="thread_local")

@@ -23,7 +23,7 @@ from cosmos_optim.cuda.kernels.launch import tl
 _KEPT = 512
 _tables: OrderedDict[Any, Tensor] = OrderedDict()
 # A graph reads its tables, and the host memory they are copied from, at every replay. This list keeps them alive;
-# inside `keeping` it is the list of the graph's owner.
+# inside `keep_tables_in` it is the list of the graph's owner.
 _captured: list[tuple[Tensor, Tensor | None]] = []
 
 # Whether kernels may read 16 bytes at a time from rows that do not begin at multiples of 16 bytes (alignment classes,
@@ -57,7 +57,7 @@ _pinned = _PinnedMemory()
 
 
 @contextmanager
-def keeping(held: list[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+def keep_tables_in(held: list[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
     """Append the tables that a capture inside reads to `held`, which the owner of the graph keeps alive."""
     global _captured
     before, _captured = _captured, held
@@ -90,7 +90,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Matrices:
+class MatrixList:
     """A list of (m, n) matrices with one dtype and one pair of strides.
 
     moves: the table will later contain other matrices of the same kind, so only kernels may read them.
@@ -101,7 +101,7 @@ class Matrices:
     moves: bool = False
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], table: Tensor | None = None) -> Matrices:
+    def of(cls, tensors: Sequence[Tensor], table: Tensor | None = None) -> MatrixList:
         """Return the operand for these tensors; with `table`, one that the caller writes."""
         return cls(list(tensors), addresses(tensors) if table is None else table, table is not None)
 
@@ -151,7 +151,7 @@ class Matrices:
         return torch.stack([t.to(dtype) for t in self.tensors])
 
 
-def uniform(tensors: Sequence[Tensor]) -> bool:
+def same_layout(tensors: Sequence[Tensor]) -> bool:
     """Return whether kernels can take these as one list: equal shapes, dtypes and strides, one of the strides 1."""
     t = tensors[0]
     same = all((x.shape, x.dtype, x.stride(), x.device) == (t.shape, t.dtype, t.stride(), t.device) for x in tensors)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cosmos_optim.cuda.kernels.launch import KERNELS, current, triton
+from cosmos_optim.cuda.kernels.launch import KERNELS, on_device, triton
 
 # The compiler holds Python's lock for a part of its time, which limits what more threads could gain.
 THREADS = 16
@@ -58,7 +58,7 @@ def compile_in_parallel(device: torch.device, works: Sequence[Callable[[], Any]]
     """
     if device.type != "cuda" or not hasattr(triton, "AsyncCompileMode") or torch.cuda.is_current_stream_capturing():
         return
-    with _one_at_a_time, suppress(Exception), current(device), _LoadingPool(thread_count(), device) as pool:
+    with _one_at_a_time, suppress(Exception), on_device(device), _LoadingPool(thread_count(), device) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True), _disable_launches():
             for work in works:
                 with suppress(Exception):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import current, power_of_two
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.kernels.launch import on_device, power_of_two
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.precompile import compile_in_parallel, launches_disabled
 from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.linalg.algebra import Algebra
@@ -60,7 +60,7 @@ def step_error(rule: Rule, rank: int, m: int, n: int, device: torch.device, dtyp
         (torch.zeros_like(G), torch.float32), (G, dtype), (state.M, torch.float32)))  # fmt: skip
     thin = {k: v for k, v in state._asdict().items() if k != "M"}
     found = SCHEDULES[rule.name](
-        Matrices.of(W), Matrices.of(grads), rule.State(M=Matrices.of(M), **thin), t, lr=1.0, decay=0.0,
+        MatrixList.of(W), MatrixList.of(grads), rule.State(M=MatrixList.of(M), **thin), t, lr=1.0, decay=0.0,
         grad_max=G.abs().amax((1, 2)), **arguments,
     )  # fmt: skip
     pairs = [(torch.stack(W), -D), (torch.stack(M), expected.M)]
@@ -94,7 +94,7 @@ def relative_error(x: Tensor, y: Tensor) -> float:
 def _within_bound(work: partial[float], rule: Rule, device: torch.device) -> bool:
     """Run the comparison, and warn if the kernels are wrong or cannot run."""
     try:
-        with current(device):
+        with on_device(device):
             error, reason = work(), ""
     except Exception as failure:  # anything that the compiler or the driver raises
         error, reason = math.inf, f": {type(failure).__name__}: {str(failure)[:200]}"

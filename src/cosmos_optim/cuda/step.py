@@ -23,22 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.correlate import correlate
-from cosmos_optim.cuda.kernels.gains import finish, muon_gain, norms
+from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
 from cosmos_optim.cuda.kernels.momentum import momentum_
-from cosmos_optim.cuda.kernels.power_step import power_sum, scaled
+from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
 from cosmos_optim.cuda.kernels.project import overlap, project
-from cosmos_optim.cuda.kernels.reductions import measure
+from cosmos_optim.cuda.kernels.project_transposed import project_transposed
+from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
 from cosmos_optim.cuda.kernels.residual import residual, work_buffer
-from cosmos_optim.cuda.kernels.row_norm import even_rows, row_squares
+from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
 from cosmos_optim.cuda.kernels.second_moment import second_moment
-from cosmos_optim.cuda.kernels.soap_half import adapt
+from cosmos_optim.cuda.kernels.soap_half import soap_half
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split, split_both
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
-from cosmos_optim.cuda.kernels.thin_qr import gram_parts, orthonormal
+from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
 from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, gram_count, iterate, schedule
 from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState, noise_floor
@@ -57,7 +57,7 @@ def on_one_gpu(parts: Tensor) -> Tensor:
 
 # fmt: off
 def cosmos_step_(
-    W: Matrices, G: Matrices, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
+    W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
     betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
     residual_guard: float, ns: NewtonSchulz,
@@ -75,18 +75,18 @@ def cosmos_step_(
     unit = math.sqrt(m * n)                                                                 # |D| if its RMS is 1
 
     Y = project(G, split(U_old, torch.float16, scale=BASIS_SCALE), r, grad_max)             # L5   G U
-    Y_sq, Y_max = measure(Y)
-    Y, Y_max, c = scaled(Y, S, total(Y_sq), Y_max)                                          #      G U / c
-    HU = total(correlate(G, Y, Y_max, r, grad_max))                                         #      G'G U / c
+    Y_sq, Y_max = norm_sq_and_max(Y)
+    Y, Y_max, c = scale_for_power_step(Y, S, total(Y_sq), Y_max)                            #      G U / c
+    HU = total(project_transposed(G, Y, Y_max, r, grad_max))                                #      G'G U / c
     Y, Y_columns = power_sum(U_old, S, HU, c, b2)                                           #      b2 U S + (1-b2) G'G U
-    U = orthonormal(Y, U_old, Y_columns)                                                    #      QR
+    U = orthonormalize(Y, U_old, Y_columns)                                                 #      QR
     U_half, U_wide = split_both(U)
 
     GU, MU, M_max = momentum_(M, G, 1 - b1, (U_half, U_wide), r, skip, grad_max)            # L4, with G U and M U
-    C, E = gram_parts(U, U_old), total(gram_parts(GU, GU, gain=1 - b2))
+    C, E = thin_product_parts(U, U_old), total(thin_product_parts(GU, GU, gain=1 - b2))
     S, tracked = second_moment(S, C, E, b2, noise_floor(S.dtype, guard))                    # L6
     NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
-    V, P, minus_NU, (P_sq, NU_sq) = adapt(
+    V, P, minus_NU, (P_sq, NU_sq) = soap_half(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
         extra_steps=int(nesterov))                                                          # L7, L8
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max, torch.float16)     #      N - N U U'
@@ -99,16 +99,16 @@ def cosmos_step_(
 
     rows, sums = None, {"B_sq": B_sq, "other_sq": P_sq}
     if row_beta2 is not None:                                                               #      Not in the paper
-        v, rows, D_sq = even_rows(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
+        v, rows, D_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
         sums = {"other_sq": total(D_sq)}
-    k, PU = finish(
+    k, PU = update_coefficients(
         b, norm_sq, lr, decay, P=P, BU=BU, row_gain=rows, grad_max=grad_max, target_norm=unit, **sums)  # L10, L11
     update_(W, B, PU, U_wide, k, skip, seeds, rows)                                         #      W <- decay W - lr D
     return CosmosState(M, U, S, V, v)
 
 
 def muon_step_(
-    W: Matrices, G: Matrices, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
+    W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
     momentum: float, nesterov: bool, ns: NewtonSchulz, scaling: str = "paper", normalize: bool = False,
     beta2: float | None = None, eps: float = 0.0,
@@ -123,15 +123,15 @@ def muon_step_(
 
     b = rows = B_sq = D_sq = v = None
     if beta2 is not None:                                                                   #      NorMuon
-        B_rows = row_squares(B if m >= n else B.mT)
-        v, rows, D_sq = even_rows(state.v, B_rows, norm_sq, n, beta2, eps)
+        B_rows = row_norm_sq(B if m >= n else B.mT)
+        v, rows, D_sq = row_gains(state.v, B_rows, norm_sq, n, beta2, eps)
         D_sq = total(D_sq)
     elif normalize:                                                                         # L7   sqrt(m) NORM(B)
         B_sq = total(torch.linalg.vector_norm(B, dim=(1, 2), dtype=torch.float64).square()[:, None])
     else:                                                                                   # L7   sqrt(m) B
         b = t.new_full((1, 1, 1), SCALINGS[scaling](m, n))
     target = 0.0 if b is not None else unit                                                 #      0: D keeps its size
-    k, _ = finish(
+    k, _ = update_coefficients(
         b, norm_sq, lr, decay, row_gain=rows, grad_max=grad_max, B_sq=B_sq, other_sq=D_sq, target_norm=target)
     update_(W, B, None, None, k, skip, seeds, rows)                                         #      W <- decay W - lr D
     return MuonState(M) if v is None else NorMuonState(M, v)
@@ -148,7 +148,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
 
     The products run on the stream of low priority, where the temporaries of all chunks share one pool of memory.
     """
-    norm_sq, weight = norms(X_sq, HALF_SCALE**2, LEAST_NORM_SQ)
+    norm_sq, weight = norm_and_weight(X_sq, HALF_SCALE**2, LEAST_NORM_SQ)
     symmetric = supports(X)
     steps, fresh = schedule(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
     # The chunk's stream reads the result, so the result must be its memory: the other stream reuses its own too early.

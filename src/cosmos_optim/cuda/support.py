@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.chunk import rank_of, thin_state
-from cosmos_optim.cuda.kernels.gather import movable
+from cosmos_optim.cuda.kernels.gather import can_gather
 from cosmos_optim.cuda.kernels.launch import available
-from cosmos_optim.cuda.pointer_list import uniform
+from cosmos_optim.cuda.pointer_list import same_layout
 from cosmos_optim.cuda.self_check import kernels_work
 from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.engine.batching import Batch
@@ -28,9 +28,9 @@ def supported(batch: Batch) -> bool:
     if not available(first.device) or batch.group["ns_dtype"] not in (None, torch.float16):
         return False
     state = batch.state()
-    if not all(uniform(x) for x in (batch.params, batch.grads, state["M"])):
+    if not all(same_layout(x) for x in (batch.params, batch.grads, state["M"])):
         return False
-    if not all(movable(tensors) for tensors in thin_state(batch).values()):
+    if not all(can_gather(tensors) for tensors in thin_state(batch).values()):
         return False
     return shape_supported(first, rank_of(batch)) and kernels_work(first, batch.rule, rank_of(batch))
 

@@ -39,7 +39,7 @@ def _norms(norm_sq_parts, norm_sq, weight, count, scale, least, COUNT: tl.conste
     tl.store(weight + batch, (scale / total).to(tl.float32))
 
 
-def norms(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
+def norm_and_weight(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
     """Return |X|^2, at least `least`, in float64, and scale / |X|^2 in float32, (B, 1, 1), from |X|^2 by parts."""
     batch, count = norm_sq_parts.shape
     norm_sq, weight = (norm_sq_parts.new_empty(batch, 1, 1, dtype=dtype) for dtype in (torch.float64, torch.float32))
@@ -70,7 +70,7 @@ def muon_gain(
         X_scale: (B, 1, 1), its factor c.
         NU_sq: |N U|^2 by parts.
         B_sq: norm_sq |B|^2 by parts, as `overlap` returns it.
-        norm_sq: (B, 1, 1) float64, from `norms`.
+        norm_sq: (B, 1, 1) float64, from `norm_and_weight`.
         target_norm: gamma sqrt(m n), the norm of b B.
         guard: the share of the momentum's squared norm below which the residual is rounding noise.
     """
@@ -134,7 +134,7 @@ def _finish(
         store_bfloat16_parts(at, part_stride, value, row[:, None] < k)
 
 
-def finish(
+def update_coefficients(
     b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
     row_gain: Tensor | None = None, grad_max: Tensor | None = None, B_sq: Tensor | None = None,
@@ -147,7 +147,7 @@ def finish(
 
     Args:
         b, s: (B or 1, 1, 1), None for 1.
-        norm_sq: (B, 1, 1) float64, from `norms`.
+        norm_sq: (B, 1, 1) float64, from `norm_and_weight`.
         lr, decay: numbers, or float64 scalars on the device.
         P, BU: (B, m, r) or None.
         row_gain: g (B, m, 1), None for 1.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
-from cosmos_optim.cuda.kernels.launch import jit, never, tl
+from cosmos_optim.cuda.kernels.launch import false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.pointer_list import addresses
 
@@ -51,7 +51,7 @@ def _copy(stack, table, size, index, at, write, WRITE: tl.constexpr, ALIGNED: tl
         tl.store(stacked, tl.load(own, mask=at < size, other=0.0), mask=at < size)
 
 
-def movable(tensors: Sequence[Tensor]) -> bool:
+def can_gather(tensors: Sequence[Tensor]) -> bool:
     """Return whether these tensors are contiguous float32, as `gather` and `scatter_` need them."""
     return all(x.dtype is torch.float32 and x.is_contiguous() for x in tensors)
 
@@ -77,6 +77,6 @@ def _launch(stacks: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], skip: T
         aligned = all(t.data_ptr() % 16 == 0 for x in tensors for t in x)
         _copy_factors[(-(-max(sizes) // block), len(some) * batch)](
             *some, *(some[:1] * unused), *tables, *(tables[:1] * unused), *sizes, *([0] * unused),
-            never(some[0].device) if skip is None else skip, batch, BLOCK=block, WRITE=write, ALIGNED=aligned,
+            false_flag(some[0].device) if skip is None else skip, batch, BLOCK=block, WRITE=write, ALIGNED=aligned,
             num_warps=4,
         )  # fmt: skip

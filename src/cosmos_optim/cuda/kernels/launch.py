@@ -85,13 +85,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make this CUDA device current: Triton launches on the current device, not on that of the operands."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
-def never(device: torch.device) -> Tensor:
+def false_flag(device: torch.device) -> Tensor:
     """Return a flag that is False, for kernels that read one: steps that cannot be skipped need no second kernel."""
     return torch.zeros((), dtype=torch.bool, device=device)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
-from cosmos_optim.cuda.kernels.launch import Launch, jit, never, tl
+from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import (
     columns_before_alignment,
@@ -25,7 +25,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     matrix_start,
     rows_of_class,
 )
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(128, 32, stages=2)
@@ -121,7 +121,7 @@ def _masked_tile(
 
 
 def momentum_(
-    M: Matrices, G: Matrices, w: float, U: tuple[Tensor, Tensor] | None, r: int, skip: Tensor | None,
+    M: MatrixList, G: MatrixList, w: float, U: tuple[Tensor, Tensor] | None, r: int, skip: Tensor | None,
     grad_max: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Update M in place; return G U and M U (B, m, r), and the largest |entry| of G and M by row block (B, blocks).
@@ -148,7 +148,7 @@ def momentum_(
     _momentum[(blocks, batch)](
         **source, mom=M.table, u=block_max if U is None else U[0], v=block_max if U is None else U[1], gu=GU, mu=MU,
         block_max=block_max, grad_max=block_max if grad_max is None else grad_max,
-        skip=never(M.device) if skip is None else skip,
+        skip=false_flag(M.device) if skip is None else skip,
         u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"], w=w,
         gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None,
         MOMENT=target["ELEMENT"], MAX_GIVEN=grad_max is not None, SINGLE_PART=G.dtype is torch.bfloat16,

@@ -44,10 +44,12 @@ def _scaled(
         tl.store(y_max + batch, scaled_max)
 
 
-def scaled(Y: Tensor, S: Tensor, norm_sq_parts: Tensor, max_abs_parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scale_for_power_step(
+    Y: Tensor, S: Tensor, norm_sq_parts: Tensor, max_abs_parts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), which is 1 for zeros.
 
-    norm_sq_parts, max_abs_parts: |Y|^2 and the largest |entry| of Y by blocks (B, parts), as `measure` returns them.
+    norm_sq_parts, max_abs_parts: |Y|^2 and the largest |entry| of Y by blocks (B, parts), from `norm_sq_and_max`.
     """
     batch, k, r = Y.shape
     Y, S, R = Y.contiguous(), S.contiguous(), power_of_two(r)
@@ -87,7 +89,7 @@ def _power_sum(
 
 
 def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple[Tensor, Tensor | None]:
-    """Return beta U S / c^2 + (1 - beta) (HU / c + eps U), (B, k, r), and the `columns` that `orthonormal` takes.
+    """Return beta U S / c^2 + (1 - beta) (HU / c + eps U), (B, k, r), and the `columns` that `orthonormalize` takes.
 
     The entries of U are at most 1; the product is as exact as in float32.
     """

@@ -26,7 +26,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     matrix_start,
     rows_of_class,
 )
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(128, 32, stages=4)
 UNALIGNED_LAUNCH = Launch(64, 64, warps=4, stages=1)
@@ -88,7 +88,7 @@ def _masked_tile(
     return dot_split_tile(a, e, b1, b2, acc, SINGLE_PART, False, FLOAT32_DOTS)
 
 
-def project(X: Matrices, U: Tensor, r: int, x_max: Tensor | None = None) -> Tensor:
+def project(X: MatrixList, U: Tensor, r: int, x_max: Tensor | None = None) -> Tensor:
     """Return X U (B, m, r) in float32.
 
     Args:

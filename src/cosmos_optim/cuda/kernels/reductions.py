@@ -54,7 +54,7 @@ def _measure(x, norm_sq_parts, max_abs_parts, size, SPAN: tl.constexpr, BLOCK: t
     tl.store(max_abs_parts + batch * parts + part, tl.max(x_max))
 
 
-def measure(X: Tensor) -> tuple[Tensor, Tensor]:
+def norm_sq_and_max(X: Tensor) -> tuple[Tensor, Tensor]:
     """Return |X|^2 (float64) and the largest |entry| of each matrix of a float32 stack, by parts (B, parts)."""
     X = X.contiguous()
     batch, size = X.shape[0], X[0].numel()
@@ -67,6 +67,6 @@ def measure(X: Tensor) -> tuple[Tensor, Tensor]:
     return norm_sq_parts, max_abs_parts
 
 
-def added(parts: Tensor) -> Tensor:
+def add_parts(parts: Tensor) -> Tensor:
     """Add a sum by parts (B, ...): (B, 1, 1) in float64."""
     return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)

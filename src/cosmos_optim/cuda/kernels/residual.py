@@ -17,7 +17,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_tile, matrix_start
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(64, 64, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=3)
@@ -73,7 +73,7 @@ def _residual(
 
 
 def residual(
-    M: Matrices, G: Matrices, a: float, b: float, P: Tensor | None, U: Tensor | None, block_max: Tensor,
+    M: MatrixList, G: MatrixList, a: float, b: float, P: Tensor | None, U: Tensor | None, block_max: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the work buffer X (B, long, short), |X|^2 by row blocks (B, blocks), and the factor c (B, 1, 1).

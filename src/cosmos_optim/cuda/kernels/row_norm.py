@@ -5,7 +5,7 @@
     |g D|^2 = sum of g_i^2 q_i                        for NORM (L11)
 
 B = (buffer - (buffer U) U') / norm, see `gains`. `project.overlap` returns norm^2 |B_i|^2 if there is a basis U;
-`row_squares` computes it if there is none.
+`row_norm_sq` computes it if there is none.
 
 Shapes: v, g (B, m, 1), P (B, m, r), squared norms of rows (B, m).
 """
@@ -34,7 +34,7 @@ def _row_squares(x, out, stride, m, n, sm, sn, BM: tl.constexpr, BK: tl.constexp
     tl.store(out + batch * m + i, tl.sum(squares, axis=1), mask=i < m)
 
 
-def row_squares(X: Tensor) -> Tensor:
+def row_norm_sq(X: Tensor) -> Tensor:
     """Return the squared norms of the rows (B, m) in float32, for a half-precision stack X (B, m, n) of any strides."""
     (batch, m, n), how = X.shape, LAUNCH.fit(16)
     out = torch.empty(batch, m, dtype=torch.float32, device=X.device)
@@ -71,7 +71,7 @@ def _even_rows(
     tl.store(d_sq + batch * blocks + block, tl.sum(wide * wide * q))
 
 
-def even_rows(
+def row_gains(
     v: Tensor, B_row_sq: Tensor, norm_sq: Tensor, n: int, beta: float, eps: float, *,
     b: Tensor | None = None, P: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

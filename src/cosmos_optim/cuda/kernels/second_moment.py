@@ -1,7 +1,7 @@
 """S <- (T + T')/2 with T = beta C S C' + E, C = U'U_old and E = (1 - beta) Y'Y (L6), and which columns hold gradient.
 
-`thin_qr.gram_parts` makes C and E by row blocks; one program for each matrix adds the blocks and does all else. Ranks
-above `thin_qr.MAX_COLUMNS` run in plain torch.
+`thin_qr.thin_product_parts` makes C and E by row blocks; one program for each matrix adds the blocks and does all
+else. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
 
 Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
 """
@@ -75,7 +75,7 @@ def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, floo
 
     The second is 1 if the diagonal entry of S or of E exceeds `floor` times the trace, else 0.
 
-    c_parts, e_parts: C and E by row blocks (B, parts, R, R), as `thin_qr.gram_parts` returns them.
+    c_parts, e_parts: C and E by row blocks (B, parts, R, R), as `thin_qr.thin_product_parts` returns them.
     """
     batch, r = S.shape[:2]
     if not supports(r):

@@ -56,7 +56,7 @@ def _adapt(
     tl.store(at + norm_sq_stride, norm_sq(X))
 
 
-def adapt(
+def soap_half(
     V: Tensor, Y: Tensor, N: Tensor, tracked: Tensor, t: Tensor, *,
     betas: tuple[float, float], eps: float, eps_inside_root: bool, extra_steps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
-from cosmos_optim.cuda.kernels.launch import TensorDescriptor, jit, never, tl
+from cosmos_optim.cuda.kernels.launch import TensorDescriptor, false_flag, jit, tl
 
 # The matrices of a stack that a product computes: flags (batch,) and the value that a flag must have. No flags: all.
 Only = tuple[Tensor | None, bool]
@@ -146,7 +146,7 @@ class TileShape:
     stages: int = 3
 
 
-def tiling(s: int, K: int) -> TileShape:
+def tile_shape(s: int, K: int) -> TileShape:
     """Return the tile for (s, s) results summed over K: large, except for small s, which would leave most of it empty.
 
     A fourth stage pays off if sums are long (measured on an H200).
@@ -192,17 +192,17 @@ def symmetric_product(
         tiles: the tile, or None for the default of this size.
         out: the result, with rows of a multiple of 16 bytes; new memory by default.
         only: the matrices to compute, by flags on the device; nothing is written for the others.
-        norm_sq_parts: from `squares_of`, written: the squared norm of each product by parts. Only with a weight.
+        norm_sq_parts: from `empty_norm_sq_parts`, written: the squared norm of each product. Only with a weight.
     """
     batch, K, s = A.shape
-    how = tiles or tiling(s, K)
+    how = tiles or tile_shape(s, K)
     C = like(A, s) if out is None else out
     table, count = _tiles(s, how.BM, how.BN, A.device)
     flags, wanted_flag = only
     if norm_sq_parts is None and weight is not None:
-        norm_sq_parts = squares_of(A, how)
+        norm_sq_parts = empty_norm_sq_parts(A, how)
     given: list[Any] = [C, C] if weight is None else [weight, norm_sq_parts]
-    given += [never(A.device), table, -1] if flags is None else [flags, table, int(wanted_flag)]
+    given += [false_flag(A.device), table, -1] if flags is None else [flags, table, int(wanted_flag)]
     common = {"ADD": D is not None, "WEIGHTED": weight is not None, "FLOAT32_DOTS": launch.TARGET.float32_dots,
               "num_warps": how.warps, "num_stages": how.stages}  # fmt: skip
     addends = [C if X is None else X for X in (D, E)]
@@ -223,10 +223,10 @@ def symmetric_product(
     return C
 
 
-def squares_of(A: Tensor, tiles: TileShape | None = None) -> Tensor:
+def empty_norm_sq_parts(A: Tensor, tiles: TileShape | None = None) -> Tensor:
     """Return memory for |A'A|^2 by parts, one part from each tile."""
     batch, K, s = A.shape
-    how = tiles or tiling(s, K)
+    how = tiles or tile_shape(s, K)
     return torch.empty(batch, _tiles(s, how.BM, how.BN, A.device)[1], dtype=torch.float32, device=A.device)
 
 
@@ -252,7 +252,7 @@ class SymmetricProducts:
 
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
         """Return weight X'X. With a weight, its squared norm is kept for `within`."""
-        self._norm_sq_parts = None if weight is None else squares_of(X)
+        self._norm_sq_parts = None if weight is None else empty_norm_sq_parts(X)
         return symmetric_product(X, X, weight=weight, out=self.empty(X, X.shape[2]), norm_sq_parts=self._norm_sq_parts)
 
     def within(self, R: Tensor, bound: float) -> Tensor:

@@ -27,7 +27,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     scale_up,
     split_float16,
 )
-from cosmos_optim.linalg.cholesky_qr import orthonormalize
+from cosmos_optim.linalg import cholesky_qr
 
 # One block holds the Gram matrix and its inverse factor in registers.
 MAX_COLUMNS = 128
@@ -171,7 +171,7 @@ def supports(r: int) -> bool:
     return r <= MAX_COLUMNS
 
 
-def gram_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
+def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
     """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r.
 
     Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
@@ -189,20 +189,20 @@ def gram_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
     return out
 
 
-def thin_gram(A: Tensor, B: Tensor) -> Tensor:
+def thin_product(A: Tensor, B: Tensor) -> Tensor:
     """Return A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
     r = A.shape[-1]
-    return gram_parts(A, B).sum(1)[:, :r, :r]
+    return thin_product_parts(A, B).sum(1)[:, :r, :r]
 
 
-def orthonormal(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
+def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
     """Return the Q of Y = Q R, or `fallback` for a matrix with linearly dependent columns: (B, k, r) -> the same.
 
     columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has left them.
     """
     batch, k, r = Y.shape
     if not supports(r):
-        return orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
+        return cholesky_qr.orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
     parts, how = plan(k, r)
     R, grid = how["R"], (parts, batch)
     # A PARTS of at least 32 makes one kernel serve all k up to 8,192.

@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
-from cosmos_optim.cuda.kernels.launch import Launch, jit, never, tl
+from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import add_outer, load_tile, matrix_start
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 
@@ -67,7 +67,7 @@ def _update(
 
 
 def update_(
-    W: Matrices, B: Tensor, P: Tensor | None, U: Tensor | None, coefficients: Tensor, skip: Tensor | None,
+    W: MatrixList, B: Tensor, P: Tensor | None, U: Tensor | None, coefficients: Tensor, skip: Tensor | None,
     seeds: Tensor | None = None, row_gain: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update W in place.
@@ -88,7 +88,7 @@ def update_(
     _update[(-(-m // how.rows), batch)](
         **W.rows_source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
         row_gain=coefficients if row_gain is None else row_gain,
-        skip=never(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
+        skip=false_flag(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
         work_stride=B.stride(0), p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0),
         m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None, SEEDED=seeds is not None,
         ROW_GAIN=row_gain is not None, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,

@@ -13,7 +13,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, jit, tl
 from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_tile, matrix_start, scale_down
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(128, 32, warps=4, stages=4)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=1)
@@ -53,7 +53,7 @@ def _correlate(
     tl.store(at, value, mask=(j[:, None] < n) & (c[None, :] < r))
 
 
-def correlate(X: Matrices, Y: Tensor, y_max: Tensor, r: int, x_max: Tensor | None = None) -> Tensor:
+def project_transposed(X: MatrixList, Y: Tensor, y_max: Tensor, r: int, x_max: Tensor | None = None) -> Tensor:
     """Return X'Y (B, n, r) in float32.
 
     Args:

@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from cosmos_lab.report.grouping import Task, arrange
-from cosmos_lab.report.loading import load_run
+from cosmos_lab.results.ranking import Task, arrange
+from cosmos_lab.results.reading import load_run
 
 TOKENS_PER_STEP = 1000
 KINDS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")

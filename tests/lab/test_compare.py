@@ -10,7 +10,7 @@ import pytest
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
 from cosmos_lab.grid.compare import Budget, compare
-from cosmos_lab.results import format_result, rank
+from cosmos_lab.grid.table import format_result, rank
 from cosmos_lab.run import run_log
 
 

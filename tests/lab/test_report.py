@@ -11,9 +11,9 @@ import pytest
 
 from cosmos_lab.report import summarize, write_report
 from cosmos_lab.report.curves import training, validation
-from cosmos_lab.report.grouping import arrange
-from cosmos_lab.report.loading import find_runs, load_run
 from cosmos_lab.report.words import cautions, summary
+from cosmos_lab.results.ranking import arrange
+from cosmos_lab.results.reading import find_runs, load_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
 NO_FIGURES = "cosmos_lab.report._figures"

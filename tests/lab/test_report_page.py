@@ -14,8 +14,8 @@ import pytest
 
 from cosmos_lab.report import write_report
 from cosmos_lab.report.curves import MOST_COLUMNS, MOST_POINTS, heat, kind_and_layer, training, validation
-from cosmos_lab.report.loading import load_run
 from cosmos_lab.report.style import KNOWN, THEMES, count, looks, rate, seconds, significant, size
+from cosmos_lab.results.reading import load_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
 NO_FIGURES = "cosmos_lab.report._figures"

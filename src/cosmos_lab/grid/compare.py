@@ -24,9 +24,9 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
+from cosmos_lab.grid.table import NOT_STARTED, UNFINISHED, format_result, rank
 from cosmos_lab.io import write_json
 from cosmos_lab.optimizers import settings
-from cosmos_lab.results import NOT_STARTED, UNFINISHED, format_result, rank
 from cosmos_lab.run import checkpoint, run_log
 from cosmos_lab.run.run_folder import check_unfinished, finished
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped, watch

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_lab.io import atomic_write, disk_error
-from cosmos_lab.report.grouping import Task, arrange
-from cosmos_lab.report.loading import find_runs, load_run
 from cosmos_lab.report.page import render
 from cosmos_lab.report.words import reason, summary, unreadable
+from cosmos_lab.results.ranking import Task, arrange
+from cosmos_lab.results.reading import find_runs, load_run
 
 __all__ = ["summarize", "write_report"]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_lab.report.grouping import Group
-from cosmos_lab.report.loading import METRICS, Point, Run
+from cosmos_lab.results.ranking import Group
+from cosmos_lab.results.reading import METRICS, Point, Run
 
 MOST_POINTS = 400  # a chart is about 500 pixels wide
 MOST_COLUMNS = 96

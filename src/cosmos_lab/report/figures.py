@@ -23,9 +23,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from cosmos_lab.io import atomic_write
 from cosmos_lab.report import curves, payload
-from cosmos_lab.report.grouping import Group, Task
-from cosmos_lab.report.loading import METRICS
 from cosmos_lab.report.style import THEMES, Look, count, rate
+from cosmos_lab.results.ranking import Group, Task
+from cosmos_lab.results.reading import METRICS
 
 _INK, _SOFT, _GRID = (THEMES["light"][key] for key in ("ink", "soft", "grid"))
 _STYLE: dict[Any, Any] = {

@@ -12,9 +12,9 @@ from importlib import resources
 from string import Template
 
 from cosmos_lab.report import payload, tables, words
-from cosmos_lab.report.grouping import Task
-from cosmos_lab.report.loading import METRICS, Run
 from cosmos_lab.report.style import count, theme_css
+from cosmos_lab.results.ranking import Task
+from cosmos_lab.results.reading import METRICS, Run
 
 _PARTS = ("1_base.js", "2_lines.js", "3_sweep.js", "4_heat.js", "5_main.js")
 

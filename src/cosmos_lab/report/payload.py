@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cosmos_lab.report import curves
-from cosmos_lab.report.grouping import Group, Task
 from cosmos_lab.report.style import HEAT, significant
+from cosmos_lab.results.ranking import Group, Task
 
 _X_DIGITS, _Y_DIGITS = 7, 6  # more than a screen can show
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from cosmos_lab.report.grouping import Group, Spread, Task, flatten
-from cosmos_lab.report.loading import Run
 from cosmos_lab.report.style import Look, count, rate, seconds, significant, size
 from cosmos_lab.report.words import at_edge, reason
+from cosmos_lab.results.ranking import Group, Spread, Task, flatten
+from cosmos_lab.results.reading import Run
 
 Column = tuple[str, str, Callable[[float | None], str]]
 

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from cosmos_lab.report.grouping import Group, Task
-from cosmos_lab.report.loading import Run
 from cosmos_lab.report.style import count, rate, significant
+from cosmos_lab.results.ranking import Group, Task
+from cosmos_lab.results.reading import Run
 
 # Runs whose token counts differ by less than this share ended together: the last batch may be cut.
 _SAME_BUDGET = 0.01

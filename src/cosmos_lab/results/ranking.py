@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cosmos_lab.report.loading import Run
 from cosmos_lab.report.style import Look, looks, rate
+from cosmos_lab.results.reading import Run
 
 # Differences in these are not a difference in method: they tell runs apart, or say where things lie.
 _NOT_SETTINGS = frozenset(

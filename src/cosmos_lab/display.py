@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cosmos_lab.config import RunConfig
+if TYPE_CHECKING:
+    from cosmos_lab.config import RunConfig
 
 _CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
 _EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
@@ -166,3 +168,55 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Seque
     signs = ["<" if i in left else ">" for i in range(len(head))]
     lines = ([f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths)] for line in cells)
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def rate(value: float | None) -> str:
+    """A learning rate: ``2e-3`` rather than ``0.002``."""
+    if value is None:
+        return "?"
+    if value == 0 or not math.isfinite(value) or 0.1 <= abs(value) < 1000:
+        return f"{value:g}"
+    digits, exponent = f"{value:e}".split("e")
+    return f"{float(digits):.4g}e{int(exponent)}"
+
+
+def significant(value: float | None, digits: int = 4) -> str:
+    """A plain decimal with so many digits that count, or a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    power = math.floor(math.log10(abs(value)))
+    if power >= 7 or power < -4:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - power)}f}"
+
+
+def count(value: float | None) -> str:
+    """A number of tokens: 1.31 B, 300 M, 65.5 k."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the unit that suits it: 41.2 s, 22.7 min, 3.20 h."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if value >= 1.5 * length:
+            return f"{significant(value / length, 3)} {unit}"
+    return f"{significant(value, 3)} s"
+
+
+def size(value: float | None) -> str:
+    """A number of bytes in binary units."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(value) >= 2**power:
+            return f"{significant(value / 2**power, 3)} {unit}"
+    return f"{value:.0f} B"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_lab.results.ranking import Task, arrange
-from cosmos_lab.results.reading import load_run
+from cosmos_lab.results.reading import read_run
 
 TOKENS_PER_STEP = 1000
 KINDS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
@@ -82,7 +82,7 @@ def falling(end: float, points: int = 6) -> list[float]:
 
 def task_of(*folders: Path) -> Task:
     """The one task that the folders make."""
-    tasks, misfits = arrange(map(load_run, folders))
+    tasks, misfits = arrange(map(read_run, folders))
     assert len(tasks) == 1 and not misfits
     return tasks[0]
 

@@ -13,7 +13,7 @@ from cosmos_lab.report import summarize, write_report
 from cosmos_lab.report.curves import training, validation
 from cosmos_lab.report.words import cautions, summary
 from cosmos_lab.results.ranking import arrange
-from cosmos_lab.results.reading import find_runs, load_run
+from cosmos_lab.results.reading import find_runs, read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
 NO_FIGURES = "cosmos_lab.report._figures"
@@ -75,7 +75,7 @@ def test_broken_folders_are_shown_as_such(
     folder.mkdir()
     for name, text in files.items():
         (folder / name).write_text(text)
-    run = load_run(folder)
+    run = read_run(folder)
     assert run.status == status
     assert note in " ".join(run.notes)
     text = write_report([folder], tmp_path / "out").read_text()
@@ -101,7 +101,7 @@ def test_a_file_that_is_a_folder_and_bytes_that_are_no_text(tmp_path: Path, no_f
     (folder / "summary.json").unlink()
     (folder / "summary.json").mkdir()
     (folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n{"step": 1, "val_loss": 2.0}\n')
-    run = load_run(folder)
+    run = read_run(folder)
     assert run.status == "unfinished" and run.score == 2.0
     assert "IsADirectoryError" in " ".join(run.notes)
     write_report([folder], tmp_path / "out")
@@ -112,13 +112,13 @@ def test_a_resumed_run_counts_each_step_once_and_time_goes_on(tmp_path: Path) ->
     rows = [(1, 4.0, 10.0), (2, 3.5, 20.0), (3, 9.9, 30.0), (3, 3.0, 5.0), (4, 2.5, 15.0)]
     lines = [json.dumps({"step": step, "tokens": step, "time": time, "loss": loss}) for step, loss, time in rows]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
-    train = load_run(folder).train
+    train = read_run(folder).train
     assert [(point.step, point.value) for point in train] == [(1, 4.0), (2, 3.5), (3, 3.0), (4, 2.5)]
     assert [point.time for point in train] == [10.0, 20.0, 25.0, 35.0]
 
 
 def test_an_unfinished_run_takes_its_numbers_from_the_log(tmp_path: Path) -> None:
-    run = load_run(make_run(tmp_path / "run", "adam", [3.0, 2.0], finished=False))
+    run = read_run(make_run(tmp_path / "run", "adam", [3.0, 2.0], finished=False))
     assert run.status == "unfinished"
     expected = {"final_val_loss": 2.0, "final_val_ppl": math.exp(2.0), "tokens": 20000, "tokens_per_s": 2e4}
     assert {key: run.stats[key] for key in expected} == pytest.approx(expected)
@@ -198,7 +198,7 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     make_run(tmp_path / "c", "cosmos", falling(2.6), rank=64)
     make_run(tmp_path / "d", "cosmos", falling(1.0), model="other")
     make_run(tmp_path / "e", "cosmos", falling(1.0), model="other", width=9)
-    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
     assert [task.title for task in tasks] == ["tiny · test", "other · test · width null", "other · test · width 9"]
     assert [group.label for group in tasks[0].groups] == [
         "cosmos (rank 16) 1e-3", "cosmos (rank 64) 1e-3", "cosmos (rank 64) 1e-3 #2"
@@ -216,12 +216,12 @@ def test_every_option_is_a_setting_and_a_name_has_as_many_as_it_takes(tmp_path: 
     make_run(tmp_path / "a", "cosmos", falling(2.5), rank=64)
     make_run(tmp_path / "b", "cosmos", falling(2.6), rank=64, options=both)
     make_run(tmp_path / "c", "cosmos", falling(2.7), rank=64, options=both[:1])
-    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
     assert [group.method for group in tasks[0].groups] == [
         "cosmos", "cosmos (nesterov True, row_beta2 0.95)", "cosmos (nesterov True)"
     ]  # fmt: skip
     make_run(tmp_path / "d", "cosmos", falling(2.8), rank=32, options=both)
-    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
     assert [group.method for group in tasks[0].groups] == [
         "cosmos (rank 64)", "cosmos (rank 64, nesterov True, row_beta2 0.95)", "cosmos (rank 64, nesterov True)",
         "cosmos (rank 32, nesterov True, row_beta2 0.95)",

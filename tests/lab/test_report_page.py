@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from cosmos_lab.display import count, rate, seconds, significant, size
 from cosmos_lab.report import write_report
 from cosmos_lab.report.curves import MOST_COLUMNS, MOST_POINTS, heat, kind_and_layer, training, validation
-from cosmos_lab.report.style import KNOWN, THEMES, count, looks, rate, seconds, significant, size
-from cosmos_lab.results.reading import load_run
+from cosmos_lab.report.style import KNOWN, THEMES, looks
+from cosmos_lab.results.reading import read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
 NO_FIGURES = "cosmos_lab.report._figures"
@@ -63,7 +64,7 @@ def test_heat_map_rows_are_layers_and_gaps_stay_empty(tmp_path: Path) -> None:
     extra = {"step": 30, "tokens": 30, "diagnostics": {"blocks.10.attn.q.weight": {"energy": None}, "odd": 3}}
     with (folder / "metrics.jsonl").open("a") as log:
         log.write(json.dumps(extra) + "\n")
-    found = heat(load_run(folder))
+    found = heat(read_run(folder))
     assert found is not None
     assert [panel.kind for panel in found.panels] == ["q", "k", "v", "o", "gate", "up", "down"]
     assert found.panels[0].layers == list(range(11))

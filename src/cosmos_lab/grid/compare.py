@@ -24,7 +24,7 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
-from cosmos_lab.grid.table import NOT_STARTED, UNFINISHED, format_result, rank
+from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, rank
 from cosmos_lab.io import write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.run import checkpoint, run_log
@@ -189,7 +189,7 @@ def _one_by_one(
             summary = train(run, progress=lambda record, row=row: display.update(row, "running", record))  # type: ignore[misc]
         except (RuntimeError, ValueError, OSError) as error:  # out of memory, say: the other runs may still fit
             failures[run.run_name] = str(error).splitlines()[0]
-            display.update(row, "failed")
+            display.update(row, FAILED)
             continue
         except Stopped:
             display.update(row, UNFINISHED)
@@ -294,7 +294,7 @@ def _report(job: _Job, display: Display, failures: dict[str, str], told: int) ->
     elif summary is None or (code and not stopped):
         lines = (folder / "output.txt").read_text().strip().splitlines()
         failures[job.run.run_name] = lines[-1] if lines else f"exit code {code}"
-        display.update(job.row, "failed")
+        display.update(job.row, FAILED)
     else:
         display.update(job.row, summary["status"], _as_record(summary))
     return True

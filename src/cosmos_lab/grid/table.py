@@ -1,58 +1,59 @@
-"""What a grid of runs has shown: one row a variant, mean and spread over its seeds, the best of each optimizer."""
+"""Tabulate a grid of runs: one row a variant, mean and spread over its seeds, the best of each optimizer."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import format_table
-from cosmos_lab.io import read_json
-from cosmos_lab.run import checkpoint, run_log
+from cosmos_lab.results.ranking import Group, best_of, group_runs
+from cosmos_lab.results.reading import Run, read_run
+from cosmos_lab.run import run_log
 
-NOT_STARTED, UNFINISHED = "not started", "unfinished"
-# What a run is called by in the table, beside optimizer and rate, where the runs differ in it.
-_QUIET = {"optimizer", "lr", "seed", "name", "out", "recipe"}
+NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
 
 
 def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Rows of the runs' variants with mean and spread over seeds, the best of each optimizer marked.
+    """Return rows of the runs' variants with mean and spread over seeds, the best of each optimizer marked.
 
     Args:
         runs: as they were asked for; their numbers are read from their folders.
         metric: the number of the summary that ranks them; less is better.
-        failures: why runs failed, by name; any other run without a summary was not started, or left with a checkpoint.
+        failures: why runs failed, by name; any other run without a summary is unfinished or was not started.
     """
-    differing = _differing(runs)
-    groups: dict[tuple[Any, ...], list[RunConfig]] = {}
-    for run in runs:
-        key = (run.optimizer.optimizer, run.optimizer.lr, *(run.get(name) for name in differing))
-        groups.setdefault(key, []).append(run)
-    rows = [_row(members, metric, differing, failures or {}) for members in groups.values()]
-    best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        known = best.get(row["optimizer"])
-        if row["mean"] is not None and (known is None or row["mean"] < known["mean"]):
-            best[row["optimizer"]] = row
-    for row in best.values():
-        row["best"] = True
+    found = [_read(run, failures or {}) for run in runs]
+    groups = group_runs(found)
+    best = best_of(groups, metric, lambda group: group.optimizer)
+    rows = [_row(group, metric, failures or {}) | {"best": group in best.values()} for group in groups]
     return {
         "recipe": runs[0].logging.recipe,
         "metric": metric,
-        **_made_with(runs),
+        **_made_with(found),
         "rows": rows,
-        "best": {name: row["label"] for name, row in best.items()},
+        "best": {optimizer: _label(group) for optimizer, group in best.items()},
     }
 
 
-def _made_with(runs: Sequence[RunConfig]) -> dict[str, Any]:
-    """Data, date, commit and versions as the run folders have them, maybe older than this call; lists if several."""
-    made = [read_json(run_log.run_folder(run) / run_log.CONFIG) or {} for run in runs]
-    texts = [about["data"] for about in made if isinstance(about.get("data"), dict)]
-    if not all("val_fingerprint" in text for text in texts):  # older runs do not say
-        for text in texts:
-            text.pop("val_fingerprint", None)
+def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
+    """Read a run's folder; names, rates and settings are those asked for, also if the run was not started yet."""
+    run, o = read_run(run_log.run_folder(asked)), asked.optimizer
+    status = FAILED if asked.run_name in failures else NOT_STARTED if run.status == "empty" else run.status
+    about = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
+    config = {**run.config, "config": asked.flat()}
+    return replace(run, name=asked.run_name, status=status, config=config, **about)  # type: ignore[arg-type]
+
+
+def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return data, date, commit and versions from the run folders, maybe older than this call; lists if several."""
+    made = [dict(run.config) for run in runs]
+    if not all("val_fingerprint" in about["data"] for about in made if isinstance(about.get("data"), dict)):
+        for about in made:  # older runs do not say
+            if isinstance(about.get("data"), dict):
+                about["data"] = {key: value for key, value in about["data"].items() if key != "val_fingerprint"}
     found: dict[str, Any] = {}
     for name in ("data", "date", "commit", "versions"):
         values: list[Any] = []
@@ -63,92 +64,63 @@ def _made_with(runs: Sequence[RunConfig]) -> dict[str, Any]:
     return found
 
 
-def _differing(runs: Sequence[RunConfig]) -> list[str]:
-    """Fields in which runs of the same optimizer differ, beside rate and seed; adam_lr where it does not follow lr."""
-
-    def differ(name: str) -> bool:
-        values: dict[Any, set[Any]] = {}
-        for run in runs:
-            alike = (run.optimizer.optimizer, run.optimizer.lr if name == "adam_lr" else None)
-            values.setdefault(alike, set()).add(run.get(name))
-        return any(len(found) > 1 for found in values.values())
-
-    return [name for name in runs[0].flat() if name not in _QUIET and differ(name)]
+def _label(group: Group) -> str:
+    """Name a row: optimizer, rate, the fields in which it differs from others, and its options if they differ."""
+    config = group.runs[0].config["config"]
+    fields = [f"{name} {_plain(config[name])}" for name in group.differs if name in config]
+    options = config["options"] if any(name not in config for name in group.differs) else ()
+    repeated = [mark] if (mark := group.label.rpartition(" ")[2]).startswith("#") else []
+    return " ".join([group.optimizer, f"lr {group.lr:g}", *fields, *options, *repeated])
 
 
-def _row(
-    members: Sequence[RunConfig], metric: str, differing: Sequence[str], failures: Mapping[str, str]
-) -> dict[str, Any]:
-    first = members[0]
-    summaries = [run_log.read_summary(run_log.run_folder(run)) or _missing(run, failures) for run in members]
-    values = [summary.get(metric) for summary in summaries]
+def _plain(value: Any) -> str:
+    """Write 0.36, not 0.36000000000000004."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, Any]:
+    runs, config = group.runs, group.runs[0].config["config"]
+    finished = [run.stats if run.finished else {} for run in runs]
+    values = [stats.get(metric) for stats in finished]
     known = [value for value in values if value is not None]
     whole = len(known) == len(values)
-    extras = {name: list(v) if isinstance(v := first.get(name), tuple) else v for name in differing}
-    own = (_named(name, value) for name, value in extras.items() if name != "options" and value is not None)
-    options = first.optimizer.options if "options" in differing else ()
-    label = " ".join([first.optimizer.optimizer, f"lr {first.optimizer.lr:g}", *own, *options])
+    fields = {name: config[name] for name in group.differs if name in config}
     return {
-        "label": label,
-        "optimizer": first.optimizer.optimizer,
-        "lr": first.optimizer.lr,
-        "adam_lr": first.optimizer.adam_lr,
-        "rank": first.optimizer.rank,
-        "gamma": first.optimizer.gamma,
-        "options": list(first.optimizer.options),
-        **extras,
-        "seeds": [run.training.seed for run in members],
-        "runs": [run.run_name for run in members],
-        "status": [summary["status"] for summary in summaries],
+        "label": _label(group),
+        **{name: config[name] for name in ("optimizer", "lr", "adam_lr", "rank", "gamma")},
+        **fields,
+        "options": list(config["options"]),
+        "seeds": [int(run.seed) for run in runs],
+        "runs": [run.name for run in runs],
+        "status": [run.status for run in runs],
         "values": values,
-        "mean": statistics.fmean(known) if known and whole else None,
+        "mean": statistics.fmean(known) if whole else None,
         "spread": statistics.stdev(known) if len(known) > 1 and whole else None,
-        "final_val_ppl": [summary.get("final_val_ppl") for summary in summaries],
-        "step_ms": [summary.get("step_ms") for summary in summaries],
-        "optimizer_ms": [summary.get("optimizer_ms") for summary in summaries],
-        "state_bytes": [summary.get("state_bytes") for summary in summaries],
-        "val_losses": [_curve(run) for run in members],
-        "failures": [failures[run.run_name] for run in members if run.run_name in failures],
-        "best": False,
+        **{
+            key: [stats.get(key) for stats in finished]
+            for key in ("final_val_ppl", "step_ms", "optimizer_ms", "state_bytes")
+        },
+        "val_losses": [[[p.step, p.value if math.isfinite(p.value) else None] for p in run.validation] for run in runs],
+        "failures": [failures[run.name] for run in runs if run.name in failures],
     }
 
 
-def _named(name: str, value: Any) -> str:
-    """gamma 0.36, not 0.36000000000000004."""
-    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-
-
-def _curve(run: RunConfig) -> list[list[Any]]:
-    """[step, validation loss] of all validations."""
-    records = run_log.read_metrics(run_log.run_folder(run))
-    return [[record["step"], record["val_loss"]] for record in records if "val_loss" in record]
-
-
-def _missing(run: RunConfig, failures: Mapping[str, str]) -> dict[str, Any]:
-    """In place of the summary that a run has not written."""
-    if run.run_name in failures:
-        return {"status": "failed"}
-    begun = checkpoint.latest(run_log.run_folder(run) / "checkpoints") is not None
-    return {"status": UNFINISHED if begun else NOT_STARTED}
-
-
 def format_result(result: Mapping[str, Any]) -> str:
-    """The table that ends a comparison; ``*`` marks the best variant of each optimizer."""
+    """Format the table that ends a comparison; ``*`` marks the best variant of each optimizer."""
     lines = []
     for row in result["rows"]:
         mean = "-" if row["mean"] is None else f"{row['mean']:.4f}"
         mean += "" if row["spread"] is None else f" ± {row['spread']:.4f}"
-        ppl = [value for value in row["final_val_ppl"] if value is not None and row["mean"] is not None]
-        state = [value for value in row["state_bytes"] if value]
+        state = [value / 2**20 for value in row["state_bytes"] if value]
         lines.append(
             (
                 row["label"],
                 "*" if row["best"] else "",
                 mean,
-                f"{statistics.fmean(ppl):.2f}" if ppl else "-",
+                _average(row["final_val_ppl"] if row["mean"] is not None else (), ".2f"),
                 _average(row["step_ms"]),
                 _average(row["optimizer_ms"]),
-                f"{state[0] / 2**20:,.1f}" if state else "-",
+                _average(state[:1]),
                 ", ".join([*sorted(set(row["status"]) - {"done"}), *row["failures"]]),
             )
         )
@@ -162,11 +134,11 @@ def format_result(result: Mapping[str, Any]) -> str:
 
 
 def _text(about: Mapping[str, Any]) -> str:
-    """A text by its size and hash, and that of what it was validated on."""
+    """Describe a text by its size and hash, and the hash of its validation part."""
     val = f", validated on {about['val_fingerprint']}" if "val_fingerprint" in about else ""
     return f"{about['tokens']:,} tokens (hash {about['fingerprint']}{val})"
 
 
-def _average(values: Sequence[float | None]) -> str:
+def _average(values: Sequence[float | None], form: str = ",.1f") -> str:
     known = [value for value in values if value]
-    return f"{statistics.fmean(known):,.1f}" if known else "-"
+    return format(statistics.fmean(known), form) if known else "-"

@@ -10,7 +10,7 @@ from cosmos_lab.io import atomic_write, disk_error
 from cosmos_lab.report.page import render
 from cosmos_lab.report.words import reason, summary, unreadable
 from cosmos_lab.results.ranking import Task, arrange
-from cosmos_lab.results.reading import find_runs, load_run
+from cosmos_lab.results.reading import find_runs, read_run
 
 __all__ = ["summarize", "write_report"]
 
@@ -27,7 +27,7 @@ def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training 
         ValueError: no folder is given, or one does not exist.
         OSError: the page cannot be written; an older one stays as it was.
     """
-    tasks, misfits = arrange(load_run(folder) for folder in find_runs([Path(run) for run in runs]))
+    tasks, misfits = arrange(read_run(folder) for folder in find_runs([Path(run) for run in runs]))
     page = Path(out) / "index.html"
     try:
         figures, remark = _figures(tasks, page.parent / "figures")
@@ -44,7 +44,7 @@ def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training 
 
 def summarize(runs: Sequence[Path]) -> str:
     """What the runs showed: the page's sentence, one for each model and recipe."""
-    tasks, _ = arrange(load_run(folder) for folder in find_runs([Path(run) for run in runs]))
+    tasks, _ = arrange(read_run(folder) for folder in find_runs([Path(run) for run in runs]))
     return " ".join(f"{task.title}: {summary(task)}" if len(tasks) > 1 else summary(task) for task in tasks)
 
 

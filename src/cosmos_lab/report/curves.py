@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_lab.results.ranking import Group
-from cosmos_lab.results.reading import METRICS, Point, Run
+from cosmos_lab.results.reading import DIAGNOSTICS, Point, Run
 
 MOST_POINTS = 400  # a chart is about 500 pixels wide
 MOST_COLUMNS = 96
@@ -127,7 +127,7 @@ class Heat:
         """The metrics that hold at least one number."""
         return [
             metric
-            for metric in METRICS
+            for metric in DIAGNOSTICS
             if any(cell is not None for panel in self.panels for row in panel.values[metric] for cell in row)
         ]
 
@@ -153,7 +153,7 @@ def heat(run: Run, budget: int = MOST_CELLS) -> Heat | None:
     names = list(dict.fromkeys(name for snapshot in run.diagnostics for name in snapshot.values))
     if not names:
         return None
-    columns = max(2, min(MOST_COLUMNS, budget // (len(names) * len(METRICS))))
+    columns = max(2, min(MOST_COLUMNS, budget // (len(names) * len(DIAGNOSTICS))))
     width = max(1, math.ceil(len(run.diagnostics) / columns))
     shots = list(run.diagnostics[::-1][::width])[::-1]
     places = {name: kind_and_layer(name) for name in names}
@@ -163,7 +163,7 @@ def heat(run: Run, budget: int = MOST_CELLS) -> Heat | None:
         rows = sorted((name for name in names if places[name][0] == kind), key=lambda name: places[name][1] or 0)
         values = {
             metric: [[_cell(shot.values.get(name, {}).get(metric)) for shot in shots] for name in rows]
-            for metric in METRICS
+            for metric in DIAGNOSTICS
         }
         panels.append(Panel(kind, [places[name][1] for name in rows], rows, values))
     return Heat([shot.step for shot in shots], [shot.tokens for shot in shots], panels)

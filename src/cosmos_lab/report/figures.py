@@ -21,11 +21,12 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from cosmos_lab.display import count, rate
 from cosmos_lab.io import atomic_write
 from cosmos_lab.report import curves, payload
-from cosmos_lab.report.style import THEMES, Look, count, rate
+from cosmos_lab.report.style import THEMES, Look, looks_of
 from cosmos_lab.results.ranking import Group, Task
-from cosmos_lab.results.reading import METRICS
+from cosmos_lab.results.reading import DIAGNOSTICS
 
 _INK, _SOFT, _GRID = (THEMES["light"][key] for key in ("ink", "soft", "grid"))
 _STYLE: dict[Any, Any] = {
@@ -82,7 +83,7 @@ def _figures(task: Task) -> list[tuple[str, str, Figure]]:
     if task.sweeps:
         found.append(("sweep", "learning-rate-sweep", _sweep(task)))
     for label, heat in payload.heats(task)[:1]:
-        for metric in METRICS:
+        for metric in DIAGNOSTICS:
             if metric in heat.metrics:
                 found.append((f"heat-{metric}", f"diagnostics-{metric}", _heat(label, heat, metric)))
     return found
@@ -144,10 +145,17 @@ def _loss(task: Task, kind: str) -> Figure:
         validation = curves.validation(group) if task.validated else None
         training = curves.training(group)
         for curve in training if validation else training[1:]:
-            _line(axes, curve, axis, color=group.look.light, linewidth=0.7, alpha=0.3 / math.sqrt(len(training)))
+            _line(
+                axes,
+                curve,
+                axis,
+                color=looks_of(task)[group.method].light,
+                linewidth=0.7,
+                alpha=0.3 / math.sqrt(len(training)),
+            )
         main = validation or (training[0] if training else None)
         if main:
-            compared += _main_line(axes, group, main, axis)
+            compared += _main_line(axes, task, group, main, axis)
     axes.set_ylabel("validation loss" if task.validated else "training loss")
     axes.set_xlabel(title)
     if compared:
@@ -168,22 +176,22 @@ def _tokens_or_time(groups: Sequence[Group], kind: str) -> tuple[Axis, str]:
     return lambda curve: [None if x is None else x / unit for x in curve.time], f"wall-clock {name}"
 
 
-def _main_line(axes: Axes, group: Group, curve: curves.Curve, axis: Axis) -> list[tuple[float, float]]:
+def _main_line(axes: Axes, task: Task, group: Group, curve: curves.Curve, axis: Axis) -> list[tuple[float, float]]:
     kept = _line(
         axes,
         curve,
         axis,
-        color=group.look.light,
+        color=looks_of(task)[group.method].light,
         linewidth=1.7,
-        linestyle=_dashes(group.look),
+        linestyle=_dashes(looks_of(task)[group.method]),
         label=_plain(group.label),
     )
     band = [item for item in zip(axis(curve), curve.low, curve.high, strict=False) if item[0] is not None]
     if band:
         x, low, high = zip(*band, strict=True)
-        axes.fill_between(x, low, high, color=group.look.light, alpha=0.16, linewidth=0)
+        axes.fill_between(x, low, high, color=looks_of(task)[group.method].light, alpha=0.16, linewidth=0)
     if curve.diverged and kept:
-        axes.plot(*kept[-1], marker="x", color=group.look.light, markersize=7, markeredgewidth=1.8)
+        axes.plot(*kept[-1], marker="x", color=looks_of(task)[group.method].light, markersize=7, markeredgewidth=1.8)
     return kept
 
 
@@ -231,7 +239,7 @@ def _sweep_line(axes: Axes, task: Task, method: str, line: Sequence[Group]) -> l
     """One method's line; what diverged is a cross on the upper edge, above every number."""
     key = "final_val_ppl" if task.validated else "final_train_loss"
     points = [(group, spread) for group in line if group.status != "diverged" and (spread := group.stat(key))]
-    look = line[0].look
+    look = looks_of(task)[method]
     values = [spread.mean for _, spread in points]
     error = [spread.deviation for _, spread in points]
     axes.errorbar(

@@ -11,10 +11,11 @@ from html import escape
 from importlib import resources
 from string import Template
 
+from cosmos_lab.display import count
 from cosmos_lab.report import payload, tables, words
-from cosmos_lab.report.style import count, theme_css
+from cosmos_lab.report.style import theme_css
 from cosmos_lab.results.ranking import Task
-from cosmos_lab.results.reading import METRICS, Run
+from cosmos_lab.results.reading import DIAGNOSTICS, Run
 
 _PARTS = ("1_base.js", "2_lines.js", "3_sweep.js", "4_heat.js", "5_main.js")
 
@@ -99,7 +100,7 @@ def _task(index: int, task: Task, figures: Mapping[str, str], titled: bool) -> s
     if task.sweeps:
         parts.append(_Part("Learning-rate sweep", _saved(figures, {f"{index}-sweep": ""}), _place("sweep")))
     if payload.heats(task, 2):
-        names = {f"{index}-heat-{metric}": metric.replace("_", " ") for metric in METRICS}
+        names = {f"{index}-heat-{metric}": metric.replace("_", " ") for metric in DIAGNOSTICS}
         parts.append(_Part("COSMOS diagnostics", _saved(figures, names), _place("heat")))
     if len(task.ranking) != len(task.groups):
         parts.append(_Part("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))

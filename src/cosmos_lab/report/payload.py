@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from cosmos_lab.display import significant
 from cosmos_lab.report import curves
-from cosmos_lab.report.style import HEAT, significant
+from cosmos_lab.report.style import HEAT, looks_of
 from cosmos_lab.results.ranking import Group, Task
 
 _X_DIGITS, _Y_DIGITS = 7, 6  # more than a screen can show
@@ -40,7 +41,7 @@ def heats(task: Task, budget: int = curves.MOST_CELLS) -> list[tuple[str, curves
 
 
 def _task(task: Task, budget: int) -> dict[str, Any]:
-    looks = {group.method: group.look for group in task.groups}
+    looks = looks_of(task)
     return {
         "title": task.title,
         "validated": task.validated,
@@ -92,17 +93,17 @@ def _curve(curve: curves.Curve) -> dict[str, Any]:
 def _sweep_point(task: Task, group: Group) -> dict[str, Any]:
     spread = group.stat("final_val_ppl" if task.validated else "final_train_loss")
     if spread is None or group.status in ("diverged", "broken", "empty"):
-        reason = "no number, or one too large to show" if group.finished else group.status
+        reason = "no number, or one too large to show" if group.complete else group.status
         return {"lr": group.lr, "y": None, "best": False, "text": reason}
     note = f" ± {significant(spread.deviation, 2)} over {spread.n} seeds" if spread.n > 1 else ""
-    state = "" if group.finished else f", {group.status}"
+    state = "" if group.complete else f", {group.status}"
     return {
         "lr": group.lr,
         "y": _round(spread.mean, _Y_DIGITS),
         "lo": _round(spread.mean - spread.deviation, _Y_DIGITS),
         "hi": _round(spread.mean + spread.deviation, _Y_DIGITS),
         "best": group.best,
-        "open": not group.finished,
+        "open": not group.complete,
         "text": f"{significant(spread.mean)}{note}{state}",
     }
 

@@ -1,10 +1,11 @@
-"""Colours, dashes, markers and number formats shared by the page and the figures."""
+"""Define the colours, dashes and markers of the page and the figures."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from cosmos_lab.results.ranking import Task
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ def looks(optimizers: Sequence[str]) -> list[Look]:
     return result
 
 
+def looks_of(task: Task) -> dict[str, Look]:
+    """Return the look of each method of a task, in order."""
+    first = {group.method: group.optimizer for group in reversed(task.groups)}
+    return dict(zip(task.methods, looks([first[method] for method in task.methods]), strict=True))
+
+
 def theme_css() -> str:
     """The colour variables: the reader's scheme, unless the button on the page chose another."""
 
@@ -84,55 +91,3 @@ def theme_css() -> str:
         f":root:not([data-theme=light]) {colour}}}\n"
         f":root[data-theme=dark]{{{block('dark')}}}\n:root[data-theme=dark] {colour}\n"
     )
-
-
-def rate(value: float | None) -> str:
-    """A learning rate: ``2e-3`` rather than ``0.002``."""
-    if value is None:
-        return "?"
-    if value == 0 or not math.isfinite(value) or 0.1 <= abs(value) < 1000:
-        return f"{value:g}"
-    digits, exponent = f"{value:e}".split("e")
-    return f"{float(digits):.4g}e{int(exponent)}"
-
-
-def significant(value: float | None, digits: int = 4) -> str:
-    """A plain decimal with so many digits that count, or a dash."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    if value == 0:
-        return "0"
-    power = math.floor(math.log10(abs(value)))
-    if power >= 7 or power < -4:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - power)}f}"
-
-
-def count(value: float | None) -> str:
-    """A number of tokens: 1.31 B, 300 M, 65.5 k."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
-
-
-def seconds(value: float | None) -> str:
-    """A duration in the unit that suits it: 41.2 s, 22.7 min, 3.20 h."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if value >= 1.5 * length:
-            return f"{significant(value / length, 3)} {unit}"
-    return f"{significant(value, 3)} s"
-
-
-def size(value: float | None) -> str:
-    """A number of bytes in binary units."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if abs(value) >= 2**power:
-            return f"{significant(value / 2**power, 3)} {unit}"
-    return f"{value:.0f} B"

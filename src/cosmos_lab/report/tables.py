@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from cosmos_lab.report.style import Look, count, rate, seconds, significant, size
+from cosmos_lab.display import count, rate, seconds, significant, size
+from cosmos_lab.report.style import Look, looks_of
 from cosmos_lab.report.words import at_edge, reason
 from cosmos_lab.results.ranking import Group, Spread, Task, flatten
 from cosmos_lab.results.reading import Run
@@ -88,7 +89,7 @@ def _row(task: Task, group: Group, *, first: bool = False, state: bool = False) 
     rate_text = escape(group.label.removeprefix(group.method).strip())
     hint = f' <span class="pm" title="the {edge} rate tried: a better one may lie beyond">{edge}</span>' if edge else ""
     cells = [
-        f'<th scope="row" class="l">{swatch(group.look)}{escape(group.method)}{star}</th>',
+        f'<th scope="row" class="l">{swatch(looks_of(task)[group.method])}{escape(group.method)}{star}</th>',
         f'<td class="l" data-sort="{group.lr if group.lr is not None else ""}">{rate_text}{hint}</td>',
     ]
     if state:
@@ -126,11 +127,11 @@ def configurations(task: Task) -> str:
     flats = [_flat(run) for _, run in runs]
     keys = {key for flat in flats for key in flat}
     differing = {key for key in keys if len({flat.get(key) for flat in flats}) > 1}
-    folds = [_configuration(group, run, flat, differing) for (group, run), flat in zip(runs, flats, strict=True)]
+    folds = [_configuration(task, group, run, flat, differing) for (group, run), flat in zip(runs, flats, strict=True)]
     return f'<div class="folds">{"".join(folds)}</div>'
 
 
-def _configuration(group: Group, run: Run, flat: dict[str, str], differing: set[str]) -> str:
+def _configuration(task: Task, group: Group, run: Run, flat: dict[str, str], differing: set[str]) -> str:
     rows = "".join(
         f"<div{' class=differs' if key in differing else ''}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
         for key, value in flat.items()
@@ -138,7 +139,7 @@ def _configuration(group: Group, run: Run, flat: dict[str, str], differing: set[
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     state = tag(run.status) if run.status != "done" else ""
     return (
-        f"<details><summary>{swatch(group.look)}{escape(run.name)} "
+        f"<details><summary>{swatch(looks_of(task)[group.method])}{escape(run.name)} "
         f'<span class="dim">{escape(str(run.folder))}</span> {state}</summary>'
         + (f'<ul class="notes">{notes}</ul>' if notes else "")
         + f'<dl class="keys">{rows}</dl></details>'

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from cosmos_lab.report.style import count, rate, significant
+from cosmos_lab.display import count, rate, significant
 from cosmos_lab.results.ranking import Group, Task
 from cosmos_lab.results.reading import Run
 

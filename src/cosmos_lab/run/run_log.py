@@ -15,36 +15,21 @@ from typing import Any, TextIO
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.io import NO_SPACE, atomic_write, disk_error, read_json, write_json
+from cosmos_lab.io import NO_SPACE, atomic_write, disk_error, write_json
+from cosmos_lab.results import reading
 
 try:
     import fcntl
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+CONFIG, METRICS, SUMMARY = reading.CONFIG, reading.METRICS, reading.SUMMARY
+read_metrics, read_summary = reading.read_metrics, reading.read_summary
 
 
 def run_folder(config: RunConfig) -> Path:
     """Where a run's files are."""
     return Path(config.logging.out) / config.run_name
-
-
-def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line cut short by a kill is left out."""
-    path = folder / METRICS
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a finished run, else None."""
-    summary: dict[str, Any] | None = read_json(folder / SUMMARY)
-    return summary
 
 
 def finite(value: Any) -> Any:

@@ -20,11 +20,11 @@ from torch import nn
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
+from cosmos_lab.results.reading import begin_of_final, read_log, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Feed
 from cosmos_lab.run.run_folder import alone, finished
 from cosmos_lab.run.schedule import factor
-from cosmos_lab.run.summary import begin_of_final, summarize
 
 Progress = Callable[[Mapping[str, Any]], None]
 
@@ -268,7 +268,7 @@ class Trainer:
         if not any(r["step"] == self.at.step for r in run_log.read_metrics(self.folder) if "val_loss" in r):
             self.validate()  # a kill just before the summary leaves this one already done
         self.world.barrier()
-        summary = summarize(self.folder, self.config)
+        summary = summarize(read_log(self.folder), self.config.training.steps)
         summary["status"] = "diverged" if diverged or summary["final_val_loss"] is None else "done"
         summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
         summary["state_bytes"] = build.state_bytes(self.optimizer)

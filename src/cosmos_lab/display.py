@@ -111,16 +111,17 @@ class TrainDisplay:
 
 
 class TableDisplay:
-    """A table of runs that changes as they go on. Use as a context manager; ``update`` a row by its number."""
+    """A table of runs that changes with their progress. Use as a context manager; ``update`` a row by its number."""
 
     COLUMNS = ("run", "status", "step", "loss", "val ppl", "tokens/s")
 
-    def __init__(self, runs: Sequence[RunConfig]) -> None:
+    def __init__(self, runs: Sequence[RunConfig], show: bool = True) -> None:
+        self.show = show
         self.rows = [{"run": run.run_name, "status": "waiting", "of": run.training.steps} for run in runs]
         self._live: Any = None
 
     def __enter__(self) -> TableDisplay:
-        if has_rich():
+        if self.show and has_rich():
             from rich.live import Live
 
             self._live = Live(self._table(), refresh_per_second=2)
@@ -144,7 +145,7 @@ class TableDisplay:
                 cells[column] = format(record[field], form)
         if self._live is not None:
             self._live.update(self._table())
-        elif changed:
+        elif changed and self.show:
             print("  ".join(str(cells[c]) for c in self.COLUMNS if c in cells), flush=True)
 
     def _table(self) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_lab.report import summarize, write_report
+from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.report.curves import training, validation
 from cosmos_lab.report.words import cautions, summary
 from cosmos_lab.results.ranking import arrange
@@ -144,7 +144,7 @@ def test_best_rate_of_each_optimizer_is_marked(tmp_path: Path) -> None:
         f"{math.exp(2.7):.2f}: {below:.0f} % below adam ({math.exp(2.9):.2f})."
     )
     assert "Of 7 runs, 1 diverged, 1 unfinished." in cautions(task)
-    assert summarize([tmp_path]) == summary(task)
+    assert describe_runs([tmp_path]) == summary(task)
 
 
 def test_a_best_rate_at_the_edge_and_unequal_budgets_are_pointed_out(tmp_path: Path) -> None:

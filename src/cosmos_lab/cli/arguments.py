@@ -26,6 +26,8 @@ class CompareOptions:
     """Runs at a time; with GPUs each has one of its own."""
     minutes: float = 0.0
     """Start no run that would end later than this; the same command goes on (0: no limit)."""
+    report: bool = True
+    """Write the report at the end."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,9 @@ def compare_command(arguments: list[str]) -> None:
         only=options.only.split(",") if options.only else None,
         extra=flags.parse_extra(options.extra),
     )
-    result = compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
+    result = compare(
+        runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes, report=options.report
+    )
     if recipe.published and scale == 1:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
     failed = sum(len(row["failures"]) for row in result["rows"])

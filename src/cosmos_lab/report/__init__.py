@@ -12,7 +12,7 @@ from cosmos_lab.report.words import reason, summary, unreadable
 from cosmos_lab.results.ranking import Task, arrange
 from cosmos_lab.results.reading import find_runs, read_run
 
-__all__ = ["summarize", "write_report"]
+__all__ = ["describe_runs", "write_report"]
 
 _log = logging.getLogger("cosmos_lab.report")
 
@@ -42,8 +42,8 @@ def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training 
     return page
 
 
-def summarize(runs: Sequence[Path]) -> str:
-    """What the runs showed: the page's sentence, one for each model and recipe."""
+def describe_runs(runs: Sequence[Path]) -> str:
+    """Say what the runs showed, in the page's sentence, one for each model and recipe."""
     tasks, _ = arrange(read_run(folder) for folder in find_runs([Path(run) for run in runs]))
     return " ".join(f"{task.title}: {summary(task)}" if len(tasks) > 1 else summary(task) for task in tasks)
 

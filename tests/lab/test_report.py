@@ -22,7 +22,7 @@ NO_FIGURES = "cosmos_lab.report._figures"
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests read the page alone; drawing figures takes seconds."""
-    monkeypatch.setattr(NO_FIGURES, lambda tasks, folder: ({}, ""))
+    monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_without_validation_training_losses_are_compared(tmp_path: Path, no_figu
     ]
     task = task_of(*folders)
     assert "muon ended lowest, at a training loss of 2.000: 4.8 % below adam (2.100)" in summary(task)
-    assert data_of(write_report(folders, tmp_path / "out"))["tasks"][0]["loss"] == "training loss"
+    assert data_of(write_report(folders, tmp_path / "out"))[0][0]["charts"][0]["title"] == "training loss"
 
 
 def test_nothing_finished_and_nothing_logged_have_sentences(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(runs / "a2", "adam", [3.0, 4.0, None], lr=2e-3)
     (runs / "empty").mkdir()
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("cosmos_lab.report._figures", lambda tasks, folder: ({}, ""))  # tested without a browser
+    monkey.setattr("cosmos_lab.report._figures", lambda specs, folder: None)  # tested without a browser
     written = write_report([runs], tmp_path_factory.mktemp("out"), title=f"Report {EVIL}")
     monkey.undo()
     return written

@@ -14,7 +14,8 @@ import pytest
 
 from cosmos_lab.display import count, rate, seconds, significant, size
 from cosmos_lab.report import write_report
-from cosmos_lab.report.curves import MOST_COLUMNS, MOST_POINTS, heat, kind_and_layer, training, validation
+from cosmos_lab.report.curves import MOST_POINTS, training, validation
+from cosmos_lab.report.heat import MOST_COLUMNS, heat_map, kind_and_layer
 from cosmos_lab.report.style import KNOWN, THEMES, looks
 from cosmos_lab.results.reading import read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
@@ -25,7 +26,7 @@ NO_FIGURES = "cosmos_lab.report._figures"
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests read the page alone; drawing figures takes seconds."""
-    monkeypatch.setattr(NO_FIGURES, lambda tasks, folder: ({}, ""))
+    monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
@@ -38,8 +39,8 @@ def test_long_runs_are_thinned_and_keep_their_last_point(tmp_path: Path) -> None
     assert curve is not None and len(curve.value) <= MOST_POINTS and len(train.value) <= MOST_POINTS
     assert curve.value[-1] == 2.5 and curve.tokens[-1] == 1e7
     assert statistics.fmean(train.value) == pytest.approx(statistics.fmean(falling(2.6, points=1000)), rel=0.01)
-    found = heat(group.runs[0])
-    assert found is not None and len(found.steps) <= MOST_COLUMNS and found.steps[-1] == 10000
+    found = heat_map(group.runs[0])
+    assert found is not None and len(found.columns) <= MOST_COLUMNS and found.columns[-1].startswith("step 10000,")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_heat_map_rows_are_layers_and_gaps_stay_empty(tmp_path: Path) -> None:
     extra = {"step": 30, "tokens": 30, "diagnostics": {"blocks.10.attn.q.weight": {"energy": None}, "odd": 3}}
     with (folder / "metrics.jsonl").open("a") as log:
         log.write(json.dumps(extra) + "\n")
-    found = heat(read_run(folder))
+    found = heat_map(read_run(folder))
     assert found is not None
     assert [panel.kind for panel in found.panels] == ["q", "k", "v", "o", "gate", "up", "down"]
     assert found.panels[0].layers == list(range(11))
@@ -87,7 +88,7 @@ def test_hostile_names_do_not_break_the_page(tmp_path: Path, no_figures: None) -
     assert not parsed.open
     assert [tag for tag, _ in parsed.tags].count("script") == 2
     assert not any(tag == "img" or any(key.startswith("on") for key in attributes) for tag, attributes in parsed.tags)
-    assert data_of(page)["tasks"][0]["methods"][0]["name"] == evil
+    assert data_of(page)[0][0]["methods"][0]["name"] == evil
 
 
 def test_the_page_loads_nothing(tmp_path: Path, no_figures: None) -> None:

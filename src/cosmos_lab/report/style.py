@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cosmos_lab.results.ranking import Task
 
@@ -16,6 +16,7 @@ class Look:
     dark: str
     dash: tuple[int, ...]
     marker: str  # matplotlib's letter; the page draws the same shapes
+    name: str = ""  # of the method
 
 
 # An optimizer looks the same in every report. Any two colours stay at least 12 apart (CIE76) under simulated
@@ -75,7 +76,8 @@ def looks(optimizers: Sequence[str]) -> list[Look]:
 def looks_of(task: Task) -> dict[str, Look]:
     """Return the look of each method of a task, in order."""
     first = {group.method: group.optimizer for group in reversed(task.groups)}
-    return dict(zip(task.methods, looks([first[method] for method in task.methods]), strict=True))
+    found = looks([first[method] for method in task.methods])
+    return {method: replace(look, name=method) for method, look in zip(task.methods, found, strict=True)}
 
 
 def theme_css() -> str:

@@ -1,4 +1,4 @@
-"""What a person sees while runs go on: bars and a live table by rich on a terminal, plain lines elsewhere."""
+"""Show progress, tables and numbers: bars and a live table by rich on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERY_S = 5.0  # seconds between plain lines of training progress; validations 
 
 
 def has_rich() -> bool:
-    """Whether bars can be drawn here."""
+    """Tell whether rich can draw bars here."""
     if not sys.stdout.isatty():
         return False
     try:
@@ -27,7 +27,7 @@ def has_rich() -> bool:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss.
+    """Format seconds as m:ss or h:mm:ss.
 
     >>> clock(75), clock(3700)
     ('1:15', '1:01:40')
@@ -38,7 +38,7 @@ def clock(seconds: float) -> str:
 
 
 def describe(record: Mapping[str, Any], left: float | None = None) -> str:
-    """A training record in one short line: loss, thousand tokens a second, MFU, memory, skipped steps, time left."""
+    """Format a training record in one line: loss, thousand tokens a second, MFU, memory, skipped steps, time left."""
     parts = [f"loss {record['loss']:.3f}" if record.get("loss") is not None else "loss nan"]
     if record.get("tokens_per_s"):
         parts.append(f"{record['tokens_per_s'] / 1e3:,.1f}k tok/s")
@@ -87,14 +87,14 @@ class TrainDisplay:
             self._show(describe(record, self._eta(record)), record["step"])
 
     def _say(self, line: str) -> None:
-        """A line that stays, above the bar where there is one."""
+        """Print a line that stays, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
             print(line, flush=True)
 
     def _eta(self, record: Mapping[str, Any]) -> float | None:
-        """Seconds left at the speed since the first record."""
+        """Return the seconds left at the speed since the first record."""
         step, seconds = record["step"], record["time"]
         if not self._rates[0]:
             self._rates = (step, seconds)
@@ -134,7 +134,7 @@ class TableDisplay:
             self._live.stop()
 
     def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None:
-        """Change a row's status, and its numbers where a log record is given."""
+        """Change a row's status, and its numbers if a log record is given."""
         cells, record = self.rows[row], record or {}
         changed = cells["status"] != status
         cells["status"] = status
@@ -158,7 +158,7 @@ class TableDisplay:
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Cells as aligned text, the columns in ``left`` to the left.
+    """Align cells as text, the columns in ``left`` to the left.
 
     >>> print(format_table(("name", "ppl"), [("adam", "21.28")]))
     name    ppl
@@ -172,7 +172,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Seque
 
 
 def rate(value: float | None) -> str:
-    """A learning rate: ``2e-3`` rather than ``0.002``."""
+    """Format a learning rate: ``2e-3`` instead of ``0.002``."""
     if value is None:
         return "?"
     if value == 0 or not math.isfinite(value) or 0.1 <= abs(value) < 1000:
@@ -182,7 +182,7 @@ def rate(value: float | None) -> str:
 
 
 def significant(value: float | None, digits: int = 4) -> str:
-    """A plain decimal with so many digits that count, or a dash."""
+    """Format a plain decimal with so many significant digits, or a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -194,7 +194,7 @@ def significant(value: float | None, digits: int = 4) -> str:
 
 
 def count(value: float | None) -> str:
-    """A number of tokens: 1.31 B, 300 M, 65.5 k."""
+    """Format a number of tokens: 1.31 B, 300 M, 65.5 k."""
     if value is None or not math.isfinite(value):
         return "–"
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -204,7 +204,7 @@ def count(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration in the unit that suits it: 41.2 s, 22.7 min, 3.20 h."""
+    """Format a duration in a suitable unit: 41.2 s, 22.7 min, 3.20 h."""
     if value is None or not math.isfinite(value):
         return "–"
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
@@ -214,7 +214,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """A number of bytes in binary units."""
+    """Format a number of bytes in binary units."""
     if value is None or not math.isfinite(value):
         return "–"
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):

@@ -10,7 +10,7 @@ from cosmos_lab.results.ranking import Task
 
 @dataclass(frozen=True)
 class Look:
-    """How one method is drawn: a colour for each scheme, and a dash and a marker for eyes that cannot tell colours."""
+    """How a method is drawn: a colour for each scheme, and a dash and a marker for readers who cannot tell colours."""
 
     light: str
     dark: str
@@ -51,25 +51,18 @@ HEAT = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec9
 
 
 def looks(optimizers: Sequence[str]) -> list[Look]:
-    """One look for each method, given its optimizer; variants of one optimizer keep its colour and differ in dash.
+    """Return one look for each method, given its optimizer; variants of one optimizer differ in their dash alone.
 
-    The paper's settings ("cosmos-paper") are such a variant, with a dash of its own whatever else is there.
+    The paper's settings ("cosmos-paper") are such a variant, with the same dash in every report.
     """
-    papers = [name.endswith("-paper") for name in optimizers]
-    optimizers = [name.removesuffix("-paper") for name in optimizers]
-    spare = [look for name, look in KNOWN.items() if name not in optimizers] or list(KNOWN.values())
-    chosen: dict[str, Look] = {}
-    seen: dict[tuple[str, bool], int] = {}
+    names = [name.removesuffix("-paper") for name in optimizers]
+    unknown = [name for name in dict.fromkeys(names) if name not in KNOWN]
+    spare = [look for name, look in KNOWN.items() if name not in names] or list(KNOWN.values())
     result = []
-    for optimizer, paper in zip(optimizers, papers, strict=True):
-        if optimizer not in chosen:
-            strangers = sum(name not in KNOWN for name in chosen)
-            chosen[optimizer] = KNOWN.get(optimizer) or spare[strangers % len(spare)]
-        look = chosen[optimizer]
-        count = seen.get((optimizer, paper), 2 * paper)
-        seen[optimizer, paper] = count + 1
-        dash = look.dash if count == 0 else _DASHES[(count - 1) % len(_DASHES)]
-        result.append(Look(look.light, look.dark, dash, look.marker))
+    for index, (name, optimizer) in enumerate(zip(names, optimizers, strict=True)):
+        look = KNOWN.get(name) or spare[unknown.index(name) % len(spare)]
+        variant = list(optimizers[:index]).count(optimizer) + 2 * (name != optimizer)
+        result.append(replace(look, dash=_DASHES[(variant - 1) % len(_DASHES)]) if variant else look)
     return result
 
 
@@ -81,7 +74,7 @@ def looks_of(task: Task) -> dict[str, Look]:
 
 
 def theme_css() -> str:
-    """The colour variables: the reader's scheme, unless the button on the page chose another."""
+    """Return the colour variables: the reader's scheme, unless the button on the page chose another."""
 
     def block(name: str) -> str:
         return f"color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items())

@@ -1,4 +1,4 @@
-"""Grids: made once, continued after a cut, ranked, in one process or several."""
+"""Grids are trained once, continued after an interruption, and ranked, in one process or several."""
 
 import datetime
 import functools
@@ -19,7 +19,7 @@ quietly = functools.partial(compare, show=False)
 
 
 def grid(base: RunConfig, *variants: dict[str, Any]) -> list[RunConfig]:
-    """Runs of a few steps without checkpoints, named by their number."""
+    """Return runs of a few steps without checkpoints, named by their number."""
     quick = base.replace(steps=4, val_every=0, diagnostics_every=0, checkpoint_every=0)
     return [quick.replace(name=f"run{i}", **variant) for i, variant in enumerate(variants)]
 
@@ -69,7 +69,7 @@ def test_a_comparison_ends_with_a_report_and_says_where(
 
 
 def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> None:
-    """Data, date, commit and versions are the run folders' own, not those of the call that compares them."""
+    """Data, date, commit and versions are read from the run folders, not from the call that compares them."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
     now = quietly(runs)
     assert now["date"] == datetime.date.today().isoformat() and "torch" in now["versions"]
@@ -81,8 +81,8 @@ def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> 
     assert now["data"]["tokens"] > 0 and mixed["data"] == now["data"] and "do not compare" not in format_result(mixed)
 
 
-def test_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
-    """One was made before another shard was there, say: the table says so, with both."""
+def test_the_table_says_that_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
+    """For example, one run was made before another shard was added: the table names both."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
     now = quietly(runs)
     about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
@@ -94,8 +94,8 @@ def test_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
     assert "do not compare" in last and "1,234" in last and now["data"]["fingerprint"] in last
 
 
-def test_runs_validated_on_different_text_do_not_compare(tiny_run: RunConfig) -> None:
-    """Where both say what it was; older ones do not."""
+def test_the_table_says_that_runs_validated_on_different_text_do_not_compare(tiny_run: RunConfig) -> None:
+    """Older runs do not say on what they were validated."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
     now = quietly(runs)
     about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
@@ -107,7 +107,9 @@ def test_runs_validated_on_different_text_do_not_compare(tiny_run: RunConfig) ->
         assert said == ("val_fingerprint" in other)
 
 
-def test_a_run_that_fails_leaves_the_others_and_the_table(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_stops_neither_the_others_nor_the_table(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 4e-3})
     real = module.train
 
@@ -123,7 +125,7 @@ def test_a_run_that_fails_leaves_the_others_and_the_table(tiny_run: RunConfig, m
     assert (Path(tiny_run.logging.out) / "compare.json").exists()
 
 
-def test_a_half_finished_run_of_other_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
+def test_an_unfinished_run_of_other_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
     """It would be ranked among runs that had fewer steps."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
 
@@ -138,7 +140,7 @@ def test_a_half_finished_run_of_other_length_is_refused_before_anything_is_train
     assert not (Path(tiny_run.logging.out) / runs[0].run_name).exists()
 
 
-def test_finished_runs_are_skipped_and_half_finished_ones_resumed(
+def test_finished_runs_are_skipped_and_unfinished_ones_resumed(
     tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
@@ -164,7 +166,7 @@ def test_finished_runs_are_skipped_and_half_finished_ones_resumed(
     assert steps[9:] == [("run1", 3), ("run1", 4), ("run1", 5), ("run1", 6)]  # step 3 was logged, not yet saved
 
 
-def test_runs_in_processes_give_the_same(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2, "adam_lr": 1e-2}, {**COSMOS, "data": "nowhere/at/all"})
     result = compare(runs, parallel=2)
     assert "failed" in capsys.readouterr().out
@@ -181,7 +183,7 @@ def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
     assert "diverged" in format_result(result)
 
 
-def test_variants_of_one_optimizer_are_told_apart(tiny_run: RunConfig) -> None:
+def test_variants_of_one_optimizer_have_different_labels(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**COSMOS, "rank": 4}, {**COSMOS, "rank": 8, "gamma": 0.1 + 0.2}, {**ADAM, "rank": None})
     result = rank(runs, "final_val_loss")
     labels = [row["label"] for row in result["rows"]]
@@ -189,7 +191,7 @@ def test_variants_of_one_optimizer_are_told_apart(tiny_run: RunConfig) -> None:
     assert all(row["mean"] is None for row in result["rows"]) and result["best"] == {}
 
 
-def test_a_rate_for_the_rest_of_the_model_and_options_tell_variants_apart(tiny_run: RunConfig) -> None:
+def test_labels_show_adam_lr_and_options_if_they_differ(tiny_run: RunConfig) -> None:
     follows = [{**ADAM, "lr": lr, "adam_lr": lr} for lr in (1e-3, 2e-3)]
     runs = grid(tiny_run, *follows, COSMOS, {**COSMOS, "adam_lr": 2e-2}, {**COSMOS, "options": ("nesterov=True",)})
     rows = rank(runs[:2], "final_val_loss")["rows"]
@@ -223,7 +225,7 @@ def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, mo
     assert not (run_log.run_folder(tiny_run.replace(name="run0")) / "summary.json").exists()  # so it is tried again
 
 
-def test_a_budget_goes_by_the_longest_run_of_the_same_size(tiny_run: RunConfig) -> None:
+def test_a_budget_expects_the_time_of_the_longest_run_of_the_same_size(tiny_run: RunConfig) -> None:
     now = 0.0
     budget = Budget(10.0, clock=lambda: now)
     wide, long = tiny_run.replace(width=128), tiny_run.replace(steps=16)
@@ -255,7 +257,7 @@ def test_without_a_budget_or_before_the_first_run_everything_starts(tiny_run: Ru
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_the_same_call_goes_on_after_its_minutes(
+def test_the_same_call_continues_after_its_minutes(
     tiny_run: RunConfig, parallel: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 4e-3})
@@ -300,7 +302,7 @@ def test_a_finished_run_with_other_defaults_is_not_taken_for_this_one(tiny_run: 
         quietly([run])
 
 
-def test_names_must_differ_and_something_must_be_left(tiny_run: RunConfig) -> None:
+def test_equal_names_and_an_empty_grid_are_refused(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="two runs are called 'run'"):
         quietly([tiny_run, tiny_run])
     with pytest.raises(ValueError, match="nothing to compare"):

@@ -1,4 +1,4 @@
-"""The report's reading and judging: good, half and broken runs, means over seeds, the best of each optimizer."""
+"""Run folders are read and ranked: good, unfinished and broken runs, means over seeds, the best of each optimizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NO_FIGURES = "cosmos_lab.report._figures"
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests read the page alone; drawing figures takes seconds."""
+    """Leave out the figures, which take seconds to draw."""
     monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_finds_runs_below_a_folder_each_once(tmp_path: Path) -> None:
+def test_runs_below_a_folder_are_found_once_each(tmp_path: Path) -> None:
     run = make_run(tmp_path / "sweep" / "a", "adam", [3.0])
     (run / "checkpoints" / "step_000010").mkdir(parents=True)
     write(run / "checkpoints" / "step_000010", "config.json", {})
@@ -96,7 +96,7 @@ def test_folders_without_a_run_are_named_on_the_terminal(
     assert "One folder could not be shown." in told and "other: the folder holds no config.json" in told
 
 
-def test_a_file_that_is_a_folder_and_bytes_that_are_no_text(tmp_path: Path, no_figures: None) -> None:
+def test_a_folder_as_file_and_bytes_that_are_not_text_do_not_stop_the_report(tmp_path: Path, no_figures: None) -> None:
     folder = make_run(tmp_path / "run", "adam", [3.0])
     (folder / "summary.json").unlink()
     (folder / "summary.json").mkdir()
@@ -107,7 +107,7 @@ def test_a_file_that_is_a_folder_and_bytes_that_are_no_text(tmp_path: Path, no_f
     write_report([folder], tmp_path / "out")
 
 
-def test_a_resumed_run_counts_each_step_once_and_time_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_each_step_once_and_its_time_continues(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", "adam", [3.0])
     rows = [(1, 4.0, 10.0), (2, 3.5, 20.0), (3, 9.9, 30.0), (3, 3.0, 5.0), (4, 2.5, 15.0)]
     lines = [json.dumps({"step": step, "tokens": step, "time": time, "loss": loss}) for step, loss, time in rows]
@@ -173,7 +173,7 @@ def test_seeds_give_mean_and_spread(tmp_path: Path) -> None:
     assert len(training(group)) == 3
 
 
-def test_a_gap_within_the_spread_of_seeds_is_called_so(tmp_path: Path) -> None:
+def test_the_sentence_says_if_a_gap_is_within_the_spread_of_seeds(tmp_path: Path) -> None:
     ends = {"adam": (2.5, 2.7), "cosmos": (2.48, 2.68)}
     folders = [
         make_run(tmp_path / f"{name}{seed}", name, falling(end), seed=seed)
@@ -183,7 +183,7 @@ def test_a_gap_within_the_spread_of_seeds_is_called_so(tmp_path: Path) -> None:
     assert "no larger than the spread over seeds" in summary(task_of(*folders))
 
 
-def test_one_diverged_seed_costs_a_group_its_place(tmp_path: Path) -> None:
+def test_a_group_with_a_diverged_seed_is_not_ranked(tmp_path: Path) -> None:
     task = task_of(
         make_run(tmp_path / "a", "adam", falling(2.0), lr=2e-3, seed=0),
         make_run(tmp_path / "b", "adam", [3.0, None], lr=2e-3, seed=1),
@@ -205,13 +205,13 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     ]  # fmt: skip
 
 
-def test_how_often_a_run_looked_is_no_setting(tmp_path: Path) -> None:
+def test_intervals_and_sharding_do_not_make_another_method(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "adam", falling(2.5), seed=0, val_every=2, sharding="ddp")
     make_run(tmp_path / "b", "adam", falling(2.6), seed=1, val_every=4, sharding="fsdp")
     assert [group.label for group in task_of(tmp_path / "a", tmp_path / "b").groups] == ["adam 1e-3"]
 
 
-def test_every_option_is_a_setting_and_a_name_has_as_many_as_it_takes(tmp_path: Path) -> None:
+def test_a_method_is_named_by_as_many_options_as_tell_it_apart(tmp_path: Path) -> None:
     both = ["nesterov=True", "row_beta2=0.95"]
     make_run(tmp_path / "a", "cosmos", falling(2.5), rank=64)
     make_run(tmp_path / "b", "cosmos", falling(2.6), rank=64, options=both)
@@ -237,7 +237,7 @@ def test_without_validation_training_losses_are_compared(tmp_path: Path, no_figu
     assert data_of(write_report(folders, tmp_path / "out"))[0][0]["charts"][0]["title"] == "training loss"
 
 
-def test_nothing_finished_and_nothing_logged_have_sentences(tmp_path: Path) -> None:
+def test_the_sentence_says_if_no_run_has_finished_or_logged_a_loss(tmp_path: Path) -> None:
     running = make_run(tmp_path / "a", "adam", [2.0], finished=False)
     assert summary(task_of(running)).startswith("No run has finished; the lowest validation perplexity so far is 7.389")
     diverged = make_run(tmp_path / "b", "adam", [None])

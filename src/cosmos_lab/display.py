@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -188,36 +188,32 @@ def significant(value: float | None, digits: int = 4) -> str:
     if value == 0:
         return "0"
     power = math.floor(math.log10(abs(value)))
-    if power >= 7 or power < -4:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - power)}f}"
+    return f"{value:.{digits - 1}e}" if power >= 7 or power < -4 else f"{value:,.{max(0, digits - 1 - power)}f}"
 
 
 def count(value: float | None) -> str:
     """Format a number of tokens: 1.31 B, 300 M, 65.5 k."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
+    units = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (0, ""))
+    return _in_units(value, units, 0.9995, lambda x: f"{x:.3g}")
 
 
 def seconds(value: float | None) -> str:
     """Format a duration in a suitable unit: 41.2 s, 22.7 min, 3.20 h."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if value >= 1.5 * length:
-            return f"{significant(value / length, 3)} {unit}"
-    return f"{significant(value, 3)} s"
+    units = ((86400, " d"), (3600, " h"), (60, " min"), (0, " s"))
+    return _in_units(value, units, 1.5, lambda x: significant(x, 3))
 
 
 def size(value: float | None) -> str:
     """Format a number of bytes in binary units."""
+    units = ((2**40, " TiB"), (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"))
+    return _in_units(value, (*units, (0, " B")), 1.0, lambda x: significant(x, 3) if x != value else f"{x:.0f}")
+
+
+def _in_units(
+    value: float | None, units: Sequence[tuple[float, str]], least: float, form: Callable[[float], str]
+) -> str:
+    """Divide by the first unit that the value has ``least`` of; a unit of 0 stands for 1."""
     if value is None or not math.isfinite(value):
         return "–"
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if abs(value) >= 2**power:
-            return f"{significant(value / 2**power, 3)} {unit}"
-    return f"{value:.0f} B"
+    unit, name = next((unit, name) for unit, name in units if abs(value) >= least * unit)
+    return form(value / (unit or 1)) + name

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -94,22 +95,22 @@ def compare(
     its seeds, mean and spread.
     """
     if not runs:
-        raise ValueError("nothing to compare: no run is left of the grid")
+        raise ValueError("nothing to compare: the grid has no runs")
     if out is not None:
         runs = [run.replace(out=str(out)) for run in runs]
-    _check_names(runs)
-    budget, made = Budget(minutes), _finished(runs)
+    names = [run.run_name for run in runs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two runs are called {twice[0]!r}; give them different names")
+    budget, summaries = Budget(minutes), _finished(runs)
     failures: dict[str, str] = {}
     try:
         with TableDisplay(runs, show) as display, watch() as request:
-            for row, run in enumerate(runs):
-                if run.run_name in made:
-                    display.update(row, made[run.run_name]["status"], _as_record(made[run.run_name]))
-            missing = [(row, run) for row, run in enumerate(runs) if run.run_name not in made]
-            if parallel <= 1:
-                _one_by_one(missing, display, budget, request, failures)
-            else:
-                _in_processes(missing, parallel, display, budget, request, failures)
+            for row, summary in enumerate(summaries):
+                if summary is not None:
+                    display.update(row, summary["status"], _as_record(summary))
+            missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
+            train_all = _one_by_one if parallel <= 1 else partial(_in_processes, parallel)
+            train_all(missing, display, budget, request, failures)
     except Stopped:
         _conclude(runs, metric, failures, show)
         raise
@@ -120,14 +121,6 @@ def compare(
     if report:
         _report_on(runs, show)
     return result
-
-
-def _check_names(runs: Sequence[RunConfig]) -> None:
-    """Raise a ValueError if two runs would share a folder."""
-    names = [run.run_name for run in runs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two runs are called {twice!r}; give them different names")
 
 
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
@@ -145,9 +138,8 @@ def _report_on(runs: Sequence[RunConfig], show: bool) -> None:
     if not folders:
         return
     try:
-        page = write_report(
-            folders, Path(runs[0].logging.out) / "report", title=f"Comparison: {runs[0].logging.recipe}"
-        )
+        place = runs[0].logging
+        page = write_report(folders, Path(place.out) / "report", title=f"Comparison: {place.recipe}")
     except OSError as error:  # the runs are worth more than their report
         print(f"cosmos-lab: no report: {error}", file=sys.stderr)
         return
@@ -155,24 +147,21 @@ def _report_on(runs: Sequence[RunConfig], show: bool) -> None:
         print(f"\n{describe_runs(folders)}\nReport: {page}")
 
 
-def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
-    """Return the summaries of finished runs; one ValueError names every run that is wrong or finds another's folder."""
-    made, conflicts = {}, []
+def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
+    """Return the summary of each finished run; one ValueError names every run that is wrong or in another's folder."""
+    summaries, conflicts = [], []
     for run in runs:
         try:
             settings(run.check().optimizer, run.model.model)  # find a wrong option before anything is trained
-            summary = finished(run)
-            if summary is None:
+            summaries.append(finished(run))
+            if summaries[-1] is None:
                 check_unfinished(run)
         except ValueError as conflict:
             conflicts.append(f"{run.run_name}: {conflict}")
-            continue
-        if summary is not None:
-            made[run.run_name] = summary
     if conflicts:
         count = f"{len(conflicts)} of {len(runs)} runs" if len(conflicts) > 1 else "a run"
         raise ValueError("\n  ".join([f"nothing was trained, since {count} cannot be made here:", *conflicts]))
-    return made
+    return summaries
 
 
 def _one_by_one(
@@ -215,12 +204,12 @@ class _Job:
     run: RunConfig
     process: subprocess.Popen[bytes]
     log: TextIO
-    seat: int
+    slot: int  # the number of its GPU, if there are any
 
 
 def _in_processes(
-    runs: Sequence[tuple[int, RunConfig]],
     parallel: int,
+    runs: Sequence[tuple[int, RunConfig]],
     display: TableDisplay,
     budget: Budget,
     request: Request,
@@ -228,24 +217,24 @@ def _in_processes(
 ) -> None:
     """Train up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
     gpus = torch.cuda.device_count()
-    seats = list(range(min(parallel, gpus) if gpus else parallel))
+    slots = list(range(min(parallel, gpus) if gpus else parallel))
     waiting = list(runs)
     jobs: list[_Job] = []
-    told: list[_Job] = []
+    signalled: list[_Job] = []
     try:
         while jobs or (waiting and not request.signum):
-            while waiting and not request.signum and len(jobs) < len(seats):
+            while waiting and not request.signum and len(jobs) < len(slots):
                 row, run = waiting.pop(0)
                 if not budget.start(run):
                     display.update(row, NOT_STARTED)
                     continue
-                seat = next(s for s in seats if s not in {job.seat for job in jobs})
-                jobs.append(_start(row, run, seat, gpus > 0))
+                slot = next(slot for slot in slots if slot not in {job.slot for job in jobs})
+                jobs.append(_start(row, run, slot, gpus > 0))
                 display.update(row, "running")
             time.sleep(_POLL_S)
-            if request.signum and not told:
-                told = list(jobs)
-                for job in told:
+            if request.signum and not signalled:
+                signalled = list(jobs)
+                for job in signalled:
                     job.process.send_signal(request.signum)
             for job in list(jobs):
                 if _report(job, display, failures, request.signum):
@@ -253,18 +242,18 @@ def _in_processes(
                     if job.run.run_name not in failures:
                         budget.finish(job.run)
     finally:
-        for job in jobs:  # an error here, or asked twice: the runs resume from their checkpoints next time
+        for job in jobs:  # an error here, or a second signal: the runs resume from their checkpoints next time
             job.process.terminate()
         for job in jobs:
             job.process.wait()
             job.log.close()
-    left = [folder for job in told if run_log.read_summary(folder := run_log.run_folder(job.run)) is None]
+    left = [folder for job in signalled if run_log.read_summary(folder := run_log.run_folder(job.run)) is None]
     kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
     how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
     request.check(f"in {len(left)} of {len(runs)} runs, {how}")
 
 
-def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
+def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
     folder = run_log.run_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asked.json").write_text(json.dumps(run.flat()))
@@ -273,15 +262,15 @@ def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     if gpu:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[seat] if visible else str(seat)
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot] if visible else str(slot)
     log = (folder / "output.txt").open("a")
     command = [sys.executable, "-m", "cosmos_lab.grid.worker", str(folder / "asked.json")]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    return _Job(row, run, process, log, seat)
+    return _Job(row, run, process, log, slot)
 
 
-def _report(job: _Job, display: TableDisplay, failures: dict[str, str], told: int) -> bool:
-    """Show a job's progress; return True if it has ended. ``told`` is the signal that asked all to stop, or 0."""
+def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: int) -> bool:
+    """Show a job's progress; return True if it has ended. ``signum`` is the signal that asked all to stop, or 0."""
     folder = run_log.run_folder(job.run)
     code = job.process.poll()
     if code is None:
@@ -291,8 +280,8 @@ def _report(job: _Job, display: TableDisplay, failures: dict[str, str], told: in
         return False
     job.log.close()
     summary = run_log.read_summary(folder)
-    # By a signal, ours or one to the whole group: in training, or before and after it.
-    stopped = bool(told) and any(code in (128 + signum, -signum) for signum in SIGNALS)
+    # Ended by a signal, ours or one to the whole process group: in training (128 + number), or before and after it.
+    stopped = bool(signum) and any(code in (128 + known, -known) for known in SIGNALS)
     if stopped and summary is None:
         display.update(job.row, UNFINISHED)
     elif summary is None or (code and not stopped):

@@ -14,8 +14,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
@@ -37,7 +35,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "cosmos-lab",  # the same runs give the same file
 }  # fmt: skip
 _POINTS = 0.75  # of a pixel: the specification's widths are in pixels
-_LONG_NAME = 28  # characters: a longer one would cover the curves
+_LONG_NAME = 28  # characters: a legend with longer names would cover the curves
 
 
 def draw_all(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> None:
@@ -57,13 +55,9 @@ def draw_all(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> 
 
 
 def _save(figure: Figure, stem: Path) -> None:
-    """Write both files. ``savefig`` would draw each figure twice, to let a layout settle that is fixed here."""
-    png, svg = BytesIO(), BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)  # Any: matplotlib gives these methods no types
-    canvas.print_png(png)
-    canvas = FigureCanvasSVG(figure)
-    canvas.print_svg(svg, metadata={"Date": None})
-    for ending, buffer in (("png", png), ("svg", svg)):
+    for ending in ("png", "svg"):
+        buffer = BytesIO()
+        figure.savefig(buffer, format=ending, metadata={"Date": None} if ending == "svg" else None)
         with atomic_write(stem.with_name(f"{stem.name}.{ending}")) as file:
             file.write(buffer.getvalue())
 
@@ -75,8 +69,8 @@ def _plain(text: str) -> str:
 
 def _lines(spec: Section, chart: Chart) -> Figure:
     """Draw the series that the page shows when it opens."""
-    figure = Figure(figsize=(5.6, 3.8), dpi=200)
-    axes: Axes = figure.subplots(gridspec_kw={"left": 0.11, "right": 0.955, "top": 0.955, "bottom": 0.13})
+    figure = Figure(figsize=(5.6, 3.8), dpi=200, layout="constrained")
+    axes: Axes = figure.subplots()
     log = any(control.on for control in spec.controls if control.key == "logY")
     lines = [line for line in spec.lines if spec.series[line.series].shown]
     for line in lines:
@@ -93,7 +87,11 @@ def _lines(spec: Section, chart: Chart) -> Figure:
             axes.yaxis.set_minor_locator(LogLocator(subs=(2, 4, 6)))
             for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 set_formatter(FuncFormatter(lambda y, _: f"{y:g}"))  # 4 x 10^1 would leave no room for the label
-        _legend(figure, axes)
+        names = [spec.series[line.series].label for line in lines]
+        if max(map(len, names)) <= _LONG_NAME:
+            axes.legend(fontsize=8)
+        else:
+            figure.legend(fontsize=8, loc="outside lower left")
     _x_axis(axes, chart.x)
     return figure
 
@@ -146,27 +144,12 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
             axes.plot(*at, marker="o", markersize=10, markerfacecolor="none", color=color)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Put the legend among the lines if the names are short, else below them in a higher figure."""
-    lines, names = axes.get_legend_handles_labels()
-    if max(map(len, names), default=0) <= _LONG_NAME:
-        axes.legend(fontsize=8)
-        return
-    (left, bottom, wide, high), (width, height) = axes.get_position().bounds, figure.get_size_inches()
-    whole = height + 0.17 * len(names) + 0.1
-    figure.set_size_inches(width, whole)
-    axes.set_position((left, 1 - (1 - bottom) * height / whole, wide, high * height / whole))
-    figure.legend(lines, names, fontsize=8, loc="lower left", bbox_to_anchor=(left, 0))
-
-
 def _heat(palette: Sequence[str], run: HeatMap, metric: Metric) -> Figure:
     """Draw one panel a kind of matrix, one row a layer, one column a step."""
     across = min(4, len(run.panels))
     down = -(-len(run.panels) // across)
-    width, height = 2.1 * across + 1.1, 1.6 * down + 0.8
-    figure = Figure(figsize=(width, height), dpi=200)
-    place = {"left": 0.35 / width, "right": 1 - 0.8 / width, "top": 1 - 0.6 / height, "bottom": 0.3 / height}
-    grid = figure.subplots(down, across, squeeze=False, gridspec_kw={**place, "hspace": 0.36, "wspace": 0.12})
+    figure = Figure(figsize=(2.1 * across + 1.1, 1.6 * down + 0.8), dpi=200, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False)
     norm = (LogNorm if metric.log else Normalize)(*metric.range)
     colours = LinearSegmentedColormap.from_list("palette", list(palette))
     for index, axes in enumerate(grid.flat):
@@ -182,8 +165,6 @@ def _heat(palette: Sequence[str], run: HeatMap, metric: Metric) -> Figure:
         axes.set_yticks([0, len(rows) - 1] if index % across == 0 else [])
         for text, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
             text.set_horizontalalignment(side)
-    bar = figure.add_axes((1 - 0.6 / width, place["bottom"], 0.12 / width, place["top"] - place["bottom"]))
-    figure.colorbar(ScalarMappable(norm, colours), cax=bar)
-    title = f"{metric.title}, {_plain(run.label)}, by layer over tokens"
-    figure.suptitle(title, fontsize=9.5, x=place["left"], y=1 - 0.1 / height, ha="left", va="top")
+    figure.colorbar(ScalarMappable(norm, colours), ax=grid)
+    figure.suptitle(f"{metric.title}, {_plain(run.label)}, by layer over tokens", fontsize=9.5)
     return figure

@@ -28,7 +28,7 @@ class Point:
     step: float
     tokens: float | None
     time: float | None
-    value: float  # may be nan or inf: the reader of a diverged run wants to see where
+    value: float  # may be nan or inf: the reader of a diverged run wants to see when
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def read_summary(folder: Path, notes: list[str] | None = None) -> dict[str, Any]
 
 def read_metrics(folder: Path, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl; one that cannot be read (a kill cuts the last one short) is left out."""
-    path, bad, told = folder / METRICS, 0, [] if notes is None else notes
+    path, bad, notes = folder / METRICS, 0, [] if notes is None else notes
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in filter(str.strip, lines):
@@ -154,9 +154,9 @@ def read_metrics(folder: Path, notes: list[str] | None = None) -> Iterator[dict[
                 else:
                     bad += 1
     except OSError as error:
-        told.append(_problem(path, error))
+        notes.append(_problem(path, error))
     if bad:
-        told.append(f"{path.name}: unreadable lines left out: {bad}")
+        notes.append(f"{path.name}: unreadable lines left out: {bad}")
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:

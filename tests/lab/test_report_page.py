@@ -92,6 +92,26 @@ def test_hostile_names_do_not_break_the_page(tmp_path: Path, no_figures: None) -
     assert data_of(page)[0][0]["methods"][0]["name"] == evil
 
 
+def test_extreme_numbers_do_not_stop_the_report(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / "runs" / f"zero{seed}", "adam", [0.0, 0.0], seed=seed, validated=False, model="zero")
+        make_run(tmp_path / "runs" / f"large{seed}", "adam", [1e300, -1e300], seed=seed, validated=False)
+    make_run(tmp_path / "runs" / "zero", "adam", [0.0], lr=2e-3, validated=False, model="zero")
+    for name, lr in (("rate", math.inf), ("nan", math.nan), ("negative", -1.0)):
+        make_run(tmp_path / "runs" / name, "muon", falling(2.0), lr=lr, layers=1)
+    odd = {
+        "step": math.inf,
+        "tokens": -math.inf,
+        "time": math.nan,
+        "loss": 1.0,
+        "diagnostics": {"a": {"drift": -1e-300}},
+    }
+    with (tmp_path / "runs" / "rate" / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(odd) + "\n" + json.dumps(odd | {"step": 0, "loss": 1e308}) + "\n")
+    page = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert not Tags(page.read_text()).open and len(data_of(page)) == 2
+
+
 def test_the_page_loads_nothing(tmp_path: Path, no_figures: None) -> None:
     text = write_report([make_run(tmp_path / "a", "cosmos", falling(2.0), layers=1)], tmp_path / "out").read_text()
     for tag, attributes in Tags(text).tags:

@@ -182,14 +182,19 @@ def _series(task: Task, group: Group) -> Series:
 
 
 def _loss(series: int, curve: Curve, unit: float, end: float, faint: bool = False, **style: Any) -> Line:
-    low, high = curve.low or curve.value, curve.high or curve.value
-    late = [i for i, x in enumerate(curve.tokens) if x is None or x >= _SKIPPED_SHARE * end] or range(len(low))
-    bottom = min(low[i] for i in late)
-    top = bottom if faint else max(high[i] for i in late)  # the noise of training must not flatten the other lines
     x = {"tokens": _round(curve.tokens, _X_DIGITS)}
     x["time"] = _round([None if t is None else t / unit for t in curve.time], _X_DIGITS)
     lo, y, hi = (_round(values, _Y_DIGITS) for values in (curve.low, curve.value, curve.high))
-    return Line(series, x, y, (bottom, top), (min(low), max(high)), lo, hi, faint=faint, **style)
+    late = [i for i, t in enumerate(x["tokens"]) if t is None or t >= _SKIPPED_SHARE * end] or range(len(y))
+    view = _span([values[i] for values in (lo or y, hi or y) for i in late])
+    if view and faint:
+        view = (view[0], view[0])  # the noise of training must not flatten the other lines
+    return Line(series, x, y, view, _span([*lo, *y, *hi]), lo, hi, faint=faint, **style)
+
+
+def _span(values: Iterable[float | None]) -> tuple[float, float] | None:
+    known = [value for value in values if value is not None]
+    return (min(known), max(known)) if known else None
 
 
 def _sweep(task: Task, suffix: str) -> Section | None:
@@ -199,7 +204,7 @@ def _sweep(task: Task, suffix: str) -> Section | None:
         spreads = [None if g.status in ("diverged", "broken", "empty") else g.stat(task.result_key) for g in groups]
         known = [(s.mean - s.deviation, s.mean, s.mean + s.deviation) if s else (None,) * 3 for s in spreads]
         lo, y, hi = (_round(values, _Y_DIGITS) for values in zip(*known, strict=True))
-        span = (min(filter(None, lo)), max(filter(None, hi))) if any(spreads) else None
+        span = _span([*lo, *hi])
         marks = {i: _mark(g, s) for i, (g, s) in enumerate(zip(groups, spreads, strict=True))}
         notes = {i: _note(g, s) for i, (g, s) in enumerate(zip(groups, spreads, strict=True))}
         lines.append(

@@ -123,7 +123,7 @@ class Task:
         """Return the groups by method in order of rate; empty unless some method was run at several rates."""
         lines = {
             method: sorted(
-                (group for group in self.groups if group.method == method and (group.lr or 0) > 0),
+                (group for group in self.groups if group.method == method and 0 < (group.lr or 0) < math.inf),
                 key=lambda group: group.lr or 0,
             )
             for method in self.methods

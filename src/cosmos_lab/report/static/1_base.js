@@ -42,7 +42,7 @@ function countText(x) {
   return String(+x.toPrecision(3));
 }
 
-/** Round numbers that cover [low, high] in about n steps. */
+/** Returns round numbers that cover [low, high] in about n steps. */
 function linearTicks(low, high, n) {
   const raw = (high - low) / Math.max(1, n);
   if (!(raw > 0)) return [low];
@@ -53,7 +53,7 @@ function linearTicks(low, high, n) {
   return ticks;
 }
 
-/** Powers of ten, or their 1-2-5 steps, or (within less than a decade) round numbers. */
+/** Returns powers of ten, or their 1-2-5 steps, or (within less than a decade) round numbers. */
 function logTicks(low, high, n) {
   const decades = Math.log10(high / low);
   if (decades < 0.9) return linearTicks(low, high, n).filter((t) => t > 0);
@@ -64,7 +64,7 @@ function logTicks(low, high, n) {
   return ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
 }
 
-/** A map from values to pixels, with its inverse and ticks. */
+/** Makes a map from values to pixels, with its inverse and ticks. */
 function makeScale([low, high], [from, to], log) {
   if (!(high > low)) [low, high] = log ? [low / 1.1, low * 1.1] : [low - 0.5, low + 0.5];
   const [f, g] = log ? [Math.log, Math.exp] : [(x) => x, (x) => x];
@@ -88,7 +88,7 @@ function spreadOut(wanted, gap, low, high) {
   return placed;
 }
 
-/** A button that is pressed or not. */
+/** Makes a button that is pressed or not. */
 function toggle(text, pressed, change) {
   const button = html("button", { type: "button", class: "toggle", "aria-pressed": String(pressed), text });
   button.addEventListener("click", () => {
@@ -101,7 +101,7 @@ function toggle(text, pressed, change) {
 
 let unique = 0;
 
-/** One choice of several, as native radio buttons, so that arrow keys work. */
+/** Makes one choice of several, as native radio buttons, so that arrow keys work. */
 function choice(legend, options, chosen, change) {
   const name = `choice-${unique++}`;
   const box = html("fieldset", { class: "choice" }, html("legend", { text: legend }));
@@ -123,7 +123,7 @@ function onWidth(element, draw) {
   }).observe(element);
 }
 
-/** A box for the values under the pointer, placed beside a point and kept inside its host. */
+/** Makes a box for the values under the pointer, placed beside a point and kept inside its host. */
 function makeTip(host) {
   const box = html("div", { class: "tip", hidden: true, role: "status" });
   host.append(box);

@@ -30,7 +30,7 @@ function lineSection(section, spec) {
     bar.append(scale ? choice(text, [["linear", "Linear"], ["log", "Log"]], on ? "log" : "linear", (v) => change(v === "log")) : toggle(text, on, change));
   }
   const pair = html("div", { class: spec.charts.length > 1 ? "pair" : spec.name });
-  section.append(...legend(spec, view, redraw, bar), bar, pair);
+  section.append(legend(spec, view, redraw, bar), bar, pair);
   bar.append(reset);
   for (const chart of spec.charts) {
     const host = html("div", { class: "chart" });
@@ -41,7 +41,7 @@ function lineSection(section, spec) {
   reset.hidden = true;
 }
 
-/** Buttons that switch series on and off; a method with several series gets a row of buttons. */
+/** Makes buttons that switch series on and off; a method with several series gets a row of buttons. */
 function legend(spec, view, redraw, bar) {
   const box = html("div", { class: "legend", role: "group", "aria-label": "Series shown" });
   const chips = new Map(), heads = [], all = spec.series.map((_, id) => id);
@@ -90,17 +90,17 @@ function legend(spec, view, redraw, bar) {
   const links = Object.entries(quick).map(([text, ids]) => html("button", { type: "button", class: "link", text, onclick: () => only(ids) }));
   if (!spec.marked) bar.append(html("div", { class: "quick", role: "group", "aria-label": "Show" }, ...links));
   refresh();
-  return [box];
+  return box;
 }
 
-/** A short piece of a method's line, with its marker if the chart shows markers. */
+/** Draws a short piece of a method's line, with its marker if the chart shows markers. */
 function sample(spec, method) {
   const line = svg("path", { class: "line", d: "M1,7H25", "stroke-dasharray": method.dash.join(" ") });
   const marker = spec.marked && svg("path", { class: "marker", transform: "translate(13,7)", d: MARKERS[method.marker](4) });
   return svg("svg", { class: "sample", width: 26, height: 14, "aria-hidden": "true" }, line, marker);
 }
 
-/** One chart; returns the function that draws it again. */
+/** Makes one chart; returns the function that draws it again. */
 function lineChart(host, spec, chart, view, redrawAll) {
   const tip = makeTip(host), axis = chart.x;
   const tickText = axis.unit === "tokens" ? countText : (t) => String(+t.toPrecision(3));
@@ -117,7 +117,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
     });
   }
 
-  /** The range that the specification gives each visible line, or that of the points inside the zoom. */
+  /** Joins the ranges that the specification gives the visible lines, or takes the points inside the zoom. */
   function rangeY(lines, zoom) {
     const inside = (line) => line.known.filter((p) => p.x >= zoom[0] && p.x <= zoom[1]).map((p) => [p.lo ?? p.y, p.hi ?? p.y]);
     const spans = zoom ? lines.flatMap(inside) : lines.map((line) => (view.full ? line.full : line.view)).filter(Boolean);
@@ -199,7 +199,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
     }
   }
 
-  /** Names at the ends of the lines, so that no reader has to match colours. */
+  /** Writes names at the ends of the lines, so that no reader has to match colours. */
   function drawNames(root, lines, x, y, box) {
     const ends = lines.filter((line) => line.known.length).map((line) => ({ line, point: line.known.filter((p) => p.x <= x.domain[1] * (1 + 1e-9)).at(-1) ?? line.known[0] }));
     const wanted = ends.map(({ point }) => clamp(y(point.y), box.top, box.bottom));

@@ -197,6 +197,13 @@ def test_models_know_no_optimizer(module: str) -> None:
     assert not wrong, f"{module} imports {wrong}"
 
 
+@pytest.mark.parametrize("module", modules("cosmos_lab.recipes"))
+def test_recipes_do_not_import_the_profiler(module: str) -> None:
+    """A recipe says what to run; nothing that measures or trains is needed to read it."""
+    wrong = [name for name in imports_of(module) if within(name, ("cosmos_lab.profile", "cosmos_lab.run"))]
+    assert not wrong, f"{module} imports {wrong}"
+
+
 def test_every_form_of_import_is_seen() -> None:
     """The reader itself: plain, from, relative, inside a function, and a spelled-out attribute."""
     source = "import a.b\nfrom c import d\nfrom . import e\nfrom ..f import g\ndef h():\n    import triton\n"

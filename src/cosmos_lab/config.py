@@ -1,19 +1,24 @@
-"""What one training run is: frozen dataclasses, one per topic, with flat flag names.
+"""What defines one training run: frozen dataclasses, one per topic, with flat flag names.
 
 Every field is a flag of ``cosmos-lab train`` (``--seq-len``, ``--lr``, ...), so a field name occurs once over all
-topics; :meth:`RunConfig.replace` takes those flat names too. A config travels as JSON in every run folder.
+topics; :meth:`RunConfig.replace` takes those flat names too. Every run folder has its config as JSON.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+# Marks a field that changes no number of a run: a finished run may be asked for with another value of it.
+NOT_IDENTITY = {"identity": False}
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class ModelOptions:
     mlp: int | None = None
     """Hidden width of the MLP."""
     vocab_size: int | None = None
-    """Rows of the embedding (None: the preset's, or the data's own where its ids go beyond or it is embedded)."""
+    """Rows of the embedding (None: the preset's, or the data's if its ids exceed that or it is embedded)."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more compute."""
 
@@ -42,7 +47,7 @@ class DataOptions:
     """"embedded", or the folder or glob of .bin / .bin.xz shards."""
     seq_len: int = 1024
     """Tokens in a sequence."""
-    cache_dir: str | None = None
+    cache_dir: str | None = field(default=None, metadata=NOT_IDENTITY)
     """Where prepared data is cached (None: the user's cache folder)."""
 
 
@@ -53,9 +58,9 @@ class OptimizerOptions:
     optimizer: str = "cosmos"
     """Name in cosmos_optim.OPTIMIZERS."""
     lr: float = 5e-4
-    """Peak learning rate (of the hidden matrices, where the optimizer treats them apart)."""
+    """Peak learning rate (of the hidden matrices, if the optimizer treats them separately)."""
     adam_lr: float | None = None
-    """Peak rate of embeddings, head and norms (None: the optimizer's default); Adam and Adam-mini have `lr` alone."""
+    """Peak rate of embeddings, head and norms (None: the optimizer's default); AdamW and Adam-mini only use `lr`."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.98
@@ -67,20 +72,20 @@ class OptimizerOptions:
     rank: int | None = None
     """Subspace rank of COSMOS and GaLore (None: the optimizer's default)."""
     gamma: float | None = None
-    """Weight of COSMOS's MUON half (None: lr / adam_lr; with `cosmos` adam_lr counts as 2e-3 at most)."""
+    """Weight of COSMOS's Muon part (None: lr / adam_lr; with `cosmos` adam_lr counts as 2e-3 at most)."""
     embedding_lr: float | None = None
-    """Own rate for the embedding."""
+    """Separate rate for the embedding."""
     head_lr: float | None = None
-    """Own rate for the output head."""
+    """Separate rate for the output head."""
     adam_beta1: float | None = None
-    """Own first-moment decay for embedding and head."""
+    """Separate first-moment decay for embedding and head."""
     options: tuple[str, ...] = ()
     """Further keyword arguments of the optimizer, as name=value."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, how wide, on what."""
+    """How long to train, with which batch, on which device."""
 
     steps: int = 1000
     """Optimizer steps."""
@@ -94,9 +99,9 @@ class TrainingOptions:
     """Seed of the weights and of the data order."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Autocast type; parameters stay fp32 (auto: bf16 on a GPU, fp32 on CPU)."""
-    compile: Literal["auto", "on", "blocks", "off"] = "auto"
+    compile: Literal["auto", "on", "blocks", "off"] = field(default="auto", metadata=NOT_IDENTITY)
     """torch.compile the model (auto: on a GPU); blocks: one block for all, in a fraction of the time."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=NOT_IDENTITY)
     """Where to train."""
     sharding: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes under torchrun share the work (auto: ddp)."""
@@ -122,29 +127,29 @@ class ScheduleOptions:
 class LoggingOptions:
     """What is written, where and how often (steps; 0 is never)."""
 
-    out: str = "runs"
+    out: str = field(default="runs", metadata=NOT_IDENTITY)
     """Folder that holds the run folders."""
-    name: str | None = None
+    name: str | None = field(default=None, metadata=NOT_IDENTITY)
     """Name of the run folder (None: recipe, optimizer, rate and seed)."""
     recipe: str = "custom"
     """The recipe this run came from."""
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=NOT_IDENTITY)
     """Steps between lines of the training log."""
     val_every: int = 100
-    """Steps between validations; there is one at the end always."""
+    """Steps between validations; there is always one at the end."""
     val_tokens: int = 1_048_576
     """Validation tokens, the same ones every time."""
-    diagnostics_every: int = 100
+    diagnostics_every: int = field(default=100, metadata=NOT_IDENTITY)
     """Steps between COSMOS diagnostics."""
-    checkpoint_every: int = 500
-    """Steps between checkpoints; there is one at the end always, unless this is 0."""
-    keep: int = 2
+    checkpoint_every: int = field(default=500, metadata=NOT_IDENTITY)
+    """Steps between checkpoints; there is always one at the end, unless this is 0."""
+    keep: int = field(default=2, metadata=NOT_IDENTITY)
     """Checkpoints kept."""
-    tensorboard: bool = False
+    tensorboard: bool = field(default=False, metadata=NOT_IDENTITY)
     """Also write TensorBoard logs."""
-    wandb: str | None = None
+    wandb: str | None = field(default=None, metadata=NOT_IDENTITY)
     """Also log to this Weights & Biases project."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] = field(default="auto", metadata=NOT_IDENTITY)
     """Continue from the newest checkpoint in the run folder, or refuse a folder that is in use."""
 
 
@@ -160,7 +165,7 @@ class RunConfig:
     logging: LoggingOptions = field(default_factory=LoggingOptions)
 
     def replace(self, **flat: Any) -> RunConfig:
-        """A copy with the named fields changed, whichever topic they belong to.
+        """Return a copy with the named fields changed, of any topic.
 
         >>> RunConfig().replace(lr=1e-3, steps=10).optimizer.lr
         0.001
@@ -173,25 +178,35 @@ class RunConfig:
         )
 
     def get(self, name: str) -> Any:
-        """The value of a field by its flat name."""
+        """Return the value of a field by its flat name."""
         return getattr(getattr(self, _topic(name)), name)
 
     def flat(self) -> dict[str, Any]:
-        """Every field by its flat name; ``RunConfig.from_flat`` is the inverse."""
+        """Return every field by its flat name; ``RunConfig.from_flat`` is the inverse."""
         return {name: self.get(name) for name in _TOPICS}
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> RunConfig:
-        """The config that ``flat`` (or its JSON) describes."""
+        """Return the config that ``flat`` (or its JSON) describes."""
         return cls().replace(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that decide a run's numbers, those without ``NOT_IDENTITY``, as JSON has them."""
+        values = {name: self.get(name) for name, f in _FIELDS.items() if f.metadata.get("identity", True)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def run_name(self) -> str:
-        """Name of the run folder."""
+        """Return the name of the run folder."""
         if self.logging.name:
             return self.logging.name
         o = self.optimizer
         return f"{self.logging.recipe}-{o.optimizer}-lr{o.lr:g}-s{self.training.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the run's files."""
+        return Path(self.logging.out) / self.run_name
 
     def check(self) -> RunConfig:
         """Raise a ValueError naming the field if a value makes no sense; return self."""
@@ -201,17 +216,15 @@ class RunConfig:
 
 
 def _topic(name: str) -> str:
-    """The topic a flat field name belongs to."""
+    """Return the topic of a flat field name."""
     if name not in _TOPICS:
-        import difflib
-
         close = difflib.get_close_matches(name, _TOPICS, n=3)
         raise ValueError(f"a run has no field {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
     return _TOPICS[name]
 
 
 def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str, Any]:
-    """``("ns_steps=4", "side=smaller")`` as keyword arguments.
+    """Read ``("ns_steps=4", "side=smaller")`` as keyword arguments.
 
     >>> parse_options(("ns_steps=4", "side=smaller", "nesterov=True"))
     {'ns_steps': 4, 'side': 'smaller', 'nesterov': True}
@@ -233,52 +246,39 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
     return parsed
 
 
-def _problems(c: RunConfig) -> list[str]:
-    """What is wrong with the config, one sentence each."""
-    out: list[str] = []
-    positive = ("seq_len", "lr", "steps", "batch", "keep")
-    positive_or_none = (
-        "width", "depth", "mlp", "vocab_size", "adam_lr", "rank", "micro_batch", "clip", "embedding_lr", "head_lr",
-    )  # fmt: skip
-    not_negative = (
-        "eps", "weight_decay", "log_every", "val_every", "val_tokens", "diagnostics_every", "checkpoint_every",
-    )  # fmt: skip
-    for name in positive + positive_or_none:
-        value = c.get(name)
-        if (value is None and name in positive) or (value is not None and not (value > 0 and math.isfinite(value))):
-            out.append(f"--{_flag(name)} must be positive; got {value}")
-    for name in not_negative:
-        if not c.get(name) >= 0:
-            out.append(f"--{_flag(name)} must be 0 or more; got {c.get(name)}")
-    for name in ("beta1", "beta2", "adam_beta1"):
-        value = c.get(name)
-        if value is not None and not 0 <= value < 1:
-            out.append(f"--{_flag(name)} must lie in [0, 1); got {value}")
-    for name in ("warmup", "decay", "final_lr"):
-        if not 0 <= c.get(name) <= 1:
-            out.append(f"--{_flag(name)} is a share and must lie in [0, 1]; got {c.get(name)}")
+_POSITIVE = "seq_len lr steps batch keep width depth mlp vocab_size adam_lr rank micro_batch clip embedding_lr head_lr"
+_NOT_NEGATIVE = "eps weight_decay log_every val_every val_tokens diagnostics_every checkpoint_every"
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (_POSITIVE, lambda value: 0 < value < math.inf, "must be positive"),
+    (_NOT_NEGATIVE, lambda value: value >= 0, "must be 0 or more"),
+    ("beta1 beta2 adam_beta1", lambda value: 0 <= value < 1, "must lie in [0, 1)"),
+    ("warmup decay final_lr", lambda value: 0 <= value <= 1, "is a share and must lie in [0, 1]"),
+)
+
+
+def _problems(c: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with the config, one sentence each."""
+    for names, allowed, rule in _RANGES:
+        for name in names.split():
+            value = c.get(name)
+            if not ("None" in str(_FIELDS[name].type) if value is None else allowed(value)):
+                yield f"--{_flag(name)} {rule}; got {value}"
     if c.schedule.schedule == "wsd" and c.schedule.warmup + c.schedule.decay > 1:
-        out.append(f"--warmup {c.schedule.warmup} and --decay {c.schedule.decay} take more than all the steps")
-    for topic in fields(c):
-        for f in fields(getattr(c, topic.name)):
-            choices, value = _choices(f.type), c.get(f.name)
-            if choices and value not in choices:
-                out.append(f"--{_flag(f.name)} must be one of {', '.join(choices)}; got {value!r}")
+        yield f"--warmup {c.schedule.warmup} and --decay {c.schedule.decay} take more than all the steps"
+    for name, f in _FIELDS.items():
+        text = str(f.type)  # kept as text: Literal['linear', ...]
+        choices = ast.literal_eval(text.removeprefix("Literal")) if text.startswith("Literal[") else [c.get(name)]
+        if c.get(name) not in choices:
+            yield f"--{_flag(name)} must be one of {', '.join(choices)}; got {c.get(name)!r}"
     micro = c.training.micro_batch
     if micro and c.training.batch % micro:
-        out.append(f"--batch {c.training.batch} is not a multiple of --micro-batch {micro}")
+        yield f"--batch {c.training.batch} is not a multiple of --micro-batch {micro}"
     parse_options(c.optimizer.options)
-    return out
 
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
-    """The strings a ``Literal[...]`` annotation (kept as text) allows."""
-    text = str(annotation)
-    return tuple(ast.literal_eval(text[len("Literal") :])) if text.startswith("Literal[") else ()
-
-
-_TOPICS: dict[str, str] = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]
+_TOPICS = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]
+_FIELDS = {f.name: f for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]

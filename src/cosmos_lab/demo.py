@@ -18,7 +18,7 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
 from cosmos_lab.recipes.variants import label
-from cosmos_lab.run.run_log import CONFIG, METRICS, SUMMARY, run_folder
+from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
 # Rate of the hidden matrices found by the sweep, and the six rates it tried for each: the paper's, extended upwards.
 RATES = {"adam": 2e-3, "muon": 1e-3, "soap": 4e-3, "cosmos": 1e-3}
@@ -69,7 +69,7 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     runs = [demo_run(name, lr, config) for name, lr in RATES.items()]
     if config.fresh:
         for run in runs:
-            _remove_files(run_folder(run))
+            _remove_files(run.folder)
     result = compare(runs)
     if any(row["failures"] for row in result["rows"]):
         raise ValueError("a run of the demo failed, as the table says")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,21 +21,29 @@ except ImportError:  # Windows: no locks, so two processes may do the same work 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
+def require(module: str, message: str) -> Any:
+    """Import an optional package, or raise a ValueError with the message that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(message) from error
+
+
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder for unpacked shards and indices: `cache_dir`, else $COSMOS_LAB_CACHE, else ~/.cache/cosmos-lab."""
+    """Return the folder for unpacked shards and indices: `cache_dir`, $COSMOS_LAB_CACHE or ~/.cache/cosmos-lab."""
     chosen = cache_dir or os.environ.get("COSMOS_LAB_CACHE") or Path.home() / ".cache" / "cosmos-lab"
     return Path(chosen).expanduser()
 
 
 def disk_error(error: OSError, path: Path, advice: str) -> OSError:
-    """The same kind of `OSError` with a message that names the file, says what happened and what to do."""
+    """Return the same kind of `OSError` with a message that names the file, says what happened and what to do."""
     what = "no space left on the disk" if error.errno in NO_SPACE else (error.strerror or str(error))
     return OSError(error.errno or errno.EIO, f"cannot write {path}: {what}; {advice}")
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path`; on success it takes the place of `path`, on any failure it vanishes."""
+    """Open a temporary file beside `path`; on success it replaces `path`, on any failure it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -55,19 +65,37 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`, or None when there is no such file or it does not parse."""
+    """Return the JSON value in `path`, or None if there is no such file or it does not parse."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
+def finite(value: Any) -> Any:
+    """Return the value with nan and inf replaced by None, because JSON has neither."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return value
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` (made if missing); the system frees it if the process is killed."""
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold an exclusive lock on `path` (made if missing); the system frees it if the process is killed.
+
+    Args:
+        path: the lock's file.
+        wait: whether to wait for another process that holds it, or to raise a BlockingIOError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as handle:
         if fcntl is not None:
-            with contextlib.suppress(OSError):  # Some network file systems have no locks.
-                fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise
+            except OSError:  # Some network file systems have no locks.
+                pass
         yield

@@ -21,7 +21,7 @@ ONE_RATE = ("adam", "adam-mini")
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class of that name; an unknown name is a ValueError with the close ones."""
+    """Return the class of that name; an unknown name is a ValueError with the close ones."""
     known: dict[str, Any] = dict(cosmos_optim.OPTIMIZERS)
     if name not in known:
         close = difflib.get_close_matches(name, known, n=2)
@@ -30,21 +30,21 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     return known[name]
 
 
-# What --options cannot give, because it has flags of its own.
+# What --options cannot give, because it has its own flags.
 _FLAGS = {
     "params": "--model", "lr": "--lr", "betas": "--beta1 and --beta2", "eps": "--eps", "weight_decay": "--weight-decay",
 }  # fmt: skip
 
 
 def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
-    """The optimizer the options describe, over all parameters of ``model``."""
+    """Build the optimizer that the options describe, over all parameters of ``model``."""
     build = optimizer_class(options.optimizer)
     takes = inspect.signature(build).parameters
     given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
     hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if options.optimizer in ONE_RATE:  # a recipe's rate for embedding and head would be that of all parameters
         hyper.pop("adam_lr", None)
-    if "momentum" in takes:  # MUON's beta1
+    if "momentum" in takes:  # Muon's beta1
         hyper["momentum"] = options.beta1
     if "head_dim" in takes and isinstance(model, Decoder):  # Adam-mini's blocks of queries and keys
         hyper["head_dim"] = model.config.head_dim
@@ -68,13 +68,13 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
 
 
 def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:
-    """All hyper-parameters by "rule.name", defaults included, as JSON has them (a list where groups differ); a wrong
-    option is a ValueError.
+    """Return all hyper-parameters by "rule.name", defaults included, as JSON has them; a list if groups differ.
 
-    Taken from an optimizer for a miniature of the model, before anything large is built.
+    They come from an optimizer for a miniature of the model, before anything large is built. A wrong option is a
+    ValueError.
     """
     preset = resolve(model)
-    with torch.random.fork_rng(devices=[]):  # the run's own random numbers go on as they were
+    with torch.random.fork_rng(devices=[]):  # the run's random numbers stay as they were
         miniature = build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
         groups = build_optimizer(miniature, options).param_groups
     found: dict[str, list[Any]] = {}
@@ -88,10 +88,10 @@ def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:
 
 
 def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:
-    """Own rates for embedding and head, as ``param_groups`` takes them."""
+    """Return the separate rates for embedding and head, as ``param_groups`` takes them."""
     overrides: dict[str, dict[str, Any]] = {}
     rule = "adam-mini" if options.optimizer == "adam-mini" else "adam"
-    names = {name for name, _ in model.named_parameters()}  # a tied head has no matrix of its own
+    names = {name for name, _ in model.named_parameters()}  # a tied head has no matrix
     for name, lr in (("embed.weight", options.embedding_lr), ("head.weight", options.head_lr)):
         group: dict[str, Any] = {} if lr is None else {"lr": lr}
         if options.adam_beta1 is not None and name in names:

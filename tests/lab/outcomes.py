@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import checkpoint, run_log
+from cosmos_lab.run import checkpoint, run_folder
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 _CLOCKS = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
@@ -20,12 +20,12 @@ _CLOCKS = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
 
 def log_of(folder: Path) -> list[Any]:
     """Return a run's log without clocks and gauges."""
-    return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in run_log.read_metrics(folder)]
+    return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in run_folder.read_metrics(folder)]
 
 
 def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """Return everything a run computed: its log, and the last checkpoint's content, random states included."""
-    folder = run_log.run_folder(config)
+    folder = config.folder
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest is not None
     state, own = (torch.load(newest / name, weights_only=True) for name in ("state.pt", "process_0.pt"))

@@ -1,17 +1,17 @@
 """The command line: what it does, and that every mistake ends in one clear line and exit code 2."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cosmos_lab.cli import commands, flags
-from cosmos_lab.cli.arguments import CompareCommand
-from cosmos_lab.cli.flags import parse_extra, parse_lrs
+from cosmos_lab.cli import commands
+from cosmos_lab.cli.arguments import CompareCommand, CompareOptions, parse, parse_extra, parse_lrs
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.profile.profile import ProfileConfig
+from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.recipes import RECIPES
 
 tyro = pytest.importorskip("tyro")
@@ -28,7 +28,7 @@ def small(tiny_run: RunConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def test_train_then_report_then_export(
+def test_a_trained_run_can_be_reported_and_exported(
     small: list[str], tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "llama-130m", "--scale", "0.1", *small, "--lr", "3e-3", "--name", "mine"]) == 0
@@ -60,7 +60,7 @@ def test_compare_runs_the_grid_asked_for(
     assert "best" in capsys.readouterr().out
 
 
-def test_compare_takes_rows_and_fields_of_the_study(
+def test_compare_runs_only_the_rows_and_fields_asked_for(
     small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = [flag for flag in small if flag not in ("--rank", "8")] + ["--micro-batch", "2", "--steps", "2"]
@@ -82,7 +82,7 @@ def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "forward_backward_s" in capsys.readouterr().out
 
 
-def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in (*RECIPES, "profile-memory"))
@@ -122,7 +122,7 @@ def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (["data", "prepare", "c4", "--val-fraction", "7"], "val_fraction is 7.0; it must lie between 0 and 1"),
     ],
 )
-def test_mistakes(
+def test_a_mistake_ends_in_one_line_and_exit_code_2(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -136,24 +136,36 @@ def test_mistakes(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("with_tyro", [True, False])
-def test_a_wrong_flag(with_tyro: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not with_tyro:
-        monkeypatch.setitem(sys.modules, "tyro", None)
+def test_a_wrong_flag_is_named_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["train", "tiny", "--stepz", "3"])
     assert stop.value.code == 2 and "--stepz" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("default", [RunConfig(), CompareCommand(), ProfileConfig()])
-def test_without_tyro_the_flags_mean_the_same(default: object) -> None:
-    arguments = {
-        RunConfig: ["--lr", "0.25", "--width", "128", "--clip", "None", "--checkpointing", "--options", "a=1", "b=2"],
-        CompareCommand: ["--optimizers", "adam", "--parallel", "3", "--schedule", "wsd", "--no-deterministic"],
-        ProfileConfig: ["--optimizers", "adam", "muon", "--tables", "mfu", "--micro-batches", "8", "16", "--out", "x"],
-    }[type(default)]
-    assert flags.parse_plain(default, arguments, prog="x") == flags.parse(default, arguments, prog="x")
-    assert flags.parse_plain(default, [], prog="x") == default == flags.parse(default, [], prog="x")
+def test_without_tyro_one_line_names_the_extra_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train", "tiny", "--steps", "3"]) == 2
+    message = "the commands need the package tyro: pip install 'cosmos-optim[lab]'"
+    assert capsys.readouterr().err == f"cosmos-lab: {message}\n"
+
+
+def test_without_arguments_torch_is_not_imported() -> None:
+    code = "import sys; from cosmos_lab.cli.main import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_flags_set_the_fields_of_their_dataclass() -> None:
+    run = parse(RunConfig(), ["--lr", "0.25", "--clip", "None", "--checkpointing", "--options", "a=1", "b=2"], prog="x")
+    assert run == RunConfig().replace(lr=0.25, clip=None, checkpointing=True, options=("a=1", "b=2"))
+    grid = parse(CompareCommand(), ["--optimizers", "adam", "--parallel", "3", "--schedule", "wsd"], prog="x")
+    assert (grid.compare, grid.run) == (
+        CompareOptions(optimizers="adam", parallel=3), RunConfig().replace(schedule="wsd"),
+    )  # fmt: skip
+    flags = ["--optimizers", "adam", "muon", "--tables", "mfu", "--micro-batches", "8", "16", "--out", "x"]
+    expected = ProfileConfig(optimizers=("adam", "muon"), tables=("mfu",), micro_batches=(8, 16), out="x")
+    assert parse(ProfileConfig(), flags, prog="x") == expected
 
 
 def test_every_field_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +196,7 @@ def test_help_without_a_name_leads_to_the_flags(
     assert stop.value.code == 0 and all(word in out for word in words)
 
 
-def test_rates_on_the_command_line() -> None:
+def test_lrs_and_extra_are_read_or_refused_with_their_flag() -> None:
     assert parse_lrs(None) is None
     with pytest.raises(ValueError, match="--lrs takes numbers"):
         parse_lrs("fast")
@@ -192,7 +204,7 @@ def test_rates_on_the_command_line() -> None:
     assert parse_extra("soap: frequency=10; cosmos:") == [("soap", {"frequency": 10}), ("cosmos", {})]
 
 
-def test_help_and_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_an_empty_command_print_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0 and main([]) == 2
     out = capsys.readouterr().out
     assert all(name in out for name in commands.COMMANDS)

@@ -12,7 +12,6 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
 from cosmos_lab.grid.compare import Budget
 from cosmos_lab.grid.table import format_result, rank
-from cosmos_lab.run import run_log
 
 compare = functools.partial(module.compare, report=False)  # drawing its figures takes a second
 quietly = functools.partial(compare, show=False)
@@ -222,7 +221,7 @@ def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, mo
     monkeypatch.setattr(module, "train", scarce)
     result = quietly(grid(tiny_run, COSMOS, ADAM))
     assert result["rows"][0]["failures"] == ["CUDA out of memory"] and list(result["best"]) == ["adam"]
-    assert not (run_log.run_folder(tiny_run.replace(name="run0")) / "summary.json").exists()  # so it is tried again
+    assert not (tiny_run.replace(name="run0").folder / "summary.json").exists()  # so it is tried again
 
 
 def test_a_budget_expects_the_time_of_the_longest_run_of_the_same_size(tiny_run: RunConfig) -> None:

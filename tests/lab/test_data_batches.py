@@ -54,7 +54,7 @@ def source(tmp_path: Path) -> TokenSource:
     return source_of(numbered(LENGTHS), tmp_path)
 
 
-def test_shapes_and_targets_are_the_next_tokens(source: TokenSource) -> None:
+def test_targets_are_the_next_tokens(source: TokenSource) -> None:
     tokens, targets = next(Batches(source, 3, 8, seed=0))
     assert tokens.shape == targets.shape == (3, 8)
     assert tokens.dtype == targets.dtype == torch.int64 and tokens.is_contiguous() and targets.is_contiguous()
@@ -139,7 +139,7 @@ def test_any_split_and_any_interruption_give_the_same_windows(
     assert torch.equal(tokens, expected) and torch.equal(targets, expected_targets)
 
 
-def test_resume_with_another_batch_size_and_world(source: TokenSource) -> None:
+def test_resume_with_another_batch_size_and_world_sees_the_same_windows(source: TokenSource) -> None:
     straight = Batches(source, 1, 4, seed=5)
     take(straight, 2 * 3 * 2)
     first = Batches(source, 3, 4, seed=5, rank=1, world=2)
@@ -181,7 +181,7 @@ def test_resume_refuses_other_data_or_settings(source: TokenSource, change: dict
         batches.load_state_dict({key: value for key, value in before.items() if key != "fingerprint"})
 
 
-def test_fingerprint_follows_tokens_and_documents(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_tokens_and_documents(tmp_path: Path) -> None:
     documents = numbered(LENGTHS)
     one = source_of(documents, tmp_path).fingerprint
     assert one == source_of(documents, tmp_path / "other").fingerprint
@@ -199,7 +199,7 @@ def test_fingerprint_follows_tokens_and_documents(tmp_path: Path) -> None:
         ({"seq_len": 159}, r"159 tokens; a window of seq_len 159 needs 160"),
     ],
 )
-def test_bad_arguments(source: TokenSource, arguments: dict[str, int], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(source: TokenSource, arguments: dict[str, int], message: str) -> None:
     assert len(source) == 159
     with pytest.raises(ValueError, match=message):
         Batches(source, **{"batch": 1, "seq_len": 4, "seed": 0, **arguments})
@@ -225,7 +225,7 @@ def test_order_is_pinned_to_integers(seed: int, epoch: int) -> None:
 
 
 def test_order_is_uniform() -> None:
-    """Over 4000 seeds each of 8 documents stands at each place 500 times, within 6 standard deviations of 21."""
+    """Over 4000 seeds each of 8 documents is at each place 500 times, within 6 standard deviations of 21."""
     places = np.stack([permutation(8, seed, 0) for seed in range(4000)])
     counts = np.stack([(places == document).sum(0) for document in range(8)])
     assert np.abs(counts - 500).max() < 6 * 21
@@ -252,7 +252,7 @@ def test_validation_ranks_are_equal_and_disjoint(source: TokenSource) -> None:
 
 
 @pytest.mark.parametrize("length", LEAST_TOKENS_PER_SECOND)
-def test_speed_and_memory_of_a_large_source(tmp_path: Path, length: int) -> None:
+def test_a_large_source_is_read_fast_and_in_little_memory(tmp_path: Path, length: int) -> None:
     """Eight million tokens in four shards: batches are fast, and an epoch's tables grow with documents alone."""
     rows = [np.random.default_rng(i).integers(2, 1000, 2_000_000).astype(np.uint16) for i in range(4)]
     for row in rows:
@@ -260,8 +260,8 @@ def test_speed_and_memory_of_a_large_source(tmp_path: Path, length: int) -> None
     source = TokenSource([shard_of(row) for row in rows], Vocabulary("test", 1000, END), "test", tmp_path)
     batches = Batches(source, 64, 1024, seed=0)
     next(batches)
-    assert batches._laid_out is not None
-    assert sum(table.nbytes for table in batches._laid_out[1:]) <= 16 * (len(source.documents) + 1)
+    assert batches._order is not None
+    assert sum(table.nbytes for table in batches._order[1:]) <= 16 * (len(source.documents) + 1)
     best = 0.0
     for _ in range(10):
         start = time.perf_counter()

@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_opens_quickly_once_made(cache: Path) -> None:
+def test_embedded_data_opens_quickly_once_made(cache: Path) -> None:
     start = time.monotonic()
     train, val = (open_data("embedded", split, vocab_size=4096, cache_dir=cache) for split in ("train", "val"))
     assert time.monotonic() - start < CACHED_SECONDS
@@ -77,7 +77,7 @@ def test_the_same_library_gives_the_same_bytes(tmp_path: Path, monkeypatch: pyte
     assert embedded.embedded_shards(tmp_path / "cache-two").name != folder.name
 
 
-def test_only_library_text_in_path_order_up_to_the_limit(tmp_path: Path) -> None:
+def test_documents_are_library_text_in_path_order_up_to_the_limit(tmp_path: Path) -> None:
     root = library(tmp_path)
     for name in ("site-packages/x.py", "test/y.py", "package0/_sysconfigdata_linux.py", "package0/notes.txt"):
         path = root / name
@@ -99,7 +99,7 @@ def test_without_the_tokenizers_package_says_what_to_install(monkeypatch: pytest
         embedded.train_tokenizer(["text"])
 
 
-def test_interrupted_making_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_preparation_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = library(tmp_path / "library")
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     whole = embedded.write_shard

@@ -1,4 +1,4 @@
-"""Data sets of the hub without a network: a local folder stands in for one; and what is said when none can be had."""
+"""Data sets of the hub without a network: a local folder replaces one, and errors say what to do without any."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decoded(spec: str, split: str, tokenizer: str, cache: Path) -> list[str]:
     return [decode(source.read(start, stop - 1).tolist()) for start, stop in pairs]
 
 
-def test_hub_data_through_datasets(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_is_prepared_through_datasets(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A local folder in place of a hub name: own validation split, streaming, and resume at the reader's position."""
     pytest.importorskip("datasets", reason="the hub's data needs the package `datasets`")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -45,7 +45,7 @@ def test_hub_data_through_datasets(tmp_path: Path, tokenizer: str, monkeypatch: 
         (home / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     monkeypatch.setitem(text_module.HUB, "somewhere", HubData(str(home), val="validation"))
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 30)
-    monkeypatch.setattr(module, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
 
     class Stop(Exception):
         pass
@@ -63,7 +63,7 @@ def test_hub_data_through_datasets(tmp_path: Path, tokenizer: str, monkeypatch: 
     assert decoded(made.spec, "train", tokenizer, tmp_path / "cache") == DOCUMENTS[50:]
 
 
-def test_hub_data_without_its_package_or_network(
+def test_hub_data_without_its_package_or_network_says_what_to_do(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)

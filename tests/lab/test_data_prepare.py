@@ -53,7 +53,7 @@ def decoded(spec: str, split: str, tokenizer: str, cache: Path) -> list[str]:
     return [decode(source.read(start, stop - 1).tolist()) for start, stop in pairs]
 
 
-def test_every_document_once_in_order_in_one_split(tmp_path: Path, texts: str, tokenizer: str) -> None:
+def test_every_document_is_in_one_split_once_in_order(tmp_path: Path, texts: str, tokenizer: str) -> None:
     seen: list[Progress] = []
     made = prepare(texts, tmp_path / "out", tokenizer, SETTINGS, progress=seen.append)
     assert made.spec == str(tmp_path / "out" / "docs_small")
@@ -89,16 +89,16 @@ def in_child(call: Callable[[], object]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-@pytest.mark.parametrize("note_every", [1, 3])
+@pytest.mark.parametrize("save_every", [1, 3])
 def test_killed_and_resumed_is_the_same_to_the_byte(
-    tmp_path: Path, texts: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch, note_every: int
+    tmp_path: Path, texts: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch, save_every: int
 ) -> None:
-    """kill -9 after 1, 2, ... batches of every attempt; notes at every batch or at every third."""
+    """Kill with -9 after 1, 2, ... batches of every attempt; save at every batch or at every third."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 30)
     prepare(texts, tmp_path / "straight", tokenizer, SETTINGS)
     clock = iter(range(10**6))
-    monkeypatch.setattr(module, "NOTE_SECONDS", float(note_every))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)) / 2)
+    monkeypatch.setattr(module, "SAVE_SECONDS", float(save_every))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
     read = []
 
     def killer(after: int) -> Callable[[Progress], None]:
@@ -115,34 +115,34 @@ def test_killed_and_resumed_is_the_same_to_the_byte(
         run = lambda n=attempt: prepare(texts, tmp_path / "out", tokenizer, SETTINGS, progress=killer(n + 1))  # noqa: E731
         assert in_child(run) == signal.SIGKILL
         read.append(json.loads((tmp_path / "out" / "docs_small.state.json").read_text())["documents"])
-    assert read[-1] > read[0]  # It did go on, rather than start again.
+    assert read[-1] > read[0]  # It continued instead of starting again.
     prepare(texts, tmp_path / "out", tokenizer, SETTINGS)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-def test_a_shard_completed_after_the_last_note_is_cut_back(
+def test_a_shard_completed_after_the_last_save_is_cut_back(
     tmp_path: Path, texts: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed with one early note and several shards completed since."""
+    """Kill it after one early save and several shards completed since."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 20)
     prepare(texts, tmp_path / "straight", tokenizer, SETTINGS)
     folder = tmp_path / "out"
 
     def progress(so_far: Progress) -> None:
         if so_far.documents >= 40:
-            module.NOTE_SECONDS = 1e9
+            module.SAVE_SECONDS = 1e9
         if so_far.documents >= 300:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(module, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
     assert in_child(lambda: prepare(texts, folder, tokenizer, SETTINGS, progress=progress)) == signal.SIGKILL
-    noted = json.loads((folder / "docs_small.state.json").read_text())["writers"]["train"]["shards"]
-    assert len(list(folder.glob("docs_small_train_*.bin"))) > noted
+    saved = json.loads((folder / "docs_small.state.json").read_text())["writers"]["train"]["shards"]
+    assert len(list(folder.glob("docs_small_train_*.bin"))) > saved
     prepare(texts, folder, tokenizer, SETTINGS)
     assert contents(folder) == contents(tmp_path / "straight")
 
 
-def test_full_disk_then_room_again(tmp_path: Path, texts: str, tokenizer: str) -> None:
+def test_a_full_disk_is_explained_and_continued_once_there_is_room(tmp_path: Path, texts: str, tokenizer: str) -> None:
     prepare(texts, tmp_path / "straight", tokenizer, SETTINGS)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))  # The kernel refuses to let a file grow further.
@@ -168,7 +168,7 @@ def test_finished_work_is_left_alone(tmp_path: Path, texts: str, tokenizer: str)
     assert contents(tmp_path / "out") == {name: before[name] for name in before if name != "docs_small.json"}
 
 
-def test_limits(tmp_path: Path, texts: str, tokenizer: str) -> None:
+def test_limits_on_tokens_are_kept(tmp_path: Path, texts: str, tokenizer: str) -> None:
     settings = Settings(val_fraction=0.1, max_tokens=1500, max_val_tokens=100)
     made = prepare(texts, tmp_path / "out", tokenizer, settings)
     longest = max(len(row) for row in load_encoder(tokenizer).encode(DOCUMENTS))
@@ -179,14 +179,14 @@ def test_limits(tmp_path: Path, texts: str, tokenizer: str) -> None:
 WIKITEXT = " \n = First = \n \n Text of it . \n = = Section = = \n \n More . \n \n = Second one = \n \n Other text . \n"
 
 
-def test_wikitext_articles() -> None:
+def test_wikitext_articles_start_at_their_titles() -> None:
     found = list(articles(WIKITEXT.splitlines(keepends=True)))
     assert [article.split("\n")[0].strip() for article in found] == ["= First =", "= Second one ="]
     assert "Section" in found[0] and "More ." in found[0]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.xz", ".txt.gz"])
-def test_text_files(tmp_path: Path, tokenizer: str, suffix: str) -> None:
+def test_text_files_of_every_kind_give_their_documents(tmp_path: Path, tokenizer: str, suffix: str) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     pack = {".xz": lzma.compress, ".gz": gzip.compress}.get(Path(suffix).suffix, bytes)
@@ -205,7 +205,7 @@ def test_text_files(tmp_path: Path, tokenizer: str, suffix: str) -> None:
     ("glob", "name"),
     [("d0[0-9][0-9].jsonl", "d0"), ("d???.*", "d"), ("d[!a.]*.jsonl", "d"), ("[a-z]*", "text"), ("d0*.jsonl", "d0")],
 )
-def test_a_glob_names_no_set(tmp_path: Path, texts: str, tokenizer: str, glob: str, name: str) -> None:
+def test_a_glob_is_not_part_of_the_prefix(tmp_path: Path, texts: str, tokenizer: str, glob: str, name: str) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     Path(texts).rename(folder / "d012.jsonl")
@@ -241,12 +241,12 @@ def test_bad_text_is_named(tmp_path: Path, tokenizer: str, name: str | None, con
         ({"max_tokens": 0}, "max_tokens is 0"),
     ],
 )
-def test_bad_settings(values: dict[str, float], message: str) -> None:
+def test_bad_settings_are_refused_by_name(values: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**values)  # type: ignore[arg-type]
+        Settings(**values).check()  # type: ignore[arg-type]
 
 
-def test_bad_tokenizers(tmp_path: Path) -> None:
+def test_bad_tokenizers_are_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"broken\.json is not a tokenizer\.json"):
         load_encoder(str(tmp_path / "broken.json"))

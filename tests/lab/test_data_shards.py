@@ -76,7 +76,7 @@ def test_truncated_shard_names_file_and_both_counts(tmp_path: Path, cache: Path,
         open_shard(path, cache)
 
 
-def test_header_damage(tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_header_is_refused(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"\0" * 100)
     with pytest.raises(ValueError, match=r"truncated shard .*100 of 1024 bytes"):
@@ -144,7 +144,7 @@ def test_many_at_once_unpack_one_copy(tmp_path: Path, cache: Path) -> None:
     assert len(list((cache / "shards").glob("*.bin"))) == 1
 
 
-def test_full_disk_seen_in_advance(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_seen_before_unpacking(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "p.bin.xz"
     write_shard(path, some_tokens())
     usage = type(shutil.disk_usage("/"))
@@ -203,7 +203,7 @@ def test_token_beyond_vocabulary_names_file_position_id(tmp_path: Path, cache: P
         ("constraint_1.bin", ("constraint_1", None)),
     ],
 )
-def test_labels(name: str, expected: tuple[str, str | None]) -> None:
+def test_a_file_name_gives_prefix_and_split(name: str, expected: tuple[str, str | None]) -> None:
     assert label(Path(name)) == expected
 
 
@@ -228,7 +228,7 @@ def folder(tmp_path: Path) -> Path:
         ("plain.bin", "train", ["plain.bin"]),
     ],
 )
-def test_find_shards(folder: Path, spec: str, split: str, names: list[str]) -> None:
+def test_find_shards_returns_the_files_of_one_split(folder: Path, spec: str, split: str, names: list[str]) -> None:
     assert [path.name for path in find_shards(str(folder / spec), split)] == names  # type: ignore[arg-type]
 
 
@@ -272,7 +272,7 @@ def test_tokenizers_do_not_mix(folder: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "ids", "end"), [("t5", 32100, 1), ("gpt2", 50257, 50256)])
-def test_real_shards(shared: Path, cache: Path, name: str, ids: int, end: int) -> None:
+def test_real_shards_need_their_whole_vocabulary(shared: Path, cache: Path, name: str, ids: int, end: int) -> None:
     source = open_data(str(shared / "data" / f"wiki_{name}"), "val", vocab_size=ids, cache_dir=cache)
     assert (source.vocab_size, source.vocabulary.end_of_document) == (ids, end)
     ends = source.documents[1:] - 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cosmos_lab.demo import RATES, SWEEP, DemoConfig, demo, demo_run
-from cosmos_lab.run.run_log import read_summary, run_folder
+from cosmos_lab.results.reading import read_summary
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import train
 from tests.lab.outcomes import at_step, log_of
@@ -21,14 +21,14 @@ def test_the_demo_ends_with_table_report_and_sentence(
     adam = demo_run("adam", RATES["adam"], config)
 
     def summary() -> dict[str, Any]:
-        found = read_summary(run_folder(adam))
+        found = read_summary(adam.folder)
         assert found is not None
         return found
 
     with pytest.raises(Stopped):
         train(adam, progress=at_step(1))
     result = demo(config)
-    assert log_of(run_folder(adam))[0]["step"] == 1  # a fresh demo does not continue one that was stopped
+    assert log_of(adam.folder)[0]["step"] == 1  # a fresh demo does not continue one that was stopped
     out = capsys.readouterr().out
     assert list(result["best"]) == ["adam", "muon", "soap", "cosmos"]
     page = tmp_path / "demo" / "report" / "index.html"

@@ -7,7 +7,7 @@ import pytest
 
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import run_log
+from cosmos_lab.run import run_folder
 from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.train import train
 
@@ -16,7 +16,7 @@ LOSS_TOL = 1e-5  # float32 sums in another order
 
 def test_positions_add_up_to_the_logged_loss(tiny_run: RunConfig) -> None:
     summary = train(tiny_run)
-    result = evaluate(run_log.run_folder(tiny_run), device="cpu")
+    result = evaluate(tiny_run.folder, device="cpu")
     assert result["val_loss"] == pytest.approx(summary["final_val_loss"], abs=LOSS_TOL)
     assert (result["step"], result["tokens"]) == (8, 512)
     spans = [(part["first"], part["last"]) for part in result["positions"]]
@@ -28,7 +28,7 @@ def test_positions_add_up_to_the_logged_loss(tiny_run: RunConfig) -> None:
 def test_the_command_compares_runs(tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         train(tiny_run.replace(name=name, steps=4, seed=len(name)))
-    folders = [str(run_log.run_folder(tiny_run.replace(name=name))) for name in ("one", "two")]
+    folders = [str(tiny_run.replace(name=name).folder) for name in ("one", "two")]
     out = tmp_path / "positions.json"
     assert main(["evaluate", *folders, "--seq-len", "8", "--tokens", "64", "--out", str(out), "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
@@ -38,15 +38,15 @@ def test_the_command_compares_runs(tiny_run: RunConfig, tmp_path: Path, capsys: 
 
 def test_a_run_without_a_checkpoint_says_so(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny_run.replace(checkpoint_every=0, steps=2))
-    assert main(["evaluate", str(run_log.run_folder(tiny_run))]) == 2
+    assert main(["evaluate", str(tiny_run.folder)]) == 2
     assert "--checkpoint-every" in capsys.readouterr().err
 
 
 def test_a_run_without_its_config_says_so(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny_run.replace(steps=2))
-    folder = run_log.run_folder(tiny_run)
+    folder = tiny_run.folder
     for content in ("[]", "{", None):
-        (folder / run_log.CONFIG).unlink() if content is None else (folder / run_log.CONFIG).write_text(content)
+        (folder / run_folder.CONFIG).unlink() if content is None else (folder / run_folder.CONFIG).write_text(content)
         assert main(["evaluate", str(folder), "--device", "cpu"]) == 2
         assert f"cosmos-lab: {folder} has no readable config.json" in capsys.readouterr().err
 

@@ -37,7 +37,7 @@ def test_every_preset_is_counted_above() -> None:
     assert [row[0] for row in mark.args[1]] == list(PRESETS)
 
 
-def test_parameter_names_that_the_optimizer_routes_by() -> None:
+def test_parameters_have_the_names_that_the_optimizer_routes_by() -> None:
     names = {name: tuple(parameter.shape) for name, parameter in build("tiny", depth=1).named_parameters()}
     assert names == {
         "embed.weight": (512, 128),
@@ -93,6 +93,6 @@ def test_too_long_a_sequence_is_explained() -> None:
 
 
 @pytest.mark.parametrize("module", [presets, decoder])
-def test_docstring_examples(module: Any) -> None:
+def test_docstring_examples_of_the_models_run(module: Any) -> None:
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert results.attempted > 0 and results.failed == 0

@@ -36,7 +36,7 @@ def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(family: str, **changes: Any) -> Decoder:
-    """A small model whose biases and norms are not trivial and whose attention is not uniform."""
+    """Build a small model with biases and norms that are not trivial and attention that is not uniform."""
     model = build(family, **SMALL[family] | changes)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -167,7 +167,7 @@ def test_checkpointing_changes_memory_and_nothing_else(family: str) -> None:
     tokens, targets = batch()
     results, saved = [], []
     for enabled in (False, True):
-        model.set_checkpointing(enabled)
+        model.checkpointing = enabled
         model.zero_grad()
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, s=sizes: s.append(x.numel()) or x, lambda x: x):
@@ -289,8 +289,8 @@ def test_a_batch_can_be_learnt() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_bf16_matches_cpu_fp32() -> None:
-    """On CUDA under autocast, with whatever attention kernel torch picks, compiled: within bf16 of the fp32 CPU."""
+def test_bf16_on_a_gpu_matches_fp32_on_the_cpu() -> None:
+    """On CUDA under autocast, with any attention kernel that torch picks, compiled: within bf16 of the fp32 CPU."""
     model = small("tiny")
     tokens, targets = batch()
     exact = model(tokens, targets)

@@ -33,7 +33,7 @@ def test_an_option_may_repeat_a_field() -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "adam-mini"])
-def test_one_rate_for_all(name: str) -> None:
+def test_optimizers_with_one_rate_use_lr_for_all_parameters(name: str) -> None:
     """A recipe's rate of embedding and head does not become that of Adam's matrices."""
     optimizer = build_optimizer(build("tiny"), OptimizerOptions(name, lr=4e-3, adam_lr=2e-3))
     assert {group["lr"] for group in optimizer.param_groups} == {4e-3}

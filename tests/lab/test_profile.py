@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_lab.config import OptimizerOptions
-from cosmos_lab.profile.profile import ProfileConfig, format_rows, largest_batch, profile
-from cosmos_lab.profile.profile_recipes import PROFILES
-from cosmos_lab.profile.profiler import Rig, free_memory
+from cosmos_lab.profile.config import PROFILES, ProfileConfig
+from cosmos_lab.profile.profile import format_rows, largest_batch, profile
+from cosmos_lab.profile.profiler import Profiler, free_memory
 from cosmos_lab.run.meters import GB, Clock, mfu
 
 SMALL: dict[str, Any] = {
@@ -24,7 +23,7 @@ def quiet(line: str) -> None:
     """Progress is not looked at here."""
 
 
-def test_the_three_tables(tmp_path: Path) -> None:
+def test_the_three_tables_agree_with_each_other_and_the_paper_s_order(tmp_path: Path) -> None:
     config = ProfileConfig(
         **SMALL,
         optimizers=("adam", "muon", "cosmos"),
@@ -51,10 +50,10 @@ def test_the_three_tables(tmp_path: Path) -> None:
     assert all(row["micro_batch"] * row["accumulation"] * 16 >= 128 for row in result["mfu"])
 
 
-class FakeRig:
-    """A rig whose peak is base + slope * size, bent a little, as a real allocator's is."""
+class FakeProfiler:
+    """A profiler with a peak of base + slope * size, bent a little, as a real allocator's is."""
 
-    device = torch.device("cpu")
+    device, config = torch.device("cpu"), ProfileConfig()
 
     def __init__(self, base: float, slope: float, bend: float) -> None:
         self.base, self.slope, self.bend, self.tried = base, slope, bend, 0
@@ -63,9 +62,9 @@ class FakeRig:
         peak = self.base + self.slope * size**self.bend
         return peak, peak
 
-    def fits(self, size: int, cap: float) -> bool:
+    def fits(self, size: int) -> bool:
         self.tried += 1
-        return self.peak_gb(size)[0] <= cap
+        return self.peak_gb(size)[0] <= self.config.memory_cap_gb
 
     def free(self) -> None: ...
     def reset_peak(self) -> None: ...
@@ -74,26 +73,26 @@ class FakeRig:
 @pytest.mark.parametrize("bend", [0.9, 1.0, 1.05])
 @pytest.mark.parametrize("slope", [0.11, 1.0, 4.9, 30.0])
 @pytest.mark.parametrize("base", [0.0, 21.7, 79.5])
-def test_the_largest_batch_is_the_largest(base: float, slope: float, bend: float) -> None:
-    rig: Any = FakeRig(base, slope, bend)
-    found = largest_batch(rig, ProfileConfig(), quiet)
+def test_the_largest_batch_is_found_in_few_tries(base: float, slope: float, bend: float) -> None:
+    profiler: Any = FakeProfiler(base, slope, bend)
+    found = largest_batch(profiler, quiet)
     assert found == sum(base + slope * size**bend <= 80.0 for size in range(1, 2000))
-    assert rig.tried <= 25  # each costs a compilation on a GPU
+    assert profiler.tried <= 25  # each costs a compilation on a GPU
 
 
-def test_a_straight_line_needs_few_tries() -> None:
-    rig: Any = FakeRig(22.0, 3.9, 1.0)
-    assert largest_batch(rig, ProfileConfig(), quiet) == 14
-    assert rig.tried <= 4
+def test_a_straight_line_needs_at_most_four_tries() -> None:
+    profiler: Any = FakeProfiler(22.0, 3.9, 1.0)
+    assert largest_batch(profiler, quiet) == 14
+    assert profiler.tried <= 4
 
 
-def test_nothing_fits() -> None:
-    rig: Any = FakeRig(90.0, 1.0, 1.0)
-    assert largest_batch(rig, ProfileConfig(), quiet) == 0
+def test_the_largest_batch_is_0_if_nothing_fits() -> None:
+    profiler: Any = FakeProfiler(90.0, 1.0, 1.0)
+    assert largest_batch(profiler, quiet) == 0
 
 
 def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(rig: Rig, config: ProfileConfig, size: int, accumulation: int) -> dict[str, Any]:
+    def timed(profiler: Profiler, size: int, accumulation: int) -> dict[str, Any]:
         if size > fitting:
             raise torch.cuda.OutOfMemoryError("too much")
         return {"tokens_per_s": 16.0 * size}
@@ -114,41 +113,41 @@ def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypa
 
 
 def test_updates_beyond_the_iterations_follow_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
-    rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
+    profiler = Profiler(ProfileConfig(**SMALL | {"iterations": 2, "updates": 5}))
+    profiler.set_optimizer("adam")
     passes: list[int] = []
-    once = rig.passes
-    monkeypatch.setattr(rig, "passes", lambda size, count: (passes.append(count), once(size, count)))
-    assert all(seconds > 0 for seconds in rig.time(1, 3, iterations=2, updates=5))
+    once = profiler.passes
+    monkeypatch.setattr(profiler, "passes", lambda size, count: (passes.append(count), once(size, count)))
+    assert all(seconds > 0 for seconds in profiler.time(1, 3))
     assert passes == [3, 3, 1, 1, 1]
 
 
 def test_activations_are_counted_by_the_batch() -> None:
-    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
-    rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
-    weights = sum(p.numel() * 4 for p in rig.model.parameters())
-    one, two, four = (rig.peak_gb(size)[0] * GB for size in (1, 2, 4))
-    assert four - two == pytest.approx(2 * (two - one), rel=0.05)  # linear but for a few tensors of fixed size
+    profiler = Profiler(ProfileConfig(**SMALL))
+    profiler.set_optimizer("adam")
+    weights = sum(p.numel() * 4 for p in profiler.model.parameters())
+    one, two, four = (profiler.peak_gb(size)[0] * GB for size in (1, 2, 4))
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)  # linear except for a few tensors of fixed size
     assert one > 4 * weights  # weights, gradients, two moments
 
 
 def test_a_large_batch_is_counted_without_being_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
-    assert rig._activation_bytes(16) == pytest.approx(rig._saved_bytes(16), rel=1e-4)  # but for a scalar or two
+    profiler = Profiler(ProfileConfig(**SMALL))
+    assert profiler._activation_bytes(16) == pytest.approx(profiler._saved_bytes(16), rel=1e-4)  # a scalar or two
     sizes: list[int] = []
-    batch = rig.batch
-    monkeypatch.setattr(rig, "batch", lambda size: (sizes.append(size), batch(size))[1])
-    rig._saved = None
-    rig.mount(OptimizerOptions(optimizer="adam", lr=1e-3))
-    assert largest_batch(rig, ProfileConfig(**SMALL), quiet) > 100_000
-    rig.mount(OptimizerOptions(optimizer="muon", lr=1e-3))
-    assert largest_batch(rig, ProfileConfig(**SMALL), quiet) > 100_000
+    batch = profiler.batch
+    monkeypatch.setattr(profiler, "batch", lambda size: (sizes.append(size), batch(size))[1])
+    profiler._saved = None
+    profiler.set_optimizer("adam")
+    assert largest_batch(profiler, quiet) > 100_000
+    profiler.set_optimizer("muon")
+    assert largest_batch(profiler, quiet) > 100_000
     assert sizes == [1, 2]
 
 
 def test_a_cpu_without_the_memory_counts_and_does_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cosmos_lab.profile.profiler.free_memory", lambda: 0.5 * GB)
-    monkeypatch.setattr(Rig, "iterate", lambda *_: pytest.fail("an iteration was run"))
+    monkeypatch.setattr(Profiler, "iterate", lambda *_: pytest.fail("an iteration was run"))
     lines: list[str] = []
     result = profile(ProfileConfig(**SMALL | {"batch": 50_000}, optimizers=("adam",), memory_cap_gb=4.0), lines.append)
     (memory,), (throughput,) = result["memory"], result["throughput"]
@@ -156,8 +155,8 @@ def test_a_cpu_without_the_memory_counts_and_does_not_time(monkeypatch: pytest.M
     assert throughput["largest_batch"] > 5000 and throughput["samples_per_s"] is None
     why = [line for line in lines if "is not timed" in line]
     assert len(why) == 2 and all("0.5 GiB are free" in line for line in why)
-    rig = Rig("tiny", seq_len=16, device=torch.device("cpu"), compiled="off", bf16=False, vocab_size=64)
-    assert rig.pass_speed(50_000, 1) is None  # nor a micro-batch of the mfu table
+    profiler = Profiler(ProfileConfig(**SMALL))
+    assert profiler.pass_speed(50_000, 1) is None  # nor a micro-batch of the mfu table
 
 
 def test_free_memory_is_less_than_all_of_it() -> None:
@@ -192,19 +191,19 @@ def test_a_stopped_clock_stands_still() -> None:
         ({"tables": ("speed",)}, "--tables takes memory, throughput, mfu; got 'speed'"),
     ],
 )
-def test_bad_input(change: dict, message: str) -> None:
+def test_bad_input_is_refused_by_flag(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         profile(ProfileConfig(**{**SMALL, **change}), quiet)
 
 
-def test_the_papers_profiles() -> None:
+def test_profiles_have_the_paper_s_settings() -> None:
     memory = PROFILES["profile-memory"]()
     assert (memory.model, memory.batch, memory.accumulation, memory.seq_len) == ("llama-1b", 10, 25, 1024)
     assert memory.optimizers == ("adam", "soap", "muon", "cosmos-paper")
     assert PROFILES["profile-throughput"]().memory_cap_gb == 80
 
 
-def test_rows_as_text() -> None:
+def test_rows_are_formatted_as_an_aligned_table() -> None:
     assert format_rows([{"optimizer": "adam", "mfu": 0.4512, "tokens_per_s": 123456.7}]).splitlines() == [
         "optimizer     mfu  tokens_per_s",
         "adam       45.1 %       123,457",

@@ -21,7 +21,7 @@ def rates(name: str, optimizer: str) -> set[float]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_sound(name: str) -> None:
+def test_every_recipe_gives_valid_runs_with_distinct_names(name: str) -> None:
     recipe = get_recipe(name)
     assert recipe.name == name == recipe.config.logging.recipe
     runs = recipe.runs(seeds=(0, 1))
@@ -53,7 +53,7 @@ def test_every_optimizer_of_a_recipe_can_be_built(name: str) -> None:
         ("llama-130m-256", 5, 3840),
     ],
 )
-def test_tokens_are_the_papers(name: str, billions: float, batch: int) -> None:
+def test_tokens_and_batch_are_the_paper_s(name: str, billions: float, batch: int) -> None:
     config = get_recipe(name).config
     assert tokens(config) / 1e9 == pytest.approx(billions, rel=0.05) and config.training.batch == batch
 
@@ -72,7 +72,7 @@ def test_table_2_tunes_what_the_paper_tunes() -> None:
     assert get_recipe("llama-1b").published == {"adam": 12.97, "muon": 12.57, "cosmos-paper": 12.46}
 
 
-def test_common_hyper_parameters() -> None:
+def test_common_hyper_parameters_are_the_paper_s() -> None:
     for name in ("llama-130m", "llama-350m", "llama-1b"):
         config = get_recipe(name).config
         o, s = config.optimizer, config.schedule
@@ -80,7 +80,7 @@ def test_common_hyper_parameters() -> None:
         assert (s.schedule, s.warmup, s.final_lr, config.data.seq_len) == ("linear", 0.1, 0.0, 1024)
 
 
-def test_one_rate_or_two() -> None:
+def test_only_muon_and_cosmos_have_a_second_rate() -> None:
     for run in get_recipe("llama-130m").runs():
         o = run.optimizer
         assert o.adam_lr == (2e-3 if o.optimizer in ("muon", "cosmos-paper", "cosmos") else o.lr)
@@ -129,12 +129,12 @@ def test_scale_shrinks_model_and_tokens_together(name: str, scale: float) -> Non
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1.5])
-def test_a_scale_outside_its_range(scale: float) -> None:
+def test_a_scale_outside_its_range_is_refused(scale: float) -> None:
     with pytest.raises(ValueError, match=r"--scale must lie in \(0, 1\]"):
         get_recipe("llama-130m", scale)
 
 
-def test_choosing_optimizers_rates_and_seeds() -> None:
+def test_optimizers_rates_and_seeds_can_be_chosen() -> None:
     recipe = get_recipe("wiki-60m")
     runs = recipe.runs(optimizers=["soap", "cosmos"], lrs={"soap": [3e-3], "cosmos": [7e-4, 8e-4]}, seeds=(1, 2))
     assert [(r.optimizer.optimizer, r.optimizer.lr, r.training.seed) for r in runs] == [
@@ -150,7 +150,7 @@ def test_choosing_optimizers_rates_and_seeds() -> None:
     assert [(run.optimizer.optimizer, run.optimizer.lr) for run in added] == [("normuon", 5e-4)]
 
 
-def test_rows_by_name() -> None:
+def test_only_selects_variants_by_name() -> None:
     recipe = get_recipe("wiki-60m-ablations")
 
     def names(*only: str) -> list[str]:
@@ -172,12 +172,12 @@ def test_rows_by_name() -> None:
         names("rank-3")
 
 
-def test_every_ablation_has_a_name_of_its_own() -> None:
+def test_every_ablation_differs_from_the_others() -> None:
     grid = get_recipe("wiki-60m-ablations").runs()
     assert len({run.optimizer for run in grid}) == len(grid)
 
 
-def test_more_fields_by_optimizer() -> None:
+def test_extra_sets_fields_by_optimizer() -> None:
     recipe = get_recipe("wiki-60m")
     added = {"rank": 32, "adam_lr": 4e-3, "nesterov": True}
     extra = [("soap", {"frequency": 10}), ("cosmos-paper", {}), ("cosmos-paper", added)]
@@ -203,7 +203,7 @@ def test_more_fields_by_optimizer() -> None:
         (("cosmos-paper", {"rank": "full"}), "--extra: rank takes a number; got 'full'"),
     ],
 )
-def test_wrong_fields_by_optimizer(extra: tuple, message: str) -> None:
+def test_extra_refuses_wrong_fields(extra: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         get_recipe("wiki-60m").runs(optimizers=["cosmos-paper"], extra=[extra])
 
@@ -224,6 +224,6 @@ def test_an_unknown_recipe_gets_the_close_ones() -> None:
         get_recipe("lama-130m")
 
 
-def test_what_a_recipe_never_does_a_shrunk_one_does_not_either() -> None:
+def test_a_recipe_without_checkpoints_has_none_when_shrunk() -> None:
     assert get_recipe("wiki-60m").config.logging.checkpoint_every == 0
     assert get_recipe("wiki-60m", 0.5).config.logging.checkpoint_every == 0

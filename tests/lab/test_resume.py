@@ -15,7 +15,7 @@ import pytest
 
 import cosmos_optim
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import checkpoint, launch, run_log
+from cosmos_lab.run import checkpoint, launch, run_folder, run_log
 from cosmos_lab.run.run_folder import finished
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import assert_same, outcome, start, wait_until
@@ -44,16 +44,16 @@ def test_every_optimizer_resumes_bit_for_bit(tiny_run: RunConfig, optimizer: str
     interrupt(config, 5)  # the newest checkpoint is of step 3: two steps are done again
     seen: list[Any] = []
     train(config, progress=seen.append)
-    assert "goes on after step 3 of 8" in seen[0]["about"]
+    assert "continues after step 3 of 8" in seen[0]["about"]
     assert_same(outcome(config), outcome(config.replace(name="whole")))
 
 
-def test_kill_9_and_resume(tiny_run: RunConfig, tmp_path: Path) -> None:
+def test_resume_after_kill_9_equals_the_unbroken_run(tiny_run: RunConfig, tmp_path: Path) -> None:
     config = tiny_run.replace(steps=80, checkpoint_every=3, val_every=20, log_every=5, diagnostics_every=0)
     asked = tmp_path / "asked.json"
     asked.write_text(json.dumps(config.flat()))
     process = start("-m", "cosmos_lab.grid.worker", str(asked))
-    checkpoints = run_log.run_folder(config) / "checkpoints"
+    checkpoints = config.folder / "checkpoints"
     try:
         wait_until(lambda: any(checkpoints.glob("step_*")), process)
         time.sleep(0.1)  # into the middle of some step or save
@@ -61,7 +61,7 @@ def test_kill_9_and_resume(tiny_run: RunConfig, tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     stopped = checkpoint.latest(checkpoints)
-    assert stopped is not None and not (run_log.run_folder(config) / "summary.json").exists()
+    assert stopped is not None and not (config.folder / "summary.json").exists()
     step = int(stopped.name.removeprefix("step_"))
     assert 0 < step < 80
     train(config)
@@ -71,7 +71,7 @@ def test_kill_9_and_resume(tiny_run: RunConfig, tmp_path: Path) -> None:
 
 def test_a_half_written_checkpoint_is_ignored_and_removed(tiny_run: RunConfig) -> None:
     interrupt(tiny_run, 5)
-    checkpoints = run_log.run_folder(tiny_run) / "checkpoints"
+    checkpoints = tiny_run.folder / "checkpoints"
     half = checkpoints / ".writing_step_000006"
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
@@ -80,9 +80,9 @@ def test_a_half_written_checkpoint_is_ignored_and_removed(tiny_run: RunConfig) -
     assert [path.name for path in sorted(checkpoints.iterdir())] == ["step_000004", "step_000008"]
 
 
-def test_only_the_newest_are_kept(tiny_run: RunConfig) -> None:
+def test_only_the_newest_checkpoints_are_kept(tiny_run: RunConfig) -> None:
     train(tiny_run.replace(checkpoint_every=1, keep=3))
-    found = sorted(path.name for path in (run_log.run_folder(tiny_run) / "checkpoints").iterdir())
+    found = sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir())
     assert found == ["step_000006", "step_000007", "step_000008"]
 
 
@@ -100,7 +100,7 @@ def disk_of(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -> None:
-    checkpoints = run_log.run_folder(tiny_run) / "checkpoints"
+    checkpoints = tiny_run.folder / "checkpoints"
     with launch.session("cpu", "auto") as world:
         trainer = Trainer(tiny_run, world)
         with contextlib.closing(trainer):
@@ -127,20 +127,21 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -
         ({"gamma": 0.7}, "trained with cosmos.gamma .*, this run asks for cosmos.gamma 0.7"),
     ],
 )
-def test_resume_with_something_else_names_both(tiny_run: RunConfig, change: dict, message: str) -> None:
+def test_resume_with_another_config_is_refused_and_names_both(tiny_run: RunConfig, change: dict, message: str) -> None:
     interrupt(tiny_run, 5)
-    folder = run_log.run_folder(tiny_run)
+    folder = tiny_run.folder
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=message):
         train(tiny_run.replace(**change))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_resume_may_change_the_rates(tiny_run: RunConfig) -> None:
+def test_a_resume_may_change_the_rates_with_a_warning(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(gamma=0.5)
     interrupt(config, 5)
-    train(config.replace(lr=1e-5, adam_lr=1e-5))
-    last = [record for record in run_log.read_metrics(run_log.run_folder(config)) if "lr" in record][-1]
+    with pytest.warns(UserWarning, match="continues with lr 1e-05 instead of 0.002, adam_lr 1e-05 instead of 0.01"):
+        train(config.replace(lr=1e-5, adam_lr=1e-5))
+    last = [record for record in run_folder.read_metrics(config.folder) if "lr" in record][-1]
     assert last["lr"] < 1e-5
 
 
@@ -158,24 +159,24 @@ def test_two_processes_do_not_train_in_one_folder(tiny_run: RunConfig) -> None:
 
 def test_a_kill_before_the_summary_repeats_nothing(tiny_run: RunConfig) -> None:
     train(tiny_run)
-    lines = list(run_log.read_metrics(run_log.run_folder(tiny_run)))
-    (run_log.run_folder(tiny_run) / "summary.json").unlink()
+    lines = list(run_folder.read_metrics(tiny_run.folder))
+    (tiny_run.folder / "summary.json").unlink()
     train(tiny_run)
-    assert list(run_log.read_metrics(run_log.run_folder(tiny_run))) == lines
+    assert list(run_folder.read_metrics(tiny_run.folder)) == lines
 
 
 def test_a_log_line_cut_short_is_dropped(tiny_run: RunConfig) -> None:
     interrupt(tiny_run, 5)
-    with (run_log.run_folder(tiny_run) / "metrics.jsonl").open("a") as log:
+    with (tiny_run.folder / "metrics.jsonl").open("a") as log:
         log.write('{"step": 7, "lo')
     train(tiny_run)
-    steps = [record["step"] for record in run_log.read_metrics(run_log.run_folder(tiny_run)) if "loss" in record]
+    steps = [record["step"] for record in run_folder.read_metrics(tiny_run.folder) if "loss" in record]
     assert steps == list(range(1, 9))
 
 
 def test_a_refused_process_leaves_the_others_checkpoint_alone(tiny_run: RunConfig) -> None:
     """It may be in the middle of being written."""
-    writing = run_log.run_folder(tiny_run) / "checkpoints" / ".writing_step_000004"
+    writing = tiny_run.folder / "checkpoints" / ".writing_step_000004"
 
     def intrude(record: Any) -> None:
         if record["step"] == 3:
@@ -193,7 +194,7 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_not_trained_again(
     tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(tiny_run)
-    before = {path: path.read_bytes() for path in run_log.run_folder(tiny_run).rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in tiny_run.folder.rglob("*") if path.is_file()}
     answers: list[Any] = [None]  # it was not there yet when this process looked first
 
     def late(config: RunConfig) -> Any:
@@ -201,7 +202,7 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_not_trained_again(
 
     monkeypatch.setattr("cosmos_lab.run.train.finished", late)
     assert train(tiny_run) == {**whole} and not answers
-    assert {path: path.read_bytes() for path in run_log.run_folder(tiny_run).rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in tiny_run.folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(tiny_run: RunConfig) -> None:
@@ -210,9 +211,9 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(tiny_run: RunConfig) -> No
         train(tiny_run.replace(steps=6))
 
 
-def test_a_run_that_goes_on_otherwise_says_so(tiny_run: RunConfig) -> None:
+def test_a_resume_with_other_values_warns_of_them(tiny_run: RunConfig) -> None:
     interrupt(tiny_run, 5)
-    with pytest.warns(UserWarning, match=r"goes on with steps 10 instead of 8, clip 0.5 instead of None"):
+    with pytest.warns(UserWarning, match=r"continues with steps 10 instead of 8, clip 0.5 instead of None"):
         assert train(tiny_run.replace(steps=10, clip=0.5))["steps"] == 10
 
 
@@ -229,13 +230,13 @@ def test_another_validation_text_is_another_run(tiny_run: RunConfig, lab_data: s
 @pytest.mark.parametrize("name", ["state.pt", "process_0.pt"])
 def test_a_cut_file_of_a_checkpoint_is_named(tiny_run: RunConfig, name: str) -> None:
     interrupt(tiny_run, 5)
-    path = run_log.run_folder(tiny_run) / "checkpoints" / "step_000004" / name
+    path = tiny_run.folder / "checkpoints" / "step_000004" / name
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=f"{name} cannot be read .*remove its folder"):
         train(tiny_run)
 
 
-def test_a_full_disk_is_told_once(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_once(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing the log tries to write again, and its error would hide the one that says what to do."""
 
     class Full:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import Decoder
-from cosmos_lab.run import build, checkpoint, launch, run_log
+from cosmos_lab.run import build, checkpoint, launch, model_cache, run_folder
 from cosmos_lab.run.train import Trainer, train
 
 
@@ -21,10 +21,10 @@ def compiled(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
     """Return a compiled run of four steps; aot_eager traces as inductor does, without a C++ compiler."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, backend="aot_eager", **how))
-    build.release()
+    model_cache.clear()
     torch._dynamo.reset()
     yield tiny_run.replace(compile="on", steps=4, diagnostics_every=0)
-    build.release()
+    model_cache.clear()
     torch._dynamo.reset()
 
 
@@ -36,7 +36,7 @@ def graphs() -> int:
 def trained(config: RunConfig) -> dict[str, torch.Tensor]:
     """Train, and return the final weights."""
     train(config)
-    newest = checkpoint.latest(run_log.run_folder(config) / "checkpoints")
+    newest = checkpoint.latest(config.folder / "checkpoints")
     assert newest is not None
     weights: dict[str, torch.Tensor] = torch.load(newest / "state.pt", weights_only=True)["model"]
     return weights
@@ -44,16 +44,16 @@ def trained(config: RunConfig) -> dict[str, torch.Tensor]:
 
 def log(config: RunConfig) -> list[Any]:
     """Return every loss of a run's log, to the last bit."""
-    lines = run_log.read_metrics(run_log.run_folder(config))
+    lines = run_folder.read_metrics(config.folder)
     return [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
 
 
 def alone(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Train a run as in its own process."""
-    build.release()
+    model_cache.clear()
     torch._dynamo.reset()
     weights = trained(config)
-    build.release()
+    model_cache.clear()
     return weights, log(config)
 
 
@@ -90,7 +90,7 @@ def test_a_diverged_or_interrupted_run_does_not_change_later_runs(compiled: RunC
     cut = compiled.replace(name="cut", checkpoint_every=2)
     with pytest.raises(Stop):
         train(cut, progress=fall)
-    assert not build._kept  # the model of a failed run is not used again
+    assert not model_cache._stored  # the model of a failed run is not used again
     assert same(cut, expected)
     assert same(compiled.replace(name="last"), expected)
 
@@ -105,7 +105,7 @@ def test_a_graph_is_shared_unless_a_field_it_depends_on_changes(compiled: RunCon
     world = launch.World(0, 0, 1, torch.device("cpu"), "none")
 
     def key(config: RunConfig, world: launch.World = world, bf16: bool = False) -> Any:
-        return build._graph_key(config, build.model_config(config), world, bf16)
+        return model_cache._graph_key(config, build.model_config(config), world, bf16)
 
     assert key(compiled.replace(lr=1.0, seed=5, optimizer="adam")) == key(compiled)
     assert key(compiled.replace(**change)) != key(compiled) != key(compiled, bf16=True)
@@ -116,7 +116,7 @@ def test_a_graph_is_shared_unless_a_field_it_depends_on_changes(compiled: RunCon
 
 def test_the_last_model_is_freed_before_another_is_built(compiled: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     train(compiled.replace(name="first"))
-    weight = weakref.ref(build._kept[0].model.embed.weight)
+    weight = weakref.ref(model_cache._stored[0].model.embed.weight)
     real, alive = build.build_model, []
 
     def build_model(*arguments: Any) -> Any:
@@ -127,13 +127,13 @@ def test_the_last_model_is_freed_before_another_is_built(compiled: RunConfig, mo
     monkeypatch.setattr(build, "build_model", build_model)
     train(compiled.replace(name="second", lr=1e-3))
     train(compiled.replace(name="other", compile="off"))
-    assert alive == [True, False] and not build._kept
+    assert alive == [True, False] and not model_cache._stored
 
 
 def test_hooks_gradients_and_frozen_weights_do_not_affect_the_next_run(compiled: RunConfig) -> None:
     expected = alone(compiled.replace(name="alone"))
     train(compiled.replace(name="first"))
-    (kept,) = build._kept
+    (kept,) = model_cache._stored
     for parameter in kept.model.parameters():
         assert parameter.grad is None
         parameter.requires_grad_(False)
@@ -141,11 +141,11 @@ def test_hooks_gradients_and_frozen_weights_do_not_affect_the_next_run(compiled:
     kept.model.eval()
     kept.model.blocks[0].attn.cos.zero_()
     assert same(compiled.replace(name="second"), expected)
-    assert build._kept == [kept]
+    assert model_cache._stored == [kept]
     calls: list[int] = []
     kept.model.embed.register_forward_hook(lambda *_: calls.append(1))
     assert same(compiled.replace(name="third"), expected)
-    assert build._kept != [kept] and not calls
+    assert model_cache._stored != [kept] and not calls
 
 
 def test_two_runs_at_a_time_do_not_share_a_model(compiled: RunConfig) -> None:
@@ -154,20 +154,20 @@ def test_two_runs_at_a_time_do_not_share_a_model(compiled: RunConfig) -> None:
         one, two = (Trainer(compiled.replace(name=name), world) for name in ("one", "two"))
         assert one.model is not two.model
         one.close(), two.close()
-    assert not build._kept
+    assert not model_cache._stored
 
 
 def test_runs_compiled_by_blocks_share_their_graphs(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Decoder.compile_parts
     monkeypatch.setattr(Decoder, "compile_parts", lambda model, **how: real(model, **{**how, "backend": "aot_eager"}))
     config = tiny_run.replace(compile="blocks", steps=4, diagnostics_every=0)
-    build.release()
+    model_cache.clear()
     torch._dynamo.reset()
     first = train(config.replace(name="first"))
     before = graphs()
     again = train(config.replace(name="again"))
     assert graphs() == before and again["final_val_loss"] == first["final_val_loss"]
-    build.release()
+    model_cache.clear()
     torch._dynamo.reset()
     plain = train(config.replace(name="plain", compile="off"))
     assert plain["final_val_loss"] == pytest.approx(first["final_val_loss"], rel=1e-5)

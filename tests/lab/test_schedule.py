@@ -37,6 +37,6 @@ def test_final_lr_is_approached_and_never_undercut(schedule: str) -> None:
     assert 0.1 < share[-1] < 0.106
 
 
-def test_a_constant_rate_and_a_single_step() -> None:
+def test_a_constant_rate_and_a_single_step_use_the_peak() -> None:
     assert factor(7, 10, ScheduleOptions("constant", warmup=0.1)) == 1.0
     assert factor(1, 1, ScheduleOptions()) == 1.0

@@ -1,4 +1,4 @@
-"""Runs that are told to stop: a checkpoint, one line, the signal's exit code, and the same command goes on."""
+"""Runs that are told to stop: a checkpoint, one line, the signal's exit code, and the same command continues."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as comparison
 from cosmos_lab.grid.compare import compare
-from cosmos_lab.run import run_log, stopping
+from cosmos_lab.run import run_folder, stopping
 from cosmos_lab.run.stopping import Stopped, watch
 from cosmos_lab.run.train import train
 from tests.lab.outcomes import assert_same, at_step, log_of, outcome, send, start, wait_until
@@ -27,7 +27,7 @@ def unnoticed(signum: int, frame: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _known_handlers() -> Iterator[None]:
-    """Signals raise, whatever started the tests; every test leaves them so."""
+    """Make signals raise, and check that every test leaves them so."""
     fresh = {signal.SIGTERM: unnoticed, signal.SIGINT: signal.default_int_handler}
     before = {signum: signal.signal(signum, handler) for signum, handler in fresh.items()}
     yield
@@ -53,9 +53,9 @@ def flags_of(config: RunConfig, *left_out: str) -> list[str]:
 def test_sigterm_ends_with_a_checkpoint_and_the_same_command_continues(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(steps=60, checkpoint_every=1000, val_every=40, log_every=7)
     command = ["train", "tiny", *flags_of(config)]
-    folder = run_log.run_folder(config)
+    folder = config.folder
     process = start("-m", "cosmos_lab", *command)
-    wait_until(lambda: any(run_log.read_metrics(folder)), process)
+    wait_until(lambda: any(run_folder.read_metrics(folder)), process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does, to the process and to its group
     error = process.communicate()[1]
@@ -70,10 +70,10 @@ def test_sigterm_ends_with_a_checkpoint_and_the_same_command_continues(tiny_run:
 
 
 @pytest.mark.parametrize("stop", [1, 4, 8])
-def test_a_stop_leaves_no_checkpoint_in_the_end_where_none_was_asked_for(tiny_run: RunConfig, stop: int) -> None:
+def test_a_stop_leaves_no_checkpoint_in_the_end_if_none_was_asked_for(tiny_run: RunConfig, stop: int) -> None:
     config = tiny_run.replace(checkpoint_every=0)
     train(config.replace(name="whole"))
-    folder = run_log.run_folder(config)
+    folder = config.folder
     with pytest.raises(Stopped, match=f"at step {stop} of 8, with a checkpoint"):
         train(config, progress=at_step(stop))
     assert (folder / "checkpoints" / f"step_{stop:06d}").is_dir()
@@ -82,18 +82,18 @@ def test_a_stop_leaves_no_checkpoint_in_the_end_where_none_was_asked_for(tiny_ru
     assert_same(log_of(folder), log_of(folder.with_name("whole")))
 
 
-def test_checkpoints_that_were_asked_for_outlive_a_resume_without(tiny_run: RunConfig) -> None:
+def test_checkpoints_that_were_asked_for_survive_a_resume_without(tiny_run: RunConfig) -> None:
     with pytest.raises(Stopped):
         train(tiny_run.replace(checkpoint_every=2, keep=5), progress=at_step(5))
     train(tiny_run.replace(checkpoint_every=0))
-    found = sorted(path.name for path in (run_log.run_folder(tiny_run) / "checkpoints").iterdir())
+    found = sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir())
     assert found == ["step_000002", "step_000004", "step_000005"]
 
 
-def test_a_run_diverges_where_it_would_have(tiny_run: RunConfig) -> None:
+def test_a_resumed_run_diverges_at_the_same_step(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, checkpoint_every=0)
     whole = train(config.replace(name="whole"))
-    bad = next(r["step"] for r in log_of(run_log.run_folder(config.replace(name="whole"))) if r["loss"] is None)
+    bad = next(r["step"] for r in log_of(config.replace(name="whole").folder) if r["loss"] is None)
     with pytest.raises(Stopped):
         train(config, progress=at_step(bad))
     summary = train(config)
@@ -161,7 +161,7 @@ def test_a_stop_between_runs_starts_no_other(tiny_run: RunConfig) -> None:
 
 
 @pytest.mark.slow
-def test_workers_checkpoint_and_none_is_left_behind(
+def test_a_stop_ends_every_process_with_a_checkpoint(
     tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_run.replace(steps=300, log_every=10, val_every=0, diagnostics_every=0, checkpoint_every=0, rank=None)
@@ -169,11 +169,11 @@ def test_workers_checkpoint_and_none_is_left_behind(
     command = ["compare", "tiny", *common, "--optimizers", "adam", "--lrs", "1e-3,2e-3"]
     names = ["tiny-adam-lr0.001-s0", "tiny-adam-lr0.002-s0"]
     out = Path(config.logging.out)
-    report, workers, told = comparison._report, set(), []
+    report, processes, told = comparison._report, set(), []
 
     def signalled(job: Any, *rest: Any) -> bool:
-        workers.add(job.process)
-        if not told and all(any(run_log.read_metrics(out / name)) for name in names):
+        processes.add(job.process)
+        if not told and all(any(run_folder.read_metrics(out / name)) for name in names):
             told.append(send(signal.SIGTERM))
         return report(job, *rest)
 
@@ -182,10 +182,10 @@ def test_workers_checkpoint_and_none_is_left_behind(
     said = capsys.readouterr()
     message = "stopped by SIGTERM in 2 of 2 runs, with checkpoints; the same command continues"
     assert said.err.endswith(f"cosmos-lab: {message}\n") and "unfinished" in said.out
-    assert [worker.returncode for worker in workers] == [143, 143]  # and waited for: no process is left
-    for worker in workers:
+    assert [process.returncode for process in processes] == [143, 143]  # and waited for: no process is left
+    for process in processes:
         with pytest.raises(ProcessLookupError):
-            os.kill(worker.pid, 0)
+            os.kill(process.pid, 0)
     for name in names:
         assert "stopped by SIGTERM at step" in (out / name / "output.txt").read_text()
         assert (out / name / "checkpoints").is_dir()
@@ -213,7 +213,7 @@ def test_an_error_is_not_hidden_by_a_stop() -> None:
         raise ZeroDivisionError
 
 
-def test_asked_twice_it_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt) as now, watch():
         send(signal.SIGTERM)
         send(signal.SIGINT)  # within the time of an echo

@@ -10,7 +10,7 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import write_shard
-from cosmos_lab.run import build, run_log
+from cosmos_lab.run import build, checkpoint, run_folder
 from cosmos_lab.run.train import train
 
 # Gradients of micro-batches are added in another order: fp32 rounding, through eight steps.
@@ -26,11 +26,11 @@ SUMMARY_KEYS = {
 
 
 def records(config: RunConfig, key: str) -> list[dict]:
-    return [record for record in run_log.read_metrics(run_log.run_folder(config)) if key in record]
+    return [record for record in run_folder.read_metrics(config.folder) if key in record]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "cosmos"])
-def test_it_learns(tiny_run: RunConfig, optimizer: str) -> None:
+def test_training_lowers_the_loss_towards_the_entropy(tiny_run: RunConfig, optimizer: str) -> None:
     lr = 1e-2 if optimizer == "adam" else 5e-3
     rank = 8 if optimizer == "cosmos" else None
     summary = train(tiny_run.replace(optimizer=optimizer, lr=lr, rank=rank, steps=80, log_every=10, val_every=0))
@@ -41,7 +41,7 @@ def test_it_learns(tiny_run: RunConfig, optimizer: str) -> None:
 def test_the_run_folder_holds_what_was_promised(tiny_run: RunConfig) -> None:
     seen: list[dict] = []
     summary = train(tiny_run, progress=lambda record: seen.append(dict(record)))
-    folder = run_log.run_folder(tiny_run)
+    folder = tiny_run.folder
     about = json.loads((folder / "config.json").read_text())
     assert RunConfig.from_flat(about["config"]) == tiny_run
     assert {"name", "recipe", "model", "optimizer", "lr", "adam_lr", "seed", "commit", "versions"} <= set(about)
@@ -53,7 +53,7 @@ def test_the_run_folder_holds_what_was_promised(tiny_run: RunConfig) -> None:
     assert [line["step"] for line in records(tiny_run, "val_loss")] == [4, 8]
     assert summary["final_val_ppl"] == pytest.approx(math.exp(summary["final_val_loss"]))
     assert summary["final_train_loss"] == pytest.approx(lines[-1]["loss"])
-    assert "20,000 tokens" in seen[0]["about"] and seen[1:] == list(run_log.read_metrics(folder))
+    assert "20,000 tokens" in seen[0]["about"] and seen[1:] == list(run_folder.read_metrics(folder))
 
 
 def test_cosmos_diagnostics_name_every_hidden_matrix(tiny_run: RunConfig) -> None:
@@ -78,7 +78,7 @@ def test_activation_checkpointing_changes_nothing(tiny_run: RunConfig) -> None:
     assert train(tiny_run.replace(name="again", checkpointing=True))["final_val_loss"] == plain["final_val_loss"]
 
 
-def test_seeds_differ_and_repeat(tiny_run: RunConfig) -> None:
+def test_a_seed_repeats_and_another_differs(tiny_run: RunConfig) -> None:
     first, again, other = (train(tiny_run.replace(name=str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
     assert first["final_val_loss"] == again["final_val_loss"] != other["final_val_loss"]
 
@@ -95,9 +95,9 @@ def test_clipping_bounds_the_gradient(tiny_run: RunConfig) -> None:
 
 def test_a_finished_run_is_not_trained_again(tiny_run: RunConfig) -> None:
     summary = train(tiny_run)
-    written = (run_log.run_folder(tiny_run) / "metrics.jsonl").stat().st_mtime_ns
+    written = (tiny_run.folder / "metrics.jsonl").stat().st_mtime_ns
     assert train(tiny_run) == summary
-    assert (run_log.run_folder(tiny_run) / "metrics.jsonl").stat().st_mtime_ns == written
+    assert (tiny_run.folder / "metrics.jsonl").stat().st_mtime_ns == written
     with pytest.raises(ValueError, match=r"trained with lr 0.002, this run asks for lr 0.004"):
         train(tiny_run.replace(lr=4e-3))
     with pytest.raises(ValueError, match="holds a run already"):
@@ -107,7 +107,7 @@ def test_a_finished_run_is_not_trained_again(tiny_run: RunConfig) -> None:
 def test_a_run_that_diverges_says_so_and_stops(tiny_run: RunConfig) -> None:
     summary = train(tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, steps=50))
     assert summary["status"] == "diverged" and summary["steps"] < 10 and summary["final_val_loss"] is None
-    json.loads((run_log.run_folder(tiny_run) / "summary.json").read_text(), parse_constant=pytest.fail)  # no NaN
+    json.loads((tiny_run.folder / "summary.json").read_text(), parse_constant=pytest.fail)  # no NaN
 
 
 @pytest.mark.parametrize("log_every", [0, 100])
@@ -121,7 +121,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
     config = tiny_run.replace(steps=60, checkpoint_every=0, val_every=0)
     losses = [train(config.replace(log_every=n, name=f"log{n}"))["final_train_loss"] for n in (1, 7, 0)]
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
-    lines = [r["loss"] for r in run_log.read_metrics(Path(config.logging.out) / "log1") if "loss" in r]
+    lines = [r["loss"] for r in run_folder.read_metrics(Path(config.logging.out) / "log1") if "loss" in r]
     assert losses[0] == pytest.approx(sum(lines[-3:]) / 3, rel=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
 def test_bad_input_is_a_clear_error_and_leaves_no_run(tiny_run: RunConfig, change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(tiny_run.replace(**change))
-    assert not (run_log.run_folder(tiny_run) / "summary.json").exists()
+    assert not (tiny_run.folder / "summary.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -157,15 +157,15 @@ def test_a_missing_gpu_is_a_clear_error(tiny_run: RunConfig) -> None:
         train(tiny_run.replace(device="cuda"))
 
 
-def test_a_flat_name_that_does_not_exist(tiny_run: RunConfig) -> None:
+def test_an_unknown_field_is_refused_with_the_close_ones(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="no field 'stepz'; did you mean steps"):
         tiny_run.replace(stepz=1)
 
 
-def test_tensorboard(tiny_run: RunConfig) -> None:
+def test_tensorboard_writes_its_events(tiny_run: RunConfig) -> None:
     pytest.importorskip("tensorboard")
     train(tiny_run.replace(tensorboard=True, steps=2))
-    assert list((run_log.run_folder(tiny_run) / "tensorboard").glob("events.*"))
+    assert list((tiny_run.folder / "tensorboard").glob("events.*"))
 
 
 def test_micro_batches_fit_the_pass_and_divide_the_batch() -> None:
@@ -189,7 +189,7 @@ def test_data_that_records_its_vocabulary_needs_no_flag(tiny_run: RunConfig, bey
     Path(beyond + ".json").write_text(json.dumps(facts))
     config = tiny_run.replace(data=beyond, vocab_size=None, steps=2)
     train(config)
-    assert build.load_trained(run_log.run_folder(config)).config.vocab_size == 600
+    assert checkpoint.load_trained(config.folder).config.vocab_size == 600
     sources = [build.load_source(config, split) for split in ("train", "val")]
     assert build.model_config(config.replace(model="llama-60m"), *sources).vocab_size == 32_000  # holds them all
     assert build.model_config(config.replace(vocab_size=514), *sources).vocab_size == 514
@@ -198,26 +198,26 @@ def test_data_that_records_its_vocabulary_needs_no_flag(tiny_run: RunConfig, bey
         build.model_config(config.replace(vocab_size=513), *sources)
 
 
-def test_data_of_an_unknown_tokenizer_needs_one(tiny_run: RunConfig, beyond: str) -> None:
+def test_data_of_an_unknown_tokenizer_needs_a_vocabulary(tiny_run: RunConfig, beyond: str) -> None:
     with pytest.raises(ValueError, match=r"token 512 at position 512 is beyond .*--vocab-size 513"):
         train(tiny_run.replace(data=beyond, vocab_size=None))
-    assert not run_log.run_folder(tiny_run).exists()
+    assert not tiny_run.folder.exists()
 
 
 def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:
     train(tiny_run)
-    model = build.load_trained(run_log.run_folder(tiny_run))
+    model = checkpoint.load_trained(tiny_run.folder)
     source = build.load_source(tiny_run, "val")
     tokens = torch.from_numpy(source.read(0, 513).astype("int64"))
     with torch.no_grad():
         loss = model(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)).item()
-    saved = json.loads((run_log.run_folder(tiny_run) / "summary.json").read_text())
+    saved = json.loads((tiny_run.folder / "summary.json").read_text())
     assert loss == pytest.approx(saved["final_val_loss"], rel=1e-5)  # the same windows, batched otherwise
 
 
 def test_a_folder_without_checkpoint_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a run folder"):
-        build.load_trained(tmp_path)
+        checkpoint.load_trained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no checkpoint"):
-        build.load_trained(tmp_path)
+        checkpoint.load_trained(tmp_path)

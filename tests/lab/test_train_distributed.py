@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import checkpoint, run_log
+from cosmos_lab.run import checkpoint, run_folder
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import send
 
-# Sums over processes round otherwise than sums over micro-batches, and eight steps of training amplify it.
+# Sums over processes round differently from sums over micro-batches, and eight steps of training amplify it.
 DISTRIBUTED_TOLERANCE = 1e-4
 
 
@@ -54,7 +54,7 @@ def on_ranks(count: int, work: Callable[[], Any], timeout: float = 120.0) -> Non
 
 
 def losses(config: RunConfig) -> list[float]:
-    lines = run_log.read_metrics(run_log.run_folder(config))
+    lines = run_folder.read_metrics(config.folder)
     return [record.get("loss", record.get("val_loss")) for record in lines if "diagnostics" not in record]
 
 
@@ -75,7 +75,7 @@ def told(config: RunConfig, stop: int) -> None:
 
     def signalled(trainer: Trainer) -> None:
         step(trainer)
-        if trainer.world.rank == 1 and trainer.at.step == 6:
+        if trainer.world.rank == 1 and trainer.state.step == 6:
             send(signal.SIGTERM)
 
     Trainer._step = signalled  # type: ignore[method-assign]
@@ -87,7 +87,7 @@ def told(config: RunConfig, stop: int) -> None:
 def test_two_processes_stop_together(tiny_run: RunConfig, sharding: str, logs: int, stop: int) -> None:
     config = tiny_run.replace(sharding=sharding, steps=12, log_every=logs, val_every=0, checkpoint_every=0)
     on_ranks(2, lambda: told(config, stop))
-    newest = checkpoint.latest(run_log.run_folder(config) / "checkpoints")
+    newest = checkpoint.latest(config.folder / "checkpoints")
     assert newest is not None and newest.name == f"step_{stop:06d}"
     on_ranks(2, lambda: train(config))
     on_ranks(2, lambda: train(config.replace(name="whole")))
@@ -96,7 +96,7 @@ def test_two_processes_stop_together(tiny_run: RunConfig, sharding: str, logs: i
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_two_processes_resume(tiny_run: RunConfig, sharding: str) -> None:
+def test_two_processes_resume_with_the_same_losses(tiny_run: RunConfig, sharding: str) -> None:
     config = tiny_run.replace(sharding=sharding, optimizer="cosmos", log_every=3)  # saves between log lines
 
     def cut() -> None:
@@ -110,7 +110,7 @@ def test_two_processes_resume(tiny_run: RunConfig, sharding: str) -> None:
             os._exit(0)
 
     on_ranks(2, cut)
-    newest = checkpoint.latest(run_log.run_folder(config) / "checkpoints")
+    newest = checkpoint.latest(config.folder / "checkpoints")
     assert newest is not None and newest.name == "step_000004"
     on_ranks(2, lambda: train(config))
     on_ranks(2, lambda: train(config.replace(name="whole")))
@@ -124,6 +124,6 @@ def test_fsdp_alone_says_how_to_start_it(tiny_run: RunConfig) -> None:
 
 def test_a_sharded_checkpoint_is_not_taken_for_a_whole_one(tiny_run: RunConfig) -> None:
     train(tiny_run)
-    Path(run_log.run_folder(tiny_run) / "summary.json").unlink()
+    Path(tiny_run.folder / "summary.json").unlink()
     with pytest.raises(AssertionError, match="written without --sharding fsdp"):
         on_ranks(1, lambda: train(tiny_run.replace(sharding="fsdp")))

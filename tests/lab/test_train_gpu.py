@@ -8,8 +8,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.profile.profile import ProfileConfig, profile
-from cosmos_lab.run import checkpoint, launch, run_log
+from cosmos_lab.profile.config import ProfileConfig
+from cosmos_lab.profile.profile import profile
+from cosmos_lab.run import checkpoint, launch
 from cosmos_lab.run.train import Trainer, train
 from tests.gpu import never_waiting
 
@@ -50,7 +51,7 @@ def test_deterministic_runs_resume_bit_for_bit(gpu_run: RunConfig) -> None:
     train(config.replace(name="whole"))
     states = []
     for name in ("run", "whole"):
-        newest = checkpoint.latest(run_log.run_folder(config.replace(name=name)) / "checkpoints")
+        newest = checkpoint.latest(config.replace(name=name).folder / "checkpoints")
         assert newest is not None
         states.append(torch.load(newest / "state.pt", map_location="cpu", weights_only=True)["model"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -1,11 +1,16 @@
-"""The flags of each command beside a run's own, as dataclasses: their docstrings are the help."""
+"""The flags of each command, as dataclasses with the help in their docstrings, and how they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from cosmos_lab.config import RunConfig
+from cosmos_lab.config import RunConfig, parse_options
+from cosmos_lab.data.prepare import Settings
+from cosmos_lab.io import require
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,13 @@ class CompareOptions:
     seeds: str = "0"
     """Seeds, separated by commas."""
     only: str | None = None
-    """Only these rows of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
+    """Only these runs of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
     extra: str | None = None
     """More by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False; one that occurs twice runs in both ways."""
     parallel: int = 1
-    """Runs at a time; with GPUs each has one of its own."""
+    """Runs at a time; with GPUs each run has its own."""
     minutes: float = 0.0
-    """Start no run that would end later than this; the same command goes on (0: no limit)."""
+    """Start no run that would end later than this; the same command continues (0: no limit)."""
     report: bool = True
     """Write the report at the end."""
 
@@ -40,7 +45,7 @@ class CompareCommand:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Where the report goes."""
+    """One page about run folders."""
 
     out: str = "report"
     """Folder of the page and its figures."""
@@ -50,29 +55,18 @@ class ReportCommand:
 
 @dataclass(frozen=True)
 class PrepareCommand:
-    """How text becomes shards."""
+    """Token shards from text."""
 
+    settings: Settings = field(default_factory=Settings)
     out: str = "data"
     """Folder of the shards."""
     tokenizer: str | None = None
     """t5, gpt2, a tokenizer.json or a name on the hub (None: t5 for C4, else gpt2)."""
-    max_tokens: int | None = None
-    """Stop after so many training tokens."""
-    max_val_tokens: int = 10_000_000
-    """Most validation tokens."""
-    val_fraction: float = 0.01
-    """Share of documents kept for validation where the source has no validation split."""
-    shard_tokens: int = 100_000_000
-    """Most tokens in a shard."""
-    unit: Literal["file", "blank-lines", "articles"] = "file"
-    """What a document is in a text file: all of it, what stands between blank lines, or a WikiText article."""
-    field: str = "text"
-    """Key of the text in .jsonl lines."""
 
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Where the exported model goes."""
+    """A checkpoint for transformers."""
 
     out: str = "exported"
     """Folder for transformers' from_pretrained."""
@@ -82,10 +76,10 @@ class ExportCommand:
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """On what, and where the numbers go."""
+    """Validation loss of trained runs by position in the context."""
 
     data: str | None = None
-    """Other shards than a run was trained with."""
+    """Other shards than those of the training."""
     tokens: int | None = None
     """Validation tokens (None: as many as in training)."""
     seq_len: int | None = None
@@ -94,3 +88,55 @@ class EvaluateCommand:
     """Where to compute."""
     out: str | None = None
     """A JSON file for the numbers."""
+
+
+def parse(default: T, arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:
+    """Apply the flags in ``arguments`` to the dataclass ``default``; nested dataclasses give flat flags.
+
+    The description in the help is the docstring of the dataclass, if it is not given.
+    """
+    tyro = require("tyro", "the commands need the package tyro: pip install 'cosmos-optim[lab]'")
+    flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    parsed: T = tyro.cli(
+        type(default), default=default, args=list(arguments), prog=prog, description=description, config=flat
+    )
+    return parsed
+
+
+def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:
+    """Read the rates of ``--lrs``.
+
+    >>> parse_lrs("1e-3,2e-3"), parse_lrs("adam=2e-3;cosmos=5e-4,1e-3")
+    ([0.001, 0.002], {'adam': [0.002], 'cosmos': [0.0005, 0.001]})
+    """
+    if text is None:
+        return None
+    if "=" not in text:
+        return numbers(text, float, "--lrs")
+    pairs = (part.partition("=") for part in text.split(";") if part)
+    return {name.strip(): numbers(rates, float, "--lrs") for name, _, rates in pairs}
+
+
+def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
+    """Read ``1,2,3`` as numbers of a kind."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers separated by commas; got {text!r}") from None
+
+
+def parse_extra(text: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Read the fields by optimizer of ``--extra``.
+
+    >>> parse_extra("soap:frequency=10;cosmos:;cosmos:rank=32,side=smaller")
+    [('soap', {'frequency': 10}), ('cosmos', {}), ('cosmos', {'rank': 32, 'side': 'smaller'})]
+    """
+    found = []
+    for part in (text or "").split(";"):
+        if not part.strip():
+            continue
+        name, colon, fields = part.partition(":")
+        if not colon:
+            raise ValueError(f"--extra takes optimizer:name=value, for example soap:frequency=10; got {part!r}")
+        found.append((name.strip(), parse_options(tuple(f.strip() for f in fields.split(",") if f.strip()), "--extra")))
+    return found

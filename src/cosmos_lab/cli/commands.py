@@ -1,4 +1,4 @@
-"""The commands behind ``cosmos-lab``: each takes its arguments and does its work, or raises a ValueError.
+"""The commands of ``cosmos-lab``: each takes its arguments and does its work, or raises a ValueError.
 
 A recipe's values are the defaults of its flags, so the recipe and ``--scale`` are read first, the flags after them.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from cosmos_lab.cli import flags
-from cosmos_lab.cli.arguments import CompareCommand, EvaluateCommand, ExportCommand, PrepareCommand, ReportCommand
+from cosmos_lab.cli import arguments as flags
+from cosmos_lab.recipes import RECIPES, Recipe, get_recipe
 
 HELP = ("-h", "--help")
-_HINTS = "`cosmos-lab recipes` lists the recipes, `cosmos-lab {} tiny --help` the flags"
 
 
 def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
-    """The first argument, which must be a word, and the rest."""
+    """Return the first argument, which must be a word, and the rest."""
     if arguments and arguments[0] in HELP:
         print(f"usage: {usage}")
         raise SystemExit(0)
@@ -29,7 +26,7 @@ def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
 
 
 def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag that decides other flags' defaults, and the rest."""
+    """Return the value of a flag that other flags' defaults depend on, and the rest."""
     rest = list(arguments)
     for index, word in enumerate(rest):
         if word == flag or word.startswith(flag + "="):
@@ -39,55 +36,49 @@ def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, rest
 
 
-def _take_scale(arguments: list[str]) -> tuple[float, list[str]]:
-    text, rest = _take_flag(arguments, "--scale")
+def _take_recipe(arguments: list[str], command: str, flags_shown: str = "[flags]") -> tuple[Recipe, str, list[str]]:
+    """Return the recipe that the first argument names, shrunk by ``--scale``, what it is, and the rest."""
+    hints = f"`cosmos-lab recipes` lists the recipes, `cosmos-lab {command} tiny --help` the flags"
+    name, rest = _take(arguments, "the recipe", f"cosmos-lab {command} RECIPE [--scale S] {flags_shown}\n{hints}")
+    text, rest = _take_flag(rest, "--scale")
     try:
-        return (1.0 if text is None else float(text)), rest
+        scale = 1.0 if text is None else float(text)
     except ValueError:
         raise ValueError(f"--scale takes a number in (0, 1]; got {text!r}") from None
-
-
-def _about(recipe: Any, scale: float) -> str:
-    shrunk = f" Shrunk by --scale {scale:g}." if scale != 1 else " --scale S shrinks model, batch and tokens together."
-    return f"{recipe.title} ({recipe.source}).{shrunk}"
+    recipe = get_recipe(name, scale)
+    shrunk = f"Shrunk by --scale {scale:g}." if scale != 1 else "--scale S shrinks model, batch and tokens together."
+    return recipe, f"{recipe.title} ({recipe.source}). {shrunk}", rest
 
 
 def train_command(arguments: list[str]) -> None:
-    """cosmos-lab train RECIPE [flags]"""
+    """Train one run: cosmos-lab train RECIPE [flags]."""
     from cosmos_lab.display import TrainDisplay
-    from cosmos_lab.recipes import get_recipe
-    from cosmos_lab.run.run_log import read_summary, run_folder
+    from cosmos_lab.run.run_folder import finished
     from cosmos_lab.run.train import train
 
-    usage = f"cosmos-lab train RECIPE [--scale S] [flags]\n{_HINTS.format('train')}"
-    name, rest = _take(arguments, "the recipe", usage)
-    scale, rest = _take_scale(rest)
-    recipe = get_recipe(name, scale)
+    recipe, about, rest = _take_recipe(arguments, "train")
     optimizer, rest = _take_flag(rest, "--optimizer")
     default = recipe.config if optimizer is None else recipe.start(optimizer)
-    config = flags.parse(default, rest, prog=f"cosmos-lab train {name}", description=_about(recipe, scale))
-    config.check()
-    earlier = " earlier" if read_summary(run_folder(config)) is not None else ""
-    with TrainDisplay(config) as display:
-        summary = train(config, progress=display)
+    config = flags.parse(default, rest, prog=f"cosmos-lab train {recipe.name}", description=about)
+    summary = finished(config.check())
+    earlier = " earlier" if summary is not None else ""
+    if summary is None:
+        with TrainDisplay(config) as display:
+            summary = train(config, progress=display)
     if os.environ.get("RANK", "0") != "0":
         return
     result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
-    print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {run_folder(config)}")
+    print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {config.folder}")
 
 
 def compare_command(arguments: list[str]) -> None:
-    """cosmos-lab compare RECIPE [flags]"""
+    """Run a grid: cosmos-lab compare RECIPE [flags]."""
     from cosmos_lab.grid.compare import compare
     from cosmos_lab.optimizers import optimizer_class
-    from cosmos_lab.recipes import get_recipe
 
-    usage = "cosmos-lab compare RECIPE [--scale S] [--optimizers a,b] [--lrs ...] [flags]\n" + _HINTS.format("compare")
-    name, rest = _take(arguments, "the recipe", usage)
-    scale, rest = _take_scale(rest)
-    recipe = get_recipe(name, scale)
-    default = CompareCommand(run=recipe.config)
-    asked = flags.parse(default, rest, prog=f"cosmos-lab compare {name}", description=_about(recipe, scale))
+    recipe, about, rest = _take_recipe(arguments, "compare", "[--optimizers a,b] [--lrs ...] [flags]")
+    default = flags.CompareCommand(run=recipe.config)
+    asked = flags.parse(default, rest, prog=f"cosmos-lab compare {recipe.name}", description=about)
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
         given = any(word == f"--{one}" or word.startswith(f"--{one}=") for word in rest)
         if given or asked.run.get(one) != recipe.config.get(one):
@@ -109,7 +100,7 @@ def compare_command(arguments: list[str]) -> None:
     result = compare(
         runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes, report=options.report
     )
-    if recipe.published and scale == 1:
+    if recipe.published and recipe.config == get_recipe(recipe.name).config:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
     failed = sum(len(row["failures"]) for row in result["rows"])
     if failed:
@@ -120,9 +111,9 @@ _LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
 
 
 def profile_command(arguments: list[str]) -> None:
-    """cosmos-lab profile MODEL [flags]"""
-    from cosmos_lab.profile.profile import ProfileConfig, profile
-    from cosmos_lab.profile.profile_recipes import PROFILES
+    """Measure time and memory: cosmos-lab profile MODEL [flags]."""
+    from cosmos_lab.profile.config import PROFILES, ProfileConfig
+    from cosmos_lab.profile.profile import profile
 
     usage = (
         f"cosmos-lab profile MODEL [flags], MODEL such as llama-1b, or one of {', '.join(PROFILES)}\n"
@@ -136,7 +127,7 @@ def profile_command(arguments: list[str]) -> None:
 
 
 def _spaced(arguments: list[str]) -> list[str]:
-    """Lists of words written with commas, as `compare` takes them, written with spaces.
+    """Write lists of words that have commas, as `compare` takes them, with spaces.
 
     >>> _spaced(["--optimizers", "adam,cosmos", "--out", "a,b.json", "--tables=memory,mfu"])
     ['--optimizers', 'adam', 'cosmos', '--out', 'a,b.json', '--tables', 'memory', 'mfu']
@@ -154,17 +145,16 @@ def _spaced(arguments: list[str]) -> list[str]:
 
 
 def report_command(arguments: list[str]) -> None:
-    """cosmos-lab report RUNS... -o DIR"""
+    """Write a page about runs: cosmos-lab report RUNS... -o DIR."""
     from cosmos_lab.report import write_report
 
     runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
-    about = "One page about run folders."
-    asked = flags.parse(ReportCommand(), rest, prog="cosmos-lab report RUNS...", description=about)
+    asked = flags.parse(flags.ReportCommand(), rest, prog="cosmos-lab report RUNS...")
     print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
 
 
 def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list[str]]:
-    """Leading words, and the flags after them with -o spelled out; none where help is all that is asked."""
+    """Return the leading words, none if only help is asked for, and the flags after them with -o spelled out."""
     if arguments and arguments[0] in HELP:
         return [], ["--help"]
     _take(arguments, what, usage)
@@ -173,24 +163,15 @@ def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list
 
 
 def data_command(arguments: list[str]) -> None:
-    """cosmos-lab data prepare SOURCE... [flags]"""
-    from cosmos_lab.data.prepare import Progress, Settings, prepare
+    """Make token shards: cosmos-lab data prepare SOURCE... [flags]."""
+    from cosmos_lab.data.prepare import Progress, prepare
 
     usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
     verb, rest = ("prepare", arguments) if arguments and arguments[0] in HELP else _take(arguments, "prepare", usage)
     if verb != "prepare":
         raise ValueError(f"data has one verb, prepare: {usage}")
     sources, rest = _words(rest, "the source", usage)
-    prog = usage.removesuffix(" [flags]")
-    asked = flags.parse(PrepareCommand(), rest, prog=prog, description="Token shards from text.")
-    settings = Settings(
-        val_fraction=asked.val_fraction,
-        shard_tokens=asked.shard_tokens,
-        max_tokens=asked.max_tokens,
-        max_val_tokens=asked.max_val_tokens,
-        unit=asked.unit,
-        field=asked.field,
-    )
+    asked = flags.parse(flags.PrepareCommand(), rest, prog=usage.removesuffix(" [flags]"))
 
     def show(now: Progress) -> None:
         share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
@@ -198,34 +179,32 @@ def data_command(arguments: list[str]) -> None:
 
     tokenizer = asked.tokenizer or ("t5" if sources == ["c4"] else "gpt2")
     try:
-        made = prepare(sources, asked.out, tokenizer, settings, progress=show)
+        made = prepare(sources, asked.out, tokenizer, asked.settings, progress=show)
     finally:
-        print()  # leaves the line of progress
+        print()  # ends the line of progress
     print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with; "
           f"use them with --data {made.spec}")  # fmt: skip
 
 
 def export_command(arguments: list[str]) -> None:
-    """cosmos-lab export RUN -o DIR"""
-    from cosmos_lab.run.build import load_trained
+    """Export a model to transformers: cosmos-lab export RUN -o DIR."""
+    from cosmos_lab.run.checkpoint import load_trained
     from cosmos_lab.run.export import export_llama
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
-    about = "A checkpoint for transformers."
-    asked = flags.parse(ExportCommand(), rest, prog="cosmos-lab export RUN", description=about)
+    asked = flags.parse(flags.ExportCommand(), rest, prog="cosmos-lab export RUN")
     if len(runs) > 1:
-        raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with an -o of its own")
+        raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with its own -o")
     print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
 
 
 def evaluate_command(arguments: list[str]) -> None:
-    """cosmos-lab evaluate RUN... [flags]"""
+    """Compute losses by position: cosmos-lab evaluate RUN... [flags]."""
     from cosmos_lab.io import write_json
     from cosmos_lab.run.evaluate import evaluate, format_positions
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
-    about = "The validation loss of trained runs, by position in the context."
-    asked = flags.parse(EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...", description=about)
+    asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...")
     results = [
         evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
     ]
@@ -235,34 +214,27 @@ def evaluate_command(arguments: list[str]) -> None:
 
 
 def demo_command(arguments: list[str]) -> None:
-    """cosmos-lab demo [flags]"""
+    """Run the demo: cosmos-lab demo [flags]."""
     from cosmos_lab.demo import DemoConfig, demo
 
     demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
 
 
 def recipes_command(arguments: list[str]) -> None:
-    """cosmos-lab recipes"""
+    """List the recipes: cosmos-lab recipes."""
     from cosmos_lab.display import format_table
-    from cosmos_lab.profile.profile_recipes import PROFILES
-    from cosmos_lab.recipes import RECIPES
+    from cosmos_lab.profile.config import PROFILES
 
     if words := [word for word in arguments if word not in HELP]:
         raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")
-    made = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
-    rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in made]
+    recipes = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
+    rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in recipes]
     rows += [(name, "", "profile", (make.__doc__ or "").splitlines()[0]) for name, make in PROFILES.items()]
     print(format_table(("recipe", "runs", "source", "what it shows"), rows, left=(0, 2, 3)))
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    "train": train_command,
-    "compare": compare_command,
-    "profile": profile_command,
-    "report": report_command,
-    "data": data_command,
-    "export": export_command,
-    "evaluate": evaluate_command,
-    "demo": demo_command,
-    "recipes": recipes_command,
-}
+_ALL = (
+    train_command, compare_command, profile_command, report_command, data_command, export_command, evaluate_command,
+    demo_command, recipes_command,
+)  # fmt: skip
+COMMANDS = {command.__name__.removesuffix("_command"): command for command in _ALL}

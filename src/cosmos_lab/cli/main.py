@@ -1,6 +1,6 @@
 """The command ``cosmos-lab``.
 
-Flags are the fields of the dataclasses, by tyro where it is installed. A mistake ends in one clear line and code 2.
+Flags are the fields of dataclasses, parsed by tyro. A mistake ends in one clear line and exit code 2.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
 USAGE = """usage: cosmos-lab COMMAND ...
@@ -27,25 +27,27 @@ Each command explains its flags with --help. Every recipe takes --scale S to shr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command and return the exit code."""
     # Before torch loads OpenMP: threads that spin while they wait make a busy machine six times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if given else 2
-    from cosmos_lab.cli.commands import COMMANDS  # torch comes with it, which takes seconds
+    from cosmos_lab.cli.commands import COMMANDS  # imports torch, which takes seconds
     from cosmos_lab.run.stopping import Stopped
 
     command, rest = given[0], given[1:]
     if command not in COMMANDS:
-        return _fail(f"there is no command {command!r}{_close(command, COMMANDS)}\n\n{USAGE}")
+        close = difflib.get_close_matches(command, COMMANDS, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
     before = sys.stdout
     if command in ("train", "compare", "demo"):
-        sys.stdout = cast(TextIO, Lasting(sys.stdout))
+        sys.stdout = cast(TextIO, PipeSafeStream(sys.stdout))
     try:
         COMMANDS[command](rest)
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output is gone
         return 0
     except ModuleNotFoundError as error:
         hint = "" if "pip install" in str(error) else "; the lab's packages come with pip install 'cosmos-optim[lab]'"
@@ -64,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class Lasting:
-    """A stream that falls silent when its reader goes away: a run of days must not end with its `tee`."""
+class PipeSafeStream:
+    """A stream that discards its output once the reader is gone: a run of days must not end with its `tee`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or throw away."""
+        """Write, or discard."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
@@ -79,7 +81,7 @@ class Lasting:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or throw away."""
+        """Flush, or discard."""
         try:
             self._stream.flush()
         except BrokenPipeError:
@@ -97,12 +99,3 @@ class Lasting:
 def _fail(message: str, code: int = 2) -> int:
     print(f"cosmos-lab: {message}", file=sys.stderr)
     return code
-
-
-def _close(word: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(word, known, n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

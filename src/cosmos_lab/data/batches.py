@@ -1,7 +1,7 @@
 """Batches for training and validation: documents in an order set by the seed, packed into windows.
 
 The documents of an epoch are permuted and laid end to end as one stream. Window w is tokens w T to (w + 1) T + 1 of it,
-T = seq_len: T inputs and the T targets one place to the right, so each token but the first is a target once an epoch.
+T = seq_len: T inputs and the T targets one place to the right, so all but the first token are targets once an epoch.
 Windows are numbered through all epochs. A batch is the next `batch * world` windows, of which each rank takes `batch`:
 what a step sees depends on the seed and the number of windows taken, not on how they were split over ranks or batches.
 """
@@ -20,13 +20,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Batches:
-    """An endless iterator over `(tokens, targets)`, each `(batch, seq_len)` int64 on the CPU, with exact resume.
+    """Endless iterator over `(tokens, targets)`, each `(batch, seq_len)` int64 on the CPU, with exact resume.
 
     Args:
         source: the tokens.
         batch: windows per batch and rank.
         seq_len: tokens per window.
-        seed: sets the order of documents; each epoch has its own.
+        seed: sets the order of documents, another one in each epoch.
         rank, world: this process and how many there are; ranks get disjoint windows.
         shuffle: False keeps the documents in the order of the files.
 
@@ -35,15 +35,9 @@ class Batches:
     """
 
     def __init__(
-        self,
-        source: TokenSource,
-        batch: int,
-        seq_len: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
+        self, source: TokenSource, batch: int, seq_len: int, seed: int, rank: int = 0, world: int = 1,
         shuffle: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if batch < 1 or seq_len < 1:
             raise ValueError(f"batch is {batch} and seq_len is {seq_len}; both must be at least 1")
         if not 0 <= rank < world:
@@ -52,7 +46,7 @@ class Batches:
         self.rank, self.world, self.shuffle = rank, world, shuffle
         self.windows = _windows(source, seq_len)
         self.epoch, self.position = 0, 0  # Of the next batch: `position` counts all ranks' windows in the epoch.
-        self._laid_out: tuple[int, Positions, Positions] | None = None
+        self._order: tuple[int, Positions, Positions] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -72,18 +66,12 @@ class Batches:
         return torch.cat([tokens for tokens, _ in pieces]), torch.cat([targets for _, targets in pieces])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch starts: plain values, the same on every rank."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "seq_len": self.seq_len,
-            "shuffle": self.shuffle,
-            "fingerprint": self.source.fingerprint,
-        }
+        """Return where the next batch starts: plain values, the same on every rank."""
+        names = ("epoch", "position", "seed", "seq_len", "shuffle")
+        return {name: getattr(self, name) for name in names} | {"fingerprint": self.source.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; another batch size or number of ranks is fine, other data is an error."""
+        """Continue where `state_dict` was taken, with any batch size and number of ranks; other data is an error."""
         own = self.state_dict()
         if missing := sorted(set(own) - set(state)):
             raise ValueError(f"the data position to resume from lacks {', '.join(missing)}; it has {sorted(state)}")
@@ -95,16 +83,16 @@ class Batches:
                 )
         if not (state["epoch"] >= 0 and 0 <= state["position"] < self.windows):
             raise ValueError(
-                f"cannot resume: epoch {state['epoch']}, position {state['position']} lies outside the "
+                f"cannot resume: epoch {state['epoch']}, position {state['position']} is outside the "
                 f"{self.windows} windows of {self.source.name}"
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _read(self, epoch: int, start: int, count: int) -> Batch:
-        """Windows `start` to `start + count` of one epoch."""
-        if self._laid_out is None or self._laid_out[0] != epoch:
-            self._laid_out = (epoch, *self._lay_out(epoch))
-        _, order, ends = self._laid_out
+        """Read windows `start` to `start + count` of one epoch."""
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, *self._order_of(epoch))
+        _, order, ends = self._order
         a, b = start * self.seq_len, (start + count) * self.seq_len + 1
         first, last = np.searchsorted(ends, (a, b - 1), side="right")  # The documents that hold tokens a and b - 1.
         chosen, bounds = order[first : last + 1], self.source.documents
@@ -115,17 +103,17 @@ class Batches:
         lengths[-1] -= int(ends[last]) - b
         return _as_batch(self.source.gather(starts, lengths), self.seq_len)
 
-    def _lay_out(self, epoch: int) -> tuple[Positions, Positions]:
-        """The order of the epoch's documents, and where each ends in the stream."""
+    def _order_of(self, epoch: int) -> tuple[Positions, Positions]:
+        """Return the order of the epoch's documents, and where each ends in the stream."""
         lengths = np.diff(self.source.documents)
         order = permutation(lengths.size, self.seed, epoch) if self.shuffle else np.arange(lengths.size)
         return order, np.cumsum(lengths[order])
 
 
 def permutation(n: int, seed: int, epoch: int) -> Positions:
-    """0..n-1 in a random order: sorted by a 64-bit hash (SplitMix64's finalizer) of seed, epoch and number.
+    """Return 0..n-1 in a random order: sorted by a 64-bit hash (SplitMix64's finalizer) of seed, epoch and number.
 
-    Not numpy's `permutation`, whose result may change with numpy's version: a run must resume on another machine.
+    The result of numpy's `permutation` may change with its version, but a run must resume on another machine.
     """
     with np.errstate(over="ignore"):
         key = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)) + np.uint64(epoch)
@@ -134,7 +122,7 @@ def permutation(n: int, seed: int, epoch: int) -> Positions:
 
 
 def _mix(x: Any) -> Any:
-    """SplitMix64's output function (Steele, Lea and Flood 2014), a bijection of 64-bit numbers."""
+    """Apply SplitMix64's output function (Steele, Lea and Flood 2014), a bijection of 64-bit numbers."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -142,14 +130,9 @@ def _mix(x: Any) -> Any:
 
 
 def validation_batches(
-    source: TokenSource,
-    batch: int,
-    seq_len: int,
-    max_tokens: int | None = None,
-    rank: int = 0,
-    world: int = 1,
+    source: TokenSource, batch: int, seq_len: int, max_tokens: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """The first windows of `source` in order, the same at every call; the last batch may be smaller.
+    """Return the first windows of `source` in order, the same at every call; the last batch may be smaller.
 
     Args:
         source: the tokens.

@@ -12,29 +12,26 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from cosmos_lab.data.encode import encoder_of
 from cosmos_lab.data.shards import write_shard
-from cosmos_lab.io import cache_folder, disk_error, locked, read_json, write_json
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from cosmos_lab.io import cache_folder, disk_error, locked, read_json, require, write_json
 
 VOCAB_SIZE = 4096
 END_OF_DOCUMENT = "<|endoftext|>"
 TEXT_BYTES = 6_000_000  # About 1.6 million tokens: enough for a tiny model, ready in ten seconds on two cores.
 VAL_PERCENT = 10
 
-_RECIPE = 1  # Raise it when the text or the tokenizer is made in another way: old caches are then left alone.
+_RECIPE = 1  # Raise it if the text or the tokenizer is made in another way: old caches are then not used.
 # Third-party code; tests, which some distributions leave out; tables of character codes, which are hardly text.
 _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "ensurepip", "encodings"}
 
 
 def embedded_shards(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder with `embedded_train.bin`, `embedded_val.bin` and `tokenizer.json`, made on first use."""
+    """Return the folder with `embedded_train.bin`, `embedded_val.bin` and `tokenizer.json`, made on first use."""
     documents = library_documents(Path(sysconfig.get_paths()["stdlib"]))
     digest = hashlib.sha256(f"{_RECIPE} {VOCAB_SIZE} {VAL_PERCENT}".encode())
     for name, text in documents:
@@ -42,7 +39,7 @@ def embedded_shards(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     folder = cache_folder(cache_dir) / f"embedded-{digest.hexdigest()[:16]}"
     try:
         with locked(folder / ".lock"):
-            if read_json(folder / "embedded.json") is None:  # Written last, so its presence says that all is there.
+            if read_json(folder / "embedded.json") is None:  # Written last, so the folder is complete.
                 _make(folder, documents)
     except OSError as error:
         raise disk_error(error, folder, "free some, or set COSMOS_LAB_CACHE to a folder on another disk") from error
@@ -50,7 +47,7 @@ def embedded_shards(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def library_documents(root: Path, limit: int = TEXT_BYTES) -> list[tuple[str, str]]:
-    """Names and texts of the library's modules in the order of their paths, up to `limit` bytes in all."""
+    """Return names and texts of the library's modules in the order of their paths, up to `limit` bytes in all."""
     documents, total = [], 0
     for path in _modules(root):
         content = path.read_bytes()
@@ -70,26 +67,20 @@ def library_documents(root: Path, limit: int = TEXT_BYTES) -> list[tuple[str, st
 
 
 def in_validation(name: str) -> bool:
-    """Whether a document is for validation: by the hash of its name, so that it stays put when others change."""
+    """Tell whether a document is for validation: by the hash of its name, so that others do not affect it."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < VAL_PERCENT
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` ids with id 0 for the end of a document."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ValueError(
-            "the embedded data needs the package `tokenizers`: pip install 'cosmos-optim[lab]', or name token shards"
-        ) from error
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Any:
+    """Train a byte-level BPE of `vocab_size` ids with id 0 for the end of a document."""
+    message = "the embedded data needs the package `tokenizers`: pip install 'cosmos-optim[lab]', or name token shards"
+    library = require("tokenizers", message)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from cosmos_lab.data.shards import MAX_VOCAB, Tokens
+from cosmos_lab.io import require
 
 NAMES = {"t5": "google-t5/t5-base", "gpt2": "openai-community/gpt2"}
 
-_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
+END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Encoder:
     tokenizer: Any
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, with the end-of-document id last and nowhere else."""
+        """Return the ids of each text, with the end-of-document id last and nowhere else."""
         rows = []
         for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             row = np.array(encoding.ids, dtype=np.uint16)
@@ -39,10 +40,8 @@ class Encoder:
 
 def load_encoder(name: str) -> Encoder:
     """Load "t5", "gpt2", the path of a tokenizer.json, or a tokenizer by its name on the hub."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ValueError("preparing data needs the package `tokenizers`: pip install 'cosmos-optim[lab]'") from error
+    message = "preparing data needs the package `tokenizers`: pip install 'cosmos-optim[lab]'"
+    Tokenizer = require("tokenizers", message).Tokenizer
     path = Path(name).expanduser()
     if path.is_file():
         try:
@@ -64,14 +63,14 @@ def load_encoder(name: str) -> Encoder:
 
 
 def encoder_of(name: str, tokenizer: Any) -> Encoder:
-    """Wrap a tokenizer that is already there."""
+    """Wrap a tokenizer that is already loaded."""
     ids = tokenizer.get_vocab(with_added_tokens=True)
     vocab_size = max(ids.values()) + 1
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"tokenizer {name} has {vocab_size} ids; shards hold uint16, so at most {MAX_VOCAB}")
-    end = next((ids[token] for token in _ENDS if token in ids), None)
+    end = next((ids[token] for token in END_TOKENS if token in ids), None)
     if end is None:
-        raise ValueError(f"tokenizer {name} has no end-of-document token; add one of {', '.join(_ENDS)} to it")
+        raise ValueError(f"tokenizer {name} has no end-of-document token; add one of {', '.join(END_TOKENS)} to it")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # Text that spells a special token out is still text.

@@ -1,4 +1,4 @@
-"""From what a user writes (a folder, a prefix, a glob, one file) to the shard files of one split."""
+"""Find the shard files of one split from what a user writes: a folder, a prefix, a glob, one file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cosmos_lab.data.shards import SUFFIXES
 
 Split = Literal["train", "val"]
 
-# The word stands alone between separators, so that "training_set" or "interval" is no label.
+# The word is alone between separators, so that "training_set" or "interval" is not a label.
 _LABEL = re.compile(r"(?:^|[._-])(train|val|valid|validation)(?=[._-]|\d|$)")
 
 
 def label(path: Path) -> tuple[str, Split | None]:
-    """A shard's prefix and split: `wiki_t5_train_000.bin` gives ("wiki_t5", "train"), `notes.bin` ("notes", None)."""
+    """Split `wiki_t5_train_000.bin` into prefix and split, ("wiki_t5", "train"); `notes.bin` is ("notes", None)."""
     stem = path.name.removesuffix(".xz").removesuffix(".bin")
     labels = list(_LABEL.finditer(stem))
     if not labels:
@@ -27,11 +27,11 @@ def label(path: Path) -> tuple[str, Split | None]:
 
 
 def find_shards(spec: str, split: Split) -> list[Path]:
-    """The shard files of `split` that `spec` names, sorted by name.
+    """Return the shard files of `split` that `spec` names, sorted by name.
 
     Args:
         spec: a folder, the start of file names (`data/wiki_t5`), a glob, or one file. A spec that names only the other
-            split's files stands for the files beside them with the same prefix: `data/wiki_t5_train_000.bin` and
+            split's files means the files beside them with the same prefix: `data/wiki_t5_train_000.bin` and
             split "val" gives `data/wiki_t5_val*.bin`.
         split: "train" or "val".
     """
@@ -56,12 +56,11 @@ def _candidates(spec: str) -> list[Path]:
     path = Path(spec).expanduser()
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise ValueError(f"data {spec!r} is no token shard (.bin, .bin.xz); `cosmos-lab data prepare` makes them")
+            raise ValueError(f"data {spec!r} is not a shard (.bin, .bin.xz); `cosmos-lab data prepare` makes shards")
         return [path]
     if path.is_dir():
-        found = _shards_in(path)
-        return _one_prefix(spec, path, found)
-    # To the letter first: a set may be called `d[0-9]_t5`, or `a_t5` beside one called `a_t5_clean`.
+        return _one_prefix(spec, path, _shards_in(path))
+    # Literally first: a set may be called `d[0-9]_t5`, or `a_t5` beside one called `a_t5_clean`.
     found = [p for p in _shards_in(path.parent) if p.name.startswith(path.name)] if path.parent.is_dir() else []
     if found:
         return [p for p in found if label(p)[0] == path.name] or _one_prefix(spec, path.parent, found)
@@ -92,7 +91,7 @@ def _shards_in(folder: Path) -> list[Path]:
 
 
 def _without_twins(paths: Iterable[Path]) -> list[Path]:
-    """Drop `x.bin.xz` where `x.bin` is there too."""
+    """Drop `x.bin.xz` if `x.bin` is there too."""
     kept = set(paths)
     return sorted(p for p in kept if p.suffix != ".xz" or p.with_suffix("") not in kept)
 

@@ -14,7 +14,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ class Shard:
 
 
 def header(count: int) -> bytes:
-    """The 1024 bytes in front of `count` tokens."""
+    """Return the 1024 bytes in front of `count` tokens."""
     words = np.zeros(256, dtype="<i4")
     words[:3] = MAGIC, VERSION, count
     return words.tobytes()
@@ -103,7 +103,7 @@ def open_shard(path: str | os.PathLike[str], cache_dir: str | os.PathLike[str] |
 def document_ends(
     shard: Shard, end_of_document: int, cache_dir: str | os.PathLike[str] | None = None
 ) -> npt.NDArray[np.int64]:
-    """Positions just after each end-of-document token, the shard's own end included: int64, ascending."""
+    """Return the positions just after each end-of-document token and the shard's end: int64, ascending."""
     index = cache_folder(cache_dir) / "index" / f"{shard.sha256[:32]}-{end_of_document}.npy"
     with contextlib.suppress(OSError, ValueError):
         ends: npt.NDArray[np.int64] = np.load(index)
@@ -116,19 +116,19 @@ def document_ends(
     if not found[-1].size or found[-1][-1] != shard.tokens.size:
         found.append(np.array([shard.tokens.size]))
     ends = np.concatenate(found).astype(np.int64)
-    with contextlib.suppress(OSError), atomic_write(index) as out:  # Only a saving of time: may fail.
+    with contextlib.suppress(OSError), atomic_write(index) as out:  # Only saves time: may fail.
         np.save(out, ends)
     return ends
 
 
 def _count(start: bytes, shown: Path) -> int:
-    """The number of tokens that a shard's header announces."""
+    """Return the number of tokens that a shard's header announces."""
     if len(start) < HEADER_BYTES:
         raise ValueError(f"truncated shard {shown}: it ends within its header ({len(start)} of {HEADER_BYTES} bytes)")
     magic, version, count = (int(word) for word in np.frombuffer(start, dtype="<i4", count=3))
     if magic != MAGIC or version != VERSION:
         raise ValueError(
-            f"{shown} is not a token shard: it starts with {magic}, {version} where {MAGIC}, {VERSION} is expected; "
+            f"{shown} is not a token shard: it starts with {magic}, {version} instead of {MAGIC}, {VERSION}; "
             "make shards with `cosmos-lab data prepare`"
         )
     if count < 1:
@@ -153,13 +153,13 @@ def _check_length(shown: Path, count: int, found_bytes: int) -> None:
 
 
 def _stamp(path: Path) -> str:
-    """A name for this content of `path`: changes when the file is replaced or written to."""
+    """Return a name for this content of `path`, which changes if the file is replaced or written to."""
     stat = path.stat()
     return hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:24]
 
 
 def _facts(path: Path, tokens: Tokens, cache: Path) -> dict[str, Any]:
-    """SHA-256, largest id and its position: from the cache, or by one pass over the file."""
+    """Return SHA-256, largest id and its position, from the cache or by one pass over the file."""
     index = cache / "index" / f"{_stamp(path)}.json"
     known = read_json(index)
     if isinstance(known, dict) and set(known) == {"sha256", "max_id", "max_at"}:
@@ -171,7 +171,7 @@ def _facts(path: Path, tokens: Tokens, cache: Path) -> dict[str, Any]:
         if (top := int(chunk.max())) > max_id:
             max_id, max_at = top, start + int(chunk.argmax())
     facts = {"sha256": digest.hexdigest(), "max_id": max_id, "max_at": max_at}
-    with contextlib.suppress(OSError):  # Only a saving of time: may fail.
+    with contextlib.suppress(OSError):  # Only saves time: may fail.
         write_json(index, facts)
     return facts
 
@@ -181,7 +181,7 @@ def _note(plain: Path) -> Path:
 
 
 def _unpacked(path: Path, cache: Path) -> Path:
-    """The path of the unpacked copy of `path`, made on first use by one process while others wait."""
+    """Return the path of the unpacked copy of `path`, made on first use by one process while others wait."""
     plain = cache / "shards" / f"{path.name.removesuffix('.bin.xz')}-{_stamp(path)}.bin"
     with lzma.open(path) as packed:  # Outside the try: a file that cannot be read is not a full disk.
         try:
@@ -206,23 +206,17 @@ def _unpack(packed: lzma.LZMAFile, path: Path, plain: Path) -> None:
     free = shutil.disk_usage(plain.parent).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{size >> 20} MB needed, {free >> 20} MB free")
+    digest, found, broken = hashlib.sha256(), 0, None
     with atomic_write(plain) as out:
         out.write(start)
-        sha256, found, broken = _copy(packed, out)
+        try:
+            while chunk := packed.read1(_CHUNK):  # Not `read`, which drops what came just before a break.
+                out.write(chunk)
+                digest.update(chunk)
+                found += len(chunk)
+        except (lzma.LZMAError, EOFError) as error:
+            broken = error
         _check_length(path, count, found)
         if broken is not None:
             raise ValueError(f"damaged shard {path}: its checksum does not agree ({broken}); copy it again") from broken
-        write_json(_note(plain), {"bytes": size, "sha256": sha256})
-
-
-def _copy(packed: lzma.LZMAFile, out: BinaryIO) -> tuple[str, int, Exception | None]:
-    """Copy what is left of `packed`: the SHA-256 and bytes of what came, and the error that broke it off, if any."""
-    digest, found = hashlib.sha256(), 0
-    try:
-        while chunk := packed.read1(_CHUNK):  # Not `read`, which drops what came just before a break.
-            out.write(chunk)
-            digest.update(chunk)
-            found += len(chunk)
-    except (lzma.LZMAError, EOFError) as error:
-        return digest.hexdigest(), found, error
-    return digest.hexdigest(), found, None
+        write_json(_note(plain), {"bytes": size, "sha256": digest.hexdigest()})

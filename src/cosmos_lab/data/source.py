@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from cosmos_lab.io import read_json
 
 Positions = npt.NDArray[np.int64]
 
-_PIECE = 2048  # Tokens per piece where nothing marks the end of a document: pieces are shuffled in their place.
+_PIECE = 2048  # Tokens per piece if nothing marks the end of a document: pieces are shuffled instead of documents.
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Vocabulary:
 
     @property
     def known(self) -> bool:
-        """Whether it is a tokenizer's, not just one more than the largest id that was found."""
+        """Tell whether it is a tokenizer's, not just one more than the largest id that was found."""
         return self.name != _UNKNOWN
 
 
@@ -56,12 +55,9 @@ class TokenSource:
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        vocabulary: Vocabulary,
-        name: str = "tokens",
+        self, shards: Sequence[Shard], vocabulary: Vocabulary, name: str = "tokens",
         cache_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self.shards = tuple(shards)
         self.vocabulary = vocabulary
@@ -85,7 +81,7 @@ class TokenSource:
         )
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens `start` to `stop` of the row, as uint16."""
+        """Read tokens `start` to `stop` of the row, as uint16."""
         if not 0 <= start <= stop <= len(self):
             raise ValueError(f"{self.name}: tokens {start} to {stop} asked for, there are {len(self)}")
         pieces = [
@@ -95,7 +91,7 @@ class TokenSource:
         return np.concatenate(pieces)
 
     def gather(self, starts: Positions, lengths: Positions) -> Positions:
-        """The pieces `starts[i]` to `starts[i] + lengths[i]`, one after the other; no piece may cross two shards.
+        """Read the pieces `starts[i]` to `starts[i] + lengths[i]`, one after the other; none may cross two shards.
 
         One slice a piece: for documents of 100 tokens and more this beats any indexing by token, which moves five
         64-bit numbers for every 16-bit token.
@@ -112,12 +108,7 @@ class TokenSource:
 
 
 def open_data(
-    spec: str,
-    split: Split,
-    *,
-    vocab_size: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    end_of_document: int | None = None,
+    spec: str, split: Split, *, vocab_size: int | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> TokenSource:
     """Open the tokens that `spec` names, checked.
 
@@ -127,8 +118,6 @@ def open_data(
         split: "train" or "val".
         vocab_size: the model's; a token beyond it is an error that names the file, the position and the id.
         cache_dir: where unpacked shards and indices go; default $COSMOS_LAB_CACHE, else ~/.cache/cosmos-lab.
-        end_of_document: the id that ends a document, where neither `PREFIX.json` nor the file names tell (they do for
-            prepared data, T5 and GPT-2). Without one, pieces of 2048 tokens are shuffled instead of documents.
     """
     if spec == "embedded":
         from cosmos_lab.data.embedded import embedded_shards
@@ -139,8 +128,6 @@ def open_data(
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(paths))) as pool:
         shards = list(pool.map(lambda path: open_shard(path, cache_dir), paths))
     vocabulary = _vocabulary(spec, shards)
-    if end_of_document is not None:
-        vocabulary = Vocabulary(vocabulary.name, vocabulary.size, end_of_document)
     for shard in shards:
         shard.check_vocabulary(vocabulary.size if vocab_size is None else vocab_size)
     return TokenSource(shards, vocabulary, f"{spec} ({split})", cache_dir)
@@ -154,7 +141,7 @@ def _ends(shard: Shard, end_of_document: int | None, cache_dir: str | os.PathLik
 
 
 def _vocabulary(spec: str, shards: Sequence[Shard]) -> Vocabulary:
-    """The one tokenizer behind all shards, as far as it can be told."""
+    """Return the one tokenizer of all shards, as far as it can be known."""
     found = {_recognize(shard) for shard in shards}
     if len(found - {None}) > 1 or (None in found and len(found) > 1):
         names = ", ".join(sorted("unknown" if t is None else t.name for t in found))
@@ -163,18 +150,15 @@ def _vocabulary(spec: str, shards: Sequence[Shard]) -> Vocabulary:
 
 
 def _recognize(shard: Shard) -> Vocabulary | None:
-    """By `PREFIX.json` beside the shard, else by its name, else by GPT-2's last id; None if none of them tells."""
+    """Find the tokenizer by `PREFIX.json` beside the shard, by its name or by GPT-2's last id; else None."""
     prefix, _ = label(shard.path)
     facts = read_json(shard.path.with_name(f"{prefix}.json"))
     if isinstance(facts, dict) and {"tokenizer", "vocab_size", "end_of_document"} <= set(facts):
         vocabulary = Vocabulary(facts["tokenizer"], facts["vocab_size"], facts["end_of_document"])
         shard.check_vocabulary(vocabulary.size)
         return vocabulary
+    name = shard.path.name.lower().removesuffix(".xz").removesuffix(".bin")
     for pattern, known in _KNOWN:
-        if pattern.search(_plain(shard.path)) and shard.max_id < known.size:
+        if pattern.search(name) and shard.max_id < known.size:
             return known
     return GPT2 if shard.max_id == GPT2.end_of_document else None
-
-
-def _plain(path: Path) -> str:
-    return path.name.lower().removesuffix(".xz").removesuffix(".bin")

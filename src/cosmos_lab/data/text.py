@@ -1,6 +1,6 @@
 """Documents of text to make tokens from: files on this machine, or data sets of the Hugging Face hub.
 
-A stream can be opened again after any number of documents, which is what lets a killed preparation go on.
+A stream can be opened again after any number of documents, so that a killed preparation can continue.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cosmos_lab.io import require
+
 Unit = Literal["file", "blank-lines", "articles"]
 
 _TEXT = (".txt", ".text", ".md", ".tokens")
@@ -32,10 +34,10 @@ class Stream:
     """Texts of one part of a data set, in a fixed order.
 
     Attributes:
-        split: "train" or "val" where the data set says; None where each document's hash is to decide.
+        split: "train" or "val" if the data set says so; None if each document's hash decides.
         open: `open(documents, position)` gives the texts after the first `documents` ones. `position`, if not None, is
             what `where` returned there, and saves reading them again.
-        where: the place of the reader as a JSON value, or None where counting documents is all there is.
+        where: the position of the reader as a JSON value, or None if only documents can be counted.
         done: the fraction read so far, if known.
     """
 
@@ -63,7 +65,7 @@ HUB: dict[str, HubData] = {
 
 
 def hub_streams(data: HubData) -> list[Stream]:
-    """Validation first where the data set has its own, then the training split."""
+    """Return the streams of a data set: its validation split first, if it has one, then the training split."""
     splits: list[tuple[str, Literal["train", "val"] | None]] = [("train", None)]
     if data.val is not None:
         splits = [(data.val, "val"), ("train", "train")]
@@ -71,7 +73,7 @@ def hub_streams(data: HubData) -> list[Stream]:
 
 
 def local_files(paths: Sequence[str]) -> list[Path]:
-    """The text files that `paths` (files, folders, globs) name, in that order, a folder's sorted by path."""
+    """Return the text files that `paths` (files, folders, globs) name, in that order, a folder's sorted by path."""
     found: list[Path] = []
     for name in paths:
         path = Path(name).expanduser()
@@ -93,7 +95,7 @@ def local_files(paths: Sequence[str]) -> list[Path]:
 
 
 def local_stream(files: Sequence[Path], unit: Unit, field: str = "text") -> Stream:
-    """The documents of local files.
+    """Return the documents of local files as a stream.
 
     Args:
         files: `.txt`-like or `.jsonl` files, perhaps `.xz` or `.gz`.
@@ -115,7 +117,7 @@ def local_stream(files: Sequence[Path], unit: Unit, field: str = "text") -> Stre
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """WikiText's lines as articles: each starts at a title line."""
+    """Join WikiText's lines to articles, which start at a title line."""
     held: list[str] = []
     for line in lines:
         if _TITLE.match(line.rstrip("\n")) and any(part.strip() for part in held):
@@ -186,15 +188,10 @@ def _hub_stream(data: HubData, name: str, split: Literal["train", "val"] | None)
 
 
 def _load(data: HubData, split: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{data.name} comes through the package `datasets`: pip install 'cosmos-optim[lab,data]', or prepare local "
-            "text files"
-        ) from error
+    install = "pip install 'cosmos-optim[lab,data]', or prepare local text files"
+    datasets = require("datasets", f"{data.name} comes through the package `datasets`: {install}")
     try:
         return datasets.load_dataset(data.name, data.config, split=split, streaming=True)
     except Exception as error:  # The package raises a dozen kinds, its own and those of three network libraries.
-        where = "offline mode is set (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "is the network up?"
-        raise ValueError(f"cannot open {data.name} ({data.config}, {split}) on the hub: {error}; {where}") from error
+        hint = "offline mode is set (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "is the network up?"
+        raise ValueError(f"cannot open {data.name} ({data.config}, {split}) on the hub: {error}; {hint}") from error

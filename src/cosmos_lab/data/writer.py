@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from cosmos_lab.data.shards import HEADER_BYTES, Tokens, header
 
@@ -12,19 +12,19 @@ from cosmos_lab.data.shards import HEADER_BYTES, Tokens, header
 class ShardWriter:
     """Writes `START_000000.bin`, `START_000001.bin`, ... of at most `limit` tokens each, no document cut in two.
 
-    The open shard is called `.bin.part` until it is full. `note` makes what was written so far durable and describes
-    it; a writer made from that description removes whatever came after it.
+    The open shard is called `.bin.part` until it is full. `sync` flushes what was written so far to the disk and
+    returns its state; a writer made from that state removes everything that came after it.
 
     Args:
         folder: where.
         start: start of the files' names.
         limit: most tokens a shard.
-        noted: what `note` returned in an earlier life, or None.
+        state: what `sync` of an earlier writer returned, or None.
     """
 
-    def __init__(self, folder: Path, start: str, limit: int, noted: dict[str, int] | None = None) -> None:
+    def __init__(self, folder: Path, start: str, limit: int, state: dict[str, int] | None = None) -> None:
         self.folder, self.start, self.limit = folder, start, limit
-        known = noted or {}
+        known = state or {}
         self.shards = known.get("shards", 0)  # Full ones.
         self.filled = known.get("filled", 0)  # Tokens in the open one.
         self.tokens = known.get("tokens", 0)  # In all.
@@ -44,8 +44,8 @@ class ShardWriter:
         self.tokens += tokens.size
         self.documents += 1
 
-    def note(self) -> dict[str, int]:
-        """Make all documents so far durable; the state to start from later."""
+    def sync(self) -> dict[str, int]:
+        """Flush all documents so far to the disk; return the state to start from later."""
         if self._out is not None:
             self._out.flush()
             os.fsync(self._out.fileno())
@@ -57,12 +57,12 @@ class ShardWriter:
             return
         self._out.seek(0)
         self._out.write(header(self.filled))
-        self.note()
-        self.abandon()
+        self.sync()
+        self.close()
         os.replace(self._path(".bin.part"), self._path(".bin"))
         self.shards, self.filled = self.shards + 1, 0
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Close the open file as it is."""
         out, self._out = self._out, None
         if out is not None:
@@ -72,10 +72,10 @@ class ShardWriter:
         return self.folder / f"{self.start}_{self.shards if shard is None else shard:06d}{suffix}"
 
     def _cut_back(self) -> None:
-        """Bring the files to the noted state: later shards go, the open one is cut to its noted length."""
+        """Restore the saved state: remove later shards, cut the open one to its saved length."""
         part, whole = self._path(".bin.part"), self._path(".bin")
         if self.filled and not part.exists() and whole.exists():
-            os.replace(whole, part)  # It was completed after the note.
+            os.replace(whole, part)  # It was completed after the state was saved.
         for path in self.folder.glob(f"{self.start}_*"):
             number = path.name[len(self.start) + 1 :].split(".")[0]
             if path != part and number.isdigit() and int(number) >= self.shards:
@@ -85,15 +85,7 @@ class ShardWriter:
             return
         size = HEADER_BYTES + 2 * self.filled
         if not part.exists() or part.stat().st_size < size:
-            raise ValueError(f"cannot go on: {part} is missing or shorter than noted; delete it and its state file")
+            raise ValueError(f"cannot continue: {part} is missing or too short; delete it and its state file")
         self._out = open(part, "r+b")  # noqa: SIM115
         self._out.truncate(size)
         self._out.seek(size)
-
-
-def description(writers: dict[str, ShardWriter]) -> dict[str, Any]:
-    """Counts by split, for the record beside finished shards."""
-    return {
-        name: {split: getattr(writer, name) for split, writer in writers.items()}
-        for name in ("documents", "tokens", "shards")
-    }

@@ -25,10 +25,11 @@ import torch
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, rank
-from cosmos_lab.io import write_json
+from cosmos_lab.io import finite, write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.report import describe_runs, write_report
-from cosmos_lab.run import checkpoint, run_log
+from cosmos_lab.results.reading import read_metrics, read_summary
+from cosmos_lab.run import checkpoint
 from cosmos_lab.run.run_folder import check_unfinished, finished
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped, watch
 from cosmos_lab.run.train import train
@@ -126,7 +127,7 @@ def compare(
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
     """Rank the runs, write compare.json and print the table."""
     result = rank(runs, metric, failures)
-    write_json(Path(runs[0].logging.out) / RESULT, run_log.finite(result))
+    write_json(Path(runs[0].logging.out) / RESULT, finite(result))
     if show:
         print(format_result(result))
     return result
@@ -134,7 +135,7 @@ def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str
 
 def _report_on(runs: Sequence[RunConfig], show: bool) -> None:
     """Write the report on all runs that have begun; print what they showed and where the page is."""
-    folders = [folder for run in runs if (folder := run_log.run_folder(run)).is_dir()]
+    folders = [folder for run in runs if (folder := run.folder).is_dir()]
     if not folders:
         return
     try:
@@ -247,14 +248,14 @@ def _in_processes(
         for job in jobs:
             job.process.wait()
             job.log.close()
-    left = [folder for job in signalled if run_log.read_summary(folder := run_log.run_folder(job.run)) is None]
+    left = [folder for job in signalled if read_summary(folder := job.run.folder) is None]
     kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
     how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
     request.check(f"in {len(left)} of {len(runs)} runs, {how}")
 
 
 def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
-    folder = run_log.run_folder(run)
+    folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asked.json").write_text(json.dumps(run.flat()))
     # The workers import what this process imported, installed or not.
@@ -271,15 +272,15 @@ def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
 
 def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: int) -> bool:
     """Show a job's progress; return True if it has ended. ``signum`` is the signal that asked all to stop, or 0."""
-    folder = run_log.run_folder(job.run)
+    folder = job.run.folder
     code = job.process.poll()
     if code is None:
-        records = list(run_log.read_metrics(folder))
+        records = list(read_metrics(folder))
         if records:
             display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
         return False
     job.log.close()
-    summary = run_log.read_summary(folder)
+    summary = read_summary(folder)
     # Ended by a signal, ours or one to the whole process group: in training (128 + number), or before and after it.
     stopped = bool(signum) and any(code in (128 + known, -known) for known in SIGNALS)
     if stopped and summary is None:

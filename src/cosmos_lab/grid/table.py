@@ -12,7 +12,6 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.display import format_table
 from cosmos_lab.results.ranking import Group, best_of, group_runs
 from cosmos_lab.results.reading import Run, read_run
-from cosmos_lab.run import run_log
 
 NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
 
@@ -40,7 +39,7 @@ def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | N
 
 def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
     """Read a run's folder; names, rates and settings are those asked for, also if the run was not started yet."""
-    run, o = read_run(run_log.run_folder(asked)), asked.optimizer
+    run, o = read_run(asked.folder), asked.optimizer
     status = FAILED if asked.run_name in failures else NOT_STARTED if run.status == "empty" else run.status
     about = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
     config = {**run.config, "config": asked.flat()}

@@ -1,7 +1,7 @@
 """One decoder for every preset: LLaMA, GPT-2 with rotary positions, modded-NanoGPT.
 
 Legend: B = batch, T = sequence length, d = width, h = heads, D = head_dim, f = MLP size, V = vocabulary.
-Parameters stay apart (q, k, v, gate, up: the optimizer treats each as a matrix) and in their master type; linear.py
+Parameters stay separate (q, k, v, gate, up: the optimizer treats each as a matrix) and in their master type; linear.py
 makes the joined and aligned copies that the matrix products read.
 """
 
@@ -22,11 +22,8 @@ from .presets import ModelConfig, resolve
 
 # cuDNN's attention is the fastest that torch ships for Hopper and later, but not what torch chooses by itself.
 HOPPER_ATTENTION = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -80,9 +77,8 @@ class Attention(nn.Module):
 
     def fill_tables(self) -> None:
         """cos and sin of t theta^(-2i/D) for t < max_seq_len, i < D/2."""
-        frequencies = self.config.rope_theta ** (
-            -torch.arange(0, self.config.head_dim, 2).float() / self.config.head_dim
-        )
+        size = self.config.head_dim
+        frequencies = self.config.rope_theta ** (-torch.arange(0, size, 2).float() / size)
         angles = torch.outer(torch.arange(self.config.max_seq_len).float(), frequencies)[:, None]
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
@@ -101,13 +97,13 @@ class Attention(nn.Module):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def on_hopper() -> bool:
-    """Whether the current GPU is a Hopper or later (a constant for the compiler, which cannot ask)."""
+    """Tell whether the current GPU is a Hopper or later (a constant for the compiler, which cannot ask)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(causal(q k' / sqrt(D))) v for (B, h, T, D) operands."""
-    # The choice stands here, not around the training loop, so that a checkpointed block makes it again in backward.
+    # The choice is made here, not around the training loop, so that a checkpointed block makes it again in backward.
     if on_hopper() and q.is_cuda:
         with sdpa_kernel(HOPPER_ATTENTION, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -150,7 +146,7 @@ class Block(nn.Module):
 
 
 def _mean_loss(norm: Norm, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """From what the last block gives to the loss."""
+    """Compute the loss from the output of the last block."""
     return linear_cross_entropy(norm(x).flatten(0, 1), weight, targets.flatten(), dtype)
 
 
@@ -166,7 +162,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpointing = False
+        self.checkpointing = False  # True: keep only each block's input, compute the rest again in the backward pass
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = Norm(config)
@@ -192,7 +188,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The (V, d) matrix that makes logits: the head's, or the embedding's where they are tied."""
+        """The (V, d) matrix that makes logits: the head's, or the embedding's if they are tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -224,12 +220,8 @@ class Decoder(nn.Module):
             block.compile(dynamic=dynamic, backend=backend)
         self._loss = torch.compile(_mean_loss, dynamic=dynamic, backend=backend)
 
-    def set_checkpointing(self, enabled: bool) -> None:
-        """Keep only each block's input for the backward pass and compute the rest again there."""
-        self.checkpointing = enabled
-
     def num_parameters(self, non_embedding: bool = False) -> int:
-        """Number of parameters; with non_embedding, without the input embedding (a tied one is the head: it counts)."""
+        """Count the parameters; with non_embedding, without the input embedding (unless it is the head too)."""
         total = sum(parameter.numel() for parameter in self.parameters())
         return total - self.embed.weight.numel() if non_embedding and self.head is not None else total
 
@@ -248,7 +240,7 @@ def build(
     name_or_config: str | ModelConfig, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None,
     **overrides: Any,
 ) -> Decoder:  # fmt: skip
-    """A fresh decoder from a preset's name or a config, some fields replaced, its weights drawn on `device`.
+    """Build a decoder from a preset's name or a config, with some fields replaced and weights drawn on `device`.
 
     >>> build("tiny", depth=1).config.depth
     1

@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 
 def compute_dtype(device: torch.device, weight: Tensor) -> torch.dtype:
-    """Type of the matrix products: autocast's where it is on, the weight's elsewhere."""
+    """Return the type of the matrix products: autocast's if it is on, else the weight's."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return weight.dtype
 
 
 def row_padding(size: int, dtype: torch.dtype) -> int:
-    """Elements to add to a dimension of that size: 16-bit rows that are not 16-byte aligned run at quarter speed."""
+    """Return how many elements to pad: 16-bit rows that are not 16-byte aligned run at quarter speed."""
     return -size % 64 if dtype.itemsize == 2 and size % 8 else 0
 
 
 def joined_linear(x: Tensor, layers: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The outputs of several layers that read the same x, from one matrix product over their joined weights.
+    """Compute several layers that read the same x with one matrix product over their joined weights.
 
-    Each output is padded with zeros to an aligned size where its own size is odd. The copy in `dtype` has to be made
+    Each output is padded with zeros to an aligned size if its size is odd. The copy in `dtype` has to be made
     anyway; joining makes one long product of several short ones, forward and backward.
     """
     weights, biases = [], []
@@ -40,7 +40,7 @@ def joined_linear(x: Tensor, layers: Sequence[nn.Linear], dtype: torch.dtype) ->
 
 
 def output_linear(x: Tensor, layer: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """layer(x) where x may carry the padding that joined_linear added: the weight gets zero columns to match."""
+    """Compute layer(x) for an x that may have joined_linear's padding: the weight gets zero columns to match."""
     weight = layer.weight.to(dtype)
     pad = x.shape[-1] - layer.in_features
     bias = None if layer.bias is None else layer.bias.to(dtype)

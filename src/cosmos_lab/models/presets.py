@@ -6,7 +6,7 @@ Legend: d = width, L = depth, V = vocabulary, T = sequence length, h = heads of 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 GPT2_VOCAB = 50_304  # 50,257 ids, padded to a multiple of 128: an odd vocabulary quarters the speed of the head
 
@@ -60,23 +60,18 @@ class ModelConfig:
             raise ValueError(f"model: width {self.width} is not a multiple of head_dim {self.head_dim}; change either")
         if self.head_dim % 2:
             raise ValueError(f"model: head_dim {self.head_dim} is odd; rotary positions need an even size")
-        choices = {
-            "norm": ("rms", "rms-bare", "layer"),
-            "activation": ("swiglu", "gelu", "relu2"),
-            "init_out": ("normal", "depth", "zero"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"model: {name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+        for name, hint in get_type_hints(ModelConfig).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"model: {name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(hint))}")
 
     @property
     def heads(self) -> int:
-        """Number of attention heads, width / head_dim."""
+        """Return the number of attention heads, width / head_dim."""
         return self.width // self.head_dim
 
     @property
     def is_llama(self) -> bool:
-        """Whether LLaMA's architecture (as transformers implements it) computes the same function."""
+        """Tell whether LLaMA's architecture (as transformers implements it) computes the same function."""
         llama = (self.norm, self.activation, self.bias, self.qk_norm, self.embed_norm)
         return llama == ("rms", "swiglu", False, False, False)
 
@@ -124,7 +119,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def resolve(name_or_config: str | ModelConfig, **overrides: Any) -> ModelConfig:
-    """The named preset, or the given config, with some fields replaced.
+    """Return the named preset, or the given config, with some fields replaced.
 
     >>> resolve("llama-1b", vocab_size=32_100).vocab_size
     32100

@@ -1,4 +1,4 @@
-"""A test rig for profiling: one model on one device, random tokens, any optimizer, timed and weighed iterations.
+"""The measurements of a profile: one model on one device, random tokens, any optimizer, time and memory.
 
 The model stays while optimizers and batch sizes change, so that each shape is compiled once.
 """
@@ -6,6 +6,7 @@ The model stays while optimizers and batch sizes change, so that each shape is c
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import re
 import statistics
@@ -20,34 +21,36 @@ from torch import Tensor, nn
 from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
-from cosmos_lab.optimizers import build_optimizer
-from cosmos_lab.run import build
+from cosmos_lab.optimizers import build_optimizer, optimizer_class
+from cosmos_lab.profile.config import ProfileConfig
+from cosmos_lab.run import model_cache
+from cosmos_lab.run.launch import pick_bf16, pick_compile, pick_device
 from cosmos_lab.run.meters import GB, Stopwatch
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
 _LOGITS_AT_ONCE = 7  # chunks of logits in fp32 that the loss holds for a moment on a CPU: 4 to 7 by the process's peak
 
 
-class Rig:
-    """Builds the model; ``mount`` an optimizer, then ``iterate``."""
+class Profiler:
+    """Builds the model; call ``set_optimizer``, then ``iterate``."""
 
-    def __init__(
-        self, model: str, *, seq_len: int, device: torch.device, compiled: str, bf16: bool, **sizes: Any
-    ) -> None:
-        build.release()  # a model kept from training would weigh on the measurements
+    def __init__(self, config: ProfileConfig) -> None:
+        model_cache.clear()  # the memory of a model kept from training would be counted
         torch.manual_seed(0)
-        self.device, self.seq_len, self.bf16 = device, seq_len, bf16
-        self.model = build_model(model, device=device, **sizes)
-        self.flops_per_token = self.model.flops_per_token(seq_len)
+        self.config, self.seq_len, self.device = config, config.seq_len, pick_device(config.device)
+        self.compiled = pick_compile(config.compile, self.device)
+        self.bf16 = pick_bf16(config.precision, self.device)
+        sizes: dict[str, Any] = {} if config.vocab_size is None else {"vocab_size": config.vocab_size}
+        self.model = build_model(config.model, device=self.device, **sizes)
+        self.flops_per_token = self.model.flops_per_token(config.seq_len)
         self.runner: nn.Module = self.model
-        self.compiled = compiled
         self.recompile(dynamic=False)
         self.optimizer: torch.optim.Optimizer | None = None
         self._saved: tuple[int, int] | None = None  # by a pass over one sequence and over two
-        self.forward_backward, self.update = Stopwatch(device), Stopwatch(device)
+        self.forward_backward, self.update = Stopwatch(self.device), Stopwatch(self.device)
 
     def recompile(self, dynamic: bool) -> None:
-        """Compile anew, for one graph a batch size, or for one graph for all of them (a little slower to run)."""
+        """Compile again: one graph for each batch size, or one for all of them (a little slower) if ``dynamic``."""
         if self.compiled == "off":
             return
         torch.compiler.reset()  # a graph for all sizes would otherwise serve every size from then on
@@ -57,32 +60,33 @@ class Rig:
         else:
             self.runner = cast(nn.Module, torch.compile(self.model, dynamic=dynamic))
 
-    def mount(self, options: OptimizerOptions) -> torch.optim.Optimizer:
-        """Put another optimizer in; the old one's state is freed first."""
-        self.unmount()
+    def set_optimizer(self, name: str) -> None:
+        """Replace the optimizer; the old one's state is freed first."""
+        self.remove_optimizer()
+        rank = self.config.rank if "rank" in inspect.signature(optimizer_class(name)).parameters else None
+        options = OptimizerOptions(optimizer=name, rank=rank, options=self.config.options)
         self.optimizer = build_optimizer(self.model, options)
-        return self.optimizer
 
-    def unmount(self) -> None:
+    def remove_optimizer(self) -> None:
         """Free the optimizer's state and the gradients."""
         self.optimizer = None
         self.model.zero_grad(set_to_none=True)
         self.free()
 
     def free(self) -> None:
-        """Give cached memory back, so that one measurement does not weigh on the next."""
+        """Return cached memory to the device, so that one measurement does not affect the next."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Random tokens and targets."""
+        """Draw random tokens and targets."""
         shape, vocab = (size, self.seq_len + 1), self.model.config.vocab_size
         tokens = torch.randint(vocab, shape, device=self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def passes(self, size: int, count: int) -> None:
-        """``count`` forward and backward passes over ``size`` sequences, gradients adding up."""
+        """Run ``count`` forward and backward passes over ``size`` sequences, adding up gradients."""
         tokens, targets = self.batch(size)
         for _ in range(count):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
@@ -90,8 +94,8 @@ class Rig:
             loss.backward()
 
     def pass_speed(self, size: int, count: int) -> float | None:
-        """Tokens per second of forward and backward passes without an optimizer; None if they do not fit."""
-        if self.lack(size):
+        """Return the tokens per second of forward and backward passes without an optimizer; None if they do not fit."""
+        if self.missing_memory(size):
             return None
         try:
             self.passes(size, 1)
@@ -107,7 +111,7 @@ class Rig:
             self.model.zero_grad(set_to_none=True)
 
     def iterate(self, size: int, accumulation: int) -> None:
-        """One iteration as the paper times it: all passes, then the optimizer."""
+        """Run one iteration as the paper times it: all passes, then the optimizer."""
         assert self.optimizer is not None
         with self.forward_backward.measure():
             self.passes(size, accumulation)
@@ -115,18 +119,18 @@ class Rig:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def time(self, size: int, accumulation: int, iterations: int, updates: int) -> tuple[float, float]:
-        """Seconds in one iteration: the median of forward and backward, the mean of the optimizer's.
+    def time(self, size: int, accumulation: int) -> tuple[float, float]:
+        """Return the seconds of one iteration: the median of forward and backward, the mean of the optimizer's.
 
-        Of the ``updates`` that count those beyond ``iterations`` follow a single pass.
+        Updates beyond ``iterations`` follow a single pass.
         """
         self.sync()
         self.forward_backward.take(), self.update.take()
-        for _ in range(iterations):
+        for _ in range(self.config.iterations):
             self.iterate(size, accumulation)
         self.sync()
         passes = self.forward_backward.take()
-        for _ in range(updates - iterations):
+        for _ in range(self.config.updates - self.config.iterations):
             self.iterate(size, 1)
         self.sync()
         self.forward_backward.take()
@@ -138,30 +142,30 @@ class Rig:
             torch.cuda.synchronize(self.device)
 
     def reset_peak(self) -> None:
-        """Weigh from now on."""
+        """Count peak memory from now on."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_gb(self, size: int) -> tuple[float, float]:
-        """Peak memory since ``reset_peak`` in GiB: held by tensors and recorded steps, and taken from the device.
+        """Return the peak GiB since ``reset_peak``: held by tensors and CUDA graphs, and reserved on the device.
 
         On a CPU, which keeps no such count: parameters, gradients, optimizer state and what one forward pass saves.
         """
         if self.device.type == "cuda":
-            recorded = getattr(self.optimizer, "replays", None)
-            held = torch.cuda.max_memory_allocated(self.device) + (recorded.bytes if recorded is not None else 0)
+            graph = getattr(self.optimizer, "cuda_graph", None)
+            held = torch.cuda.max_memory_allocated(self.device) + (graph.bytes if graph is not None else 0)
             return held / GB, torch.cuda.max_memory_reserved(self.device) / GB
         total = (2 * self._weight_bytes() + self.state_bytes() + self._activation_bytes(size)) / GB
         return total, total
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state."""
+        """Return the bytes of optimizer state."""
         return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
 
-    def lack(self, size: int) -> str:
-        """Why an iteration of ``size`` sequences must not be tried on this CPU, which would not raise but swap or kill.
+    def missing_memory(self, size: int) -> str:
+        """Say why ``size`` sequences must not be tried on this CPU, which would not raise but swap or kill.
 
-        Empty if it may, and on a GPU, whose allocator refuses by itself.
+        Return "" if they may be, and on a GPU, which raises an error.
         """
         if self.device.type == "cuda":
             return ""
@@ -174,7 +178,7 @@ class Rig:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def _activation_bytes(self, size: int) -> int:
-        """What a forward pass saves, on the line through one sequence and two: no large pass is run to count it."""
+        """Extrapolate what a forward pass saves from one sequence and two, without running a large pass."""
         if self._saved is None:
             self._saved = self._saved_bytes(1), self._saved_bytes(2)
         one, two = self._saved
@@ -196,12 +200,12 @@ class Rig:
         del loss
         return total
 
-    def fits(self, size: int, cap_gb: float) -> bool:
-        """Whether an iteration of ``size`` sequences stays under the cap; its second pass holds gradients too."""
+    def fits(self, size: int) -> bool:
+        """Tell whether an iteration of ``size`` sequences stays under the cap; its second pass also holds gradients."""
         if self.device.type != "cuda":
-            return self.peak_gb(size)[0] <= cap_gb
+            return self.peak_gb(size)[0] <= self.config.memory_cap_gb
         try:
-            with self.capped(cap_gb):
+            with self.capped():
                 self.iterate(size, 2)
                 self.sync()
             return True
@@ -209,13 +213,14 @@ class Rig:
             return False
 
     @contextmanager
-    def capped(self, cap_gb: float) -> Iterator[None]:
-        """More memory than the cap is an out-of-memory error in here, on a GPU; nothing is left of a failed pass."""
+    def capped(self) -> Iterator[None]:
+        """Raise an out-of-memory error inside for more memory than the cap, on a GPU; free what a failed pass left."""
         if self.device.type != "cuda":
             yield
             return
         self.free()
-        fraction = min(1.0, cap_gb * GB / torch.cuda.get_device_properties(self.device).total_memory)
+        cap = self.config.memory_cap_gb * GB
+        fraction = min(1.0, cap / torch.cuda.get_device_properties(self.device).total_memory)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
         try:
             yield
@@ -227,9 +232,9 @@ class Rig:
 
 
 def free_memory() -> float:
-    """Bytes of main memory that can be had now, within the container's limit; infinity where the system says nothing.
+    """Return the bytes of main memory available now, within the container's limit; infinity if the system does not say.
 
-    Not sysconf's SC_AVPHYS_PAGES, which leaves out what the caches of files would give back.
+    Not sysconf's SC_AVPHYS_PAGES, which does not count what the caches of files would free.
     """
     machine = 1024 * _kernel_number("/proc/meminfo", r"^MemAvailable: *(\d+)")
     group = _kernel_number("/sys/fs/cgroup/memory.max", r"^(\d+)")

@@ -4,7 +4,7 @@
     for run in recipe.runs(optimizers=["adam", "cosmos"]): train(run)
 """
 
-from cosmos_lab.recipes import gpt, llama, small, wiki  # noqa: F401  (importing registers)
+from cosmos_lab.recipes import gpt, llama, project  # noqa: F401  (importing registers)
 from cosmos_lab.recipes.recipe import RECIPES, Recipe, get_recipe, shrink
 from cosmos_lab.recipes.variants import label
 

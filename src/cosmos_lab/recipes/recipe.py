@@ -9,9 +9,10 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import resolve
-from cosmos_lab.recipes.variants import Variant, extended, label, plain, select, with_rates
+from cosmos_lab.recipes.variants import Variant, label, plain, select, with_fields, with_rates
 
 RECIPES: dict[str, Callable[[], Recipe]] = {}
+Setup = tuple[RunConfig, Iterable[Variant]]
 _EVERY = ("val_every", "checkpoint_every", "diagnostics_every")
 
 
@@ -20,7 +21,7 @@ class Recipe:
     """A published comparison: one set-up and the runs made in it.
 
     name: what the commands call it.
-    title: one line on what it shows.
+    title: one line on what it does.
     source: where the paper reports it, or "this project".
     config: the set-up, which is also the best COSMOS run: ``train`` starts from it.
     grid: the runs, each as the fields in which it differs; ``compare`` makes them all.
@@ -36,12 +37,8 @@ class Recipe:
     metric: str = "final_val_loss"
     published: Mapping[str, float] = field(default_factory=dict)
 
-    def scaled(self, scale: float) -> Recipe:
-        """The same recipe with model, batch and tokens shrunk together."""
-        return self if scale == 1 else replace(self, config=shrink(self.config, scale))
-
     def start(self, optimizer: str) -> RunConfig:
-        """The set-up with another optimizer, as the grid runs it, at the middle one of its rates."""
+        """Return the set-up with another optimizer, as the grid runs it, at the middle one of its rates."""
         if optimizer == self.config.optimizer.optimizer:
             return self.config
         own = [variant for variant in self.grid if variant["optimizer"] == optimizer]
@@ -57,15 +54,15 @@ class Recipe:
         only: Sequence[str] | None = None,
         extra: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> list[RunConfig]:
-        """The runs of the grid, named.
+        """Return the runs of the grid, named.
 
         Args:
-            config: the set-up, where it is not the recipe's own.
+            config: the set-up, if it is not the recipe's.
             optimizers: only these; one that the recipe does not run gets its ``lrs``.
             lrs: rates in place of the recipe's, for all optimizers or by name.
             seeds: every run once for each.
-            only: rows by what sets them apart, such as "rank-32", or "rank-32+gamma-0.5" for both at once.
-            extra: (optimizer, fields) to set in its rows; an optimizer that occurs twice runs in both ways.
+            only: variants by what sets them apart, such as "rank-32", or "rank-32+gamma-0.5" for both at once.
+            extra: (optimizer, fields) to set in its variants; an optimizer that occurs twice runs in both ways.
         """
         base = config or self.config
         chosen = [v for v in self.grid if optimizers is None or v["optimizer"] in optimizers]
@@ -78,25 +75,40 @@ class Recipe:
             chosen = select(chosen, only)
         return [
             base.replace(**variant, seed=seed, name=f"{base.logging.recipe}-{label(variant, shown)}-s{seed}")
-            for variant, shown in extended(chosen, extra, base.optimizer.options)
+            for variant, shown in with_fields(chosen, extra, base.optimizer.options)
             for seed in seeds
         ]
 
 
-def recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
-    """Register a recipe function under the name its recipe has."""
-    made = make()
-    RECIPES[made.name] = make
-    return make
+def recipe(
+    source: str, *, metric: str = "final_val_loss", published: Mapping[str, float] | None = None
+) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
+    """Register a function as the recipe of its name, with the first line of its docstring as the title.
+
+    The arguments are fields of `Recipe`; the function returns the other two, set-up and grid.
+    """
+
+    def register(setup: Callable[[], Setup]) -> Callable[[], Setup]:
+        name, title = setup.__name__.replace("_", "-"), (setup.__doc__ or "").splitlines()[0].removesuffix(".")
+
+        def make() -> Recipe:
+            config, grid = setup()
+            return Recipe(name, title, source, config.replace(recipe=name), tuple(grid), metric, published or {})
+
+        RECIPES[name] = make
+        return setup
+
+    return register
 
 
 def get_recipe(name: str, scale: float = 1.0) -> Recipe:
-    """The recipe of that name; an unknown one is a ValueError with the close ones."""
+    """Return the recipe of that name, shrunk by ``scale``; an unknown name is a ValueError with the close ones."""
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise ValueError(f"unknown recipe {name!r}; {hint}`cosmos-lab recipes` lists all {len(RECIPES)}")
-    return RECIPES[name]().scaled(scale)
+    whole = RECIPES[name]()
+    return whole if scale == 1 else replace(whole, config=shrink(whole.config, scale))
 
 
 def shrink(config: RunConfig, scale: float) -> RunConfig:
@@ -110,15 +122,13 @@ def shrink(config: RunConfig, scale: float) -> RunConfig:
     model = resolve(config.model.model)
     edge, root = scale ** (1 / 3), scale**0.5
     width = max(2, round(model.width * edge / model.head_dim)) * model.head_dim
-    steps = max(20, round(config.training.steps * root))
-    log = config.logging
     every = {name: max(1, round(config.get(name) * root)) if config.get(name) else 0 for name in _EVERY}
     return config.replace(
         width=width,
         depth=max(2, round(model.depth * edge)),
         mlp=max(8, round(model.mlp * width / model.width / 8) * 8),  # a multiple of 8 suits the matrix units
         batch=max(8, round(config.training.batch * root / 8) * 8),
-        steps=steps,
-        val_tokens=max(65_536, round(log.val_tokens * scale)),
+        steps=max(20, round(config.training.steps * root)),
+        val_tokens=max(65_536, round(config.logging.val_tokens * scale)),
         **every,
     )

@@ -1,4 +1,4 @@
-"""Rows of a recipe's grid: what they are called, how they are chosen, and how they are run at other settings."""
+"""Variants, the runs of a recipe's grid: their names, how they are chosen, and how they run at other settings."""
 
 from __future__ import annotations
 
@@ -11,110 +11,102 @@ from cosmos_lab.config import OptimizerOptions
 
 Variant = Mapping[str, Any]
 
-# Fields that a row's name shows where the row sets them, and what it calls them.
+# Fields that a variant's name shows if the variant sets them, and how it abbreviates them.
 _SHORT = {"rank": "rank", "gamma": "gamma", "beta1": "momentum", "weight_decay": "decay"}
-COSMOS = ("cosmos", "cosmos-paper")  # names whose rows have a gamma
+COSMOS = ("cosmos", "cosmos-paper")  # optimizers with a gamma
 _FIELDS = {field.name for field in dataclasses.fields(OptimizerOptions)} - {"optimizer", "lr", "options"}
 
 
 def label(variant: Variant, shown: Collection[str] = ()) -> str:
-    """A short name for a variant: the optimizer, its rate, and what else it sets.
+    """Return a short name for a variant: the optimizer, its rate, and what else it sets.
 
     >>> label({"optimizer": "cosmos", "lr": 5e-4, "rank": 32, "gamma": 0.1})
     'cosmos-lr0.0005-rank32-gamma0.1'
 
     Args:
-        variant: the row.
-        shown: further fields to show, beside rank, gamma, momentum, weight decay and options.
+        variant: the fields that it sets.
+        shown: further fields to show, in addition to rank, gamma, momentum, weight decay and options.
     """
     changes = (f"{name}{value}" for name, value, _ in _changes(variant, shown))
     return "-".join([str(variant["optimizer"]), f"lr{variant['lr']:g}", *changes])
 
 
 def _changes(variant: Variant, shown: Collection[str] = ()) -> list[tuple[str, str, str]]:
-    """What a row sets beside its rate: the short name, the value, and the name of the field."""
+    """Return what a variant sets in addition to its rate: short name, value and name of the field."""
     fields = [*_SHORT, *sorted(set(shown) - set(_SHORT))]
     found = [(_SHORT.get(f, f), f"{variant[f]:g}", f) for f in fields if variant.get(f) is not None]
     options = (option.partition("=") for option in variant.get("options", ()))
     return found + [(name, value, name) for name, _, value in options]
 
 
-def select(rows: Sequence[Variant], only: Sequence[str]) -> list[Variant]:
-    """The rows that any of the names fits, in the grid's order; a name that fits none is an error with all names.
+def select(variants: Sequence[Variant], only: Sequence[str]) -> list[Variant]:
+    """Return the variants that any of the names fits, in order; a name that fits none is an error with all names.
 
     >>> cosmos = {"optimizer": "cosmos", "lr": 1e-3}
-    >>> rows = [cosmos, {**cosmos, "rank": 32}, {**cosmos, "options": ("nesterov=True",)}]
-    >>> [label(row) for row in select(rows, ["rank-32", "base"])]
+    >>> variants = [cosmos, {**cosmos, "rank": 32}, {**cosmos, "options": ("nesterov=True",)}]
+    >>> [label(variant) for variant in select(variants, ["rank-32", "base"])]
     ['cosmos-lr0.001', 'cosmos-lr0.001-rank32']
     """
     for name in only:
-        if not any(_fits(row, name) for row in rows):
-            known = dict.fromkeys("+".join(f"{n}-{value}" for n, value, _ in _changes(row)) or "base" for row in rows)
+        if not any(_fits(variant, name) for variant in variants):
+            known = dict.fromkeys("+".join(f"{n}-{value}" for n, value, _ in _changes(v)) or "base" for v in variants)
             raise ValueError(f"--only {name} fits no row; the rows are {', '.join(known)}")
-    return [row for row in rows if any(_fits(row, name) for name in only)]
+    return [variant for variant in variants if any(_fits(variant, name) for name in only)]
 
 
-def _fits(row: Variant, name: str) -> bool:
-    """Whether every part of "rank-32+gamma-0.5" is something the row sets; "base" is a row that sets nothing."""
-    changes = _changes(row)
-    words = {label(row), "-".join(f"{short}{value}" for short, value, _ in changes) or "base"}
+def _fits(variant: Variant, name: str) -> bool:
+    """Tell whether every part of "rank-32+gamma-0.5" is something the variant sets; "base" sets nothing."""
+    changes = _changes(variant)
+    words = {label(variant), "-".join(f"{short}{value}" for short, value, _ in changes) or "base"}
     for short, value, field in changes:
-        words |= {short, field, f"{short}{value}", f"{field}{value}"} | ({value} if _is_word(value) else set())
+        words |= {short, field, f"{short}{value}", f"{field}{value}"}
+        if value[:1].isalpha() and value not in ("True", "False"):
+            words.add(value)
     return {_bare(part) for part in name.split("+")} <= {_bare(word) for word in words}
-
-
-def _is_word(value: str) -> bool:
-    return value[:1].isalpha() and value not in ("True", "False")
 
 
 def _bare(text: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", text.lower())
 
 
-def extended(
-    rows: Iterable[Variant], extra: Sequence[tuple[str, Mapping[str, Any]]], options: tuple[str, ...]
+def with_fields(
+    variants: Sequence[Variant], extra: Sequence[tuple[str, Mapping[str, Any]]], options: tuple[str, ...]
 ) -> list[tuple[Variant, tuple[str, ...]]]:
-    """Each row with the fields that ``extra`` gives its optimizer, in as many ways, and what its name must show then.
+    """Return each variant with the fields that ``extra`` gives its optimizer, and the fields that its name must show.
 
     Args:
-        rows: of the grid.
-        extra: (optimizer, fields); a field that a run does not have is an option of the optimizer.
-        options: those of the set-up, which rows without options of their own keep.
+        variants: of the grid.
+        extra: (optimizer, fields), several times for several ways; unknown fields are options of the optimizer.
+        options: those of the set-up, which variants without options keep.
     """
-    rows = list(rows)
-    stray = sorted({name for name, _ in extra} - {row["optimizer"] for row in rows})
-    if stray:
-        raise ValueError(f"--extra is for {', '.join(stray)}, but no run of the grid has that optimizer")
-    found: list[tuple[Variant, tuple[str, ...]]] = []
-    for row in rows:
-        ways = [fields for name, fields in extra if name == row["optimizer"]]
-        found += [_with_fields(row, fields, options) for fields in ways or [{}]]
-    return found
-
-
-def _with_fields(row: Variant, fields: Mapping[str, Any], options: tuple[str, ...]) -> tuple[Variant, tuple[str, ...]]:
+    unused = sorted({name for name, _ in extra} - {variant["optimizer"] for variant in variants})
+    if unused:
+        raise ValueError(f"--extra is for {', '.join(unused)}, but no run of the grid has that optimizer")
     for name in ("optimizer", "lr"):
-        if name in fields:
+        if any(name in fields for _, fields in extra):
             raise ValueError(f"--extra cannot set {name}: choose with --{name}s")
-    own = {name: value for name, value in fields.items() if name in _FIELDS}
-    for name, value in own.items():
-        if value is not None and not isinstance(value, (int, float)):
-            raise ValueError(f"--extra: {name} takes a number; got {value!r}")
-    added = {name: f"{name}={value}" for name, value in fields.items() if name not in _FIELDS}
-    if not added:
-        return {**row, **own}, tuple(own)
-    kept = (option for option in row.get("options", options) if option.partition("=")[0] not in added)
-    return {**row, **own, "options": (*kept, *added.values())}, tuple(own)
+    found: list[tuple[Variant, tuple[str, ...]]] = []
+    for variant in variants:
+        for fields in [fields for name, fields in extra if name == variant["optimizer"]] or [{}]:
+            own = {name: value for name, value in fields.items() if name in _FIELDS}
+            for name, value in own.items():
+                if value is not None and not isinstance(value, (int, float)):
+                    raise ValueError(f"--extra: {name} takes a number; got {value!r}")
+            added = {name: f"{name}={value}" for name, value in fields.items() if name not in _FIELDS}
+            kept = [option for option in variant.get("options", options) if option.partition("=")[0] not in added]
+            new_options = {"options": (*kept, *added.values())} if added else {}
+            found.append(({**variant, **own, **new_options}, tuple(own)))
+    return found
 
 
 def with_rates(
     grid: Sequence[Variant], optimizers: Sequence[str], lrs: Mapping[str, Sequence[float]] | Sequence[float]
 ) -> list[Variant]:
-    """The grid's optimizers, with the fields they are run with there, at other rates."""
+    """Return the variants of these optimizers at other rates, with the fields that the grid gives them."""
     chosen: list[Variant] = []
-    stray = sorted(set(lrs) - set(optimizers)) if isinstance(lrs, Mapping) else []
-    if stray:
-        raise ValueError(f"--lrs has rates for {', '.join(stray)}, but the runs are of {', '.join(optimizers)}")
+    unused = sorted(set(lrs) - set(optimizers)) if isinstance(lrs, Mapping) else []
+    if unused:
+        raise ValueError(f"--lrs has rates for {', '.join(unused)}, but the runs are of {', '.join(optimizers)}")
     for name in optimizers:
         rates = lrs.get(name) if isinstance(lrs, Mapping) else lrs
         if rates is None:
@@ -126,7 +118,7 @@ def with_rates(
 
 
 def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
-    """An optimizer's distinct variants apart from the rate; adam_lr "lr" marks one that follows it."""
+    """Return an optimizer's distinct variants without the rate; adam_lr "lr" marks one that follows it."""
     own = [variant for variant in grid if variant["optimizer"] == name]
     follows = all(variant.get("adam_lr") == variant["lr"] for variant in own)
     found: list[dict[str, Any]] = []
@@ -138,10 +130,10 @@ def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
 
 
 def plain(name: str) -> dict[str, Any]:
-    """An optimizer the recipe does not run: of its own rank, and without a gamma that belongs to COSMOS."""
+    """Return the fields of an optimizer that the recipe does not run: its default rank, a gamma only for COSMOS."""
     return {"optimizer": name, "rank": None, **({} if name in COSMOS else {"gamma": None})}
 
 
-def variants(optimizer: str, lrs: Iterable[float], **fields: Any) -> list[Variant]:
-    """One variant for each rate; a field given as "lr" takes the rate itself."""
+def at_rates(optimizer: str, lrs: Iterable[float], **fields: Any) -> list[Variant]:
+    """Return one variant for each rate; a field given as "lr" takes the rate itself."""
     return [{"optimizer": optimizer, "lr": lr, **{k: lr if v == "lr" else v for k, v in fields.items()}} for lr in lrs]

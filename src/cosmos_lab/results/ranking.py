@@ -13,18 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cosmos_lab.config import RunConfig
 from cosmos_lab.display import rate
 from cosmos_lab.results.reading import Run
 
-# Differences in these are not a difference in method: they identify a run, or say where and how often it writes.
-_NOT_SETTINGS = frozenset(
-    (
-        *("seed", "name", "lr", "adam_lr", "optimizer", "recipe", "out", "resume", "device", "compile", "cache_dir"),
-        "options",  # each option counts separately
-        *("micro_batch", "log_every", "keep", "tensorboard", "wandb", "checkpoint_every", "diagnostics_every"),
-        *("val_every", "deterministic", "sharding", "checkpointing"),
-    )
-)
+# Differences in these are not a difference in method: they change no number, identify a run, or only its speed.
+_NOT_SETTINGS = (set(RunConfig().flat()) - set(RunConfig().identity())) | {
+    *("optimizer", "lr", "adam_lr", "seed", "recipe", "val_every"),
+    *("micro_batch", "sharding", "deterministic", "checkpointing"),
+    "options",  # each option counts separately
+}
 # Runs that differ in one of these learnt something else: their losses must not be ranked together.
 _TASK = ("model", "width", "depth", "mlp", "vocab_size", "data", "seq_len", "val_tokens")
 

@@ -11,6 +11,7 @@ moment, or a full disk, leaves the previous one as it was. Layout of ``checkpoin
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import random
@@ -24,20 +25,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, read_json, write_json
+from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.run import launch
 
 _NAME = re.compile(r"step_(\d{6,})")
-_COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of Training, in meta.json
+_COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of TrainingState, in meta.json
 _ADVICE = "the checkpoints already there are untouched; free some space and start the same command again to continue"
 
 
 @dataclass
-class Training:
-    """What a checkpoint holds: the live objects, plus where training stands.
+class TrainingState:
+    """What a checkpoint holds: the live objects, and how far training has come.
 
-    loss_sum and logged: the losses since the last log line and its step, so that the log goes on as if never cut.
-    bad_losses: log lines in a row without a finite loss, so that a run diverges where it would have.
+    loss_sum and logged: losses since the last log line and its step, so that the log continues without a gap.
+    bad_losses: log lines in a row without a finite loss, so that a run diverges at the same step.
     """
 
     model: nn.Module
@@ -51,23 +55,23 @@ class Training:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in ``folder``, if there is one."""
+    """Return the newest whole checkpoint in ``folder``, or None."""
     whole = [path for path in _steps(folder) if (path / "meta.json").exists()]
     return whole[-1] if whole else None
 
 
 def step_of(path: Path) -> int:
-    """The step after which a checkpoint was written."""
+    """Return the step after which a checkpoint was written."""
     return int(path.name.removeprefix("step_"))
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, oldest first."""
+    """Return the checkpoints in ``folder``, oldest first."""
     return sorted((p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)), key=step_of)
 
 
-def drop_passing(folder: Path) -> None:
-    """Remove the checkpoints that were written for a resume alone."""
+def remove_temporary(folder: Path) -> None:
+    """Remove the checkpoints that were written only for a resume."""
     for path in _steps(folder):
         if (read_json(path / "meta.json") or {}).get("passing"):
             shutil.rmtree(path, ignore_errors=True)
@@ -76,79 +80,95 @@ def drop_passing(folder: Path) -> None:
 
 
 def save(
-    folder: Path,
-    training: Training,
-    identity: Mapping[str, Any],
-    world: launch.World,
-    keep: int,
-    passing: bool = False,
-) -> Path:
+    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, keep: int, temporary: bool
+) -> None:
     """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints.
 
     Args:
         folder: the run's ``checkpoints`` folder.
-        training: what to write.
+        state: what to write.
         identity: what is being trained; a resume compares it.
         world: this process among the others; every process must call.
         keep: how many checkpoints stay.
-        passing: written for a resume alone; `drop_passing` removes it when the run is finished.
+        temporary: whether `remove_temporary` removes it when the run is finished.
     """
-    final = folder / f"step_{training.step:06d}"
-    temporary = folder / f".writing_{final.name}"
+    final = folder / f"step_{state.step:06d}"
+    unfinished = folder / f".writing_{final.name}"
     error: Exception | None = None
     try:
         if world.main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
         world.barrier()
-        _write(temporary, training, identity, world, passing)
+        _write(unfinished, state, identity, world, temporary)
     except (OSError, RuntimeError) as problem:  # torch reports a short write as a RuntimeError
         error = _explain(problem, final)
     try:
-        world.agree(error)
+        world.raise_together(error)
     except Exception:
         if world.main:
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
     if world.main:
-        _publish(temporary, final)
+        # Flushed before and after the rename, so that the name never shows an unfinished checkpoint.
+        _flush_folder(unfinished)
+        shutil.rmtree(final, ignore_errors=True)  # only a rewrite of the same step finds one
+        os.replace(unfinished, final)
+        _flush_folder(folder)
         for old in _steps(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     world.barrier()
-    return final
 
 
-def load(path: Path, training: Training, identity: Mapping[str, Any], world: launch.World) -> None:
-    """Fill ``training`` from a checkpoint; one of another model, optimizer or data is a ValueError that names both."""
-    meta = read_meta(path)
-    check_identity(path, {**identity, **meta["identity"]}, identity)  # older checkpoints say less
+def load(path: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World) -> None:
+    """Fill ``state`` from a checkpoint; one of another model, optimizer or data is a ValueError that names both."""
+    meta = _read_meta(path)
+    check_identity(path, {**identity, **meta["identity"]}, identity)  # older checkpoints have fewer entries
     if meta["sharded"] != (world.sharding == "fsdp"):
         how = "with" if meta["sharded"] else "without"
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
     if meta["sharded"]:
-        launch.load_sharded(training.model, training.optimizer, path / "shards")
+        launch.load_sharded(state.model, state.optimizer, path / "shards")
     else:
-        state = read_tensors(path / "state.pt", world.device)
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
+        saved = _read_tensors(path / "state.pt", world.device)
+        state.model.load_state_dict(saved["model"])
+        state.optimizer.load_state_dict(saved["optimizer"])
     process = world.rank if world.rank < meta["processes"] else 0  # the data position is the same on every process
-    own = read_tensors(path / f"process_{process}.pt", torch.device("cpu"))
+    own = _read_tensors(path / f"process_{process}.pt", torch.device("cpu"))
     for name in _COUNTS:
-        setattr(training, name, meta.get(name, 0))  # older ones have no bad_losses
-    training.position, training.loss_sum = own["position"], own.get("loss_sum", training.loss_sum)
-    set_random_state(own["random"], world)
+        setattr(state, name, meta.get(name, 0))  # older ones have no bad_losses
+    state.position, state.loss_sum = own["position"], own.get("loss_sum", state.loss_sum)
+    _set_random_state(own["random"], world)
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json of a checkpoint."""
+def load_trained(run: Path) -> Decoder:
+    """Load the model of a run folder, with the weights of its newest checkpoint."""
+    if not run.is_dir():
+        raise ValueError(f"there is no run folder {run}")
+    newest = latest(run / "checkpoints")
+    if newest is None:
+        if not (run / "config.json").is_file():
+            raise ValueError(f"{run} is not a run folder, which has a config.json: give one of those inside")
+        raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")
+    meta = _read_meta(newest)
+    if meta["sharded"]:
+        raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
+    fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
+    model = build(ModelConfig(**fields))
+    model.load_state_dict(_read_tensors(newest / "state.pt", torch.device("cpu"))["model"])
+    return model
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    """Read meta.json of a checkpoint."""
     meta: dict[str, Any] | None = read_json(path / "meta.json")
     if meta is None:
-        raise ValueError(f"{path}/meta.json is no JSON; remove that folder to go on from an older checkpoint")
+        raise ValueError(f"{path}/meta.json is not JSON; remove that folder to continue from an older checkpoint")
     return meta
 
 
-def read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
-    """One of a checkpoint's files."""
+def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
+    """Read one of a checkpoint's files."""
     try:
         found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -156,13 +176,26 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path} cannot be read ({reason}); remove its folder to go on from an older checkpoint"
+            f"{path} cannot be read ({reason}); remove its folder to continue from an older checkpoint"
         ) from error
     return found
 
 
+def identity(
+    config: RunConfig, model: Decoder, source: TokenSource, val_source: TokenSource, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a checkpoint must agree with to be continued; ``settings`` are the optimizer's, except its rates."""
+    return {
+        "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
+        **{name: config.get(name) for name in ("optimizer", "rank", "seq_len", "batch", "seed")},
+        "data": source.fingerprint,
+        "validation data": val_source.fingerprint,
+        **{name: value for name, value in settings.items() if not name.endswith(".lr")},
+    }
+
+
 def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """ValueError naming the first thing in which a saved run differs from the one asked for."""
+    """Raise a ValueError that names the first thing in which a saved run differs from the one asked for."""
     for what, value in asked.items():
         if saved.get(what) != value:
             raise ValueError(
@@ -171,8 +204,8 @@ def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, An
             )
 
 
-def random_state(world: launch.World) -> dict[str, Any]:
-    """The state of every random generator training uses, as plain values."""
+def _random_state(world: launch.World) -> dict[str, Any]:
+    """Return the state of every random generator that training uses, as plain values."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
     if world.cuda:
@@ -180,8 +213,8 @@ def random_state(world: launch.World) -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
-    """Put every generator back to a saved state."""
+def _set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
+    """Restore every generator to a saved state."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -189,23 +222,25 @@ def set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
         torch.cuda.set_rng_state(state["cuda"], world.device)
 
 
-def _write(folder: Path, training: Training, identity: Mapping[str, Any], world: launch.World, passing: bool) -> None:
-    """This process's part of a checkpoint."""
+def _write(
+    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, temporary: bool
+) -> None:
+    """Write this process's part of a checkpoint."""
     if world.sharding == "fsdp":
-        launch.save_sharded(training.model, training.optimizer, folder / "shards")
+        launch.save_sharded(state.model, state.optimizer, folder / "shards")
     elif world.main:
-        _save(folder / "state.pt", {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
-    own = {"position": training.position, "random": random_state(world), "loss_sum": training.loss_sum}
+        _save(folder / "state.pt", {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()})
+    own = {"position": state.position, "random": _random_state(world), "loss_sum": state.loss_sum}
     _save(folder / f"process_{world.rank}.pt", own)
     if world.main:
         write_json(
             folder / "meta.json",
             {
-                **{name: getattr(training, name) for name in _COUNTS},
+                **{name: getattr(state, name) for name in _COUNTS},
                 "identity": dict(identity),
                 "processes": world.size,
                 "sharded": world.sharding == "fsdp",
-                "passing": passing,
+                "passing": temporary,
             },
         )
 
@@ -217,14 +252,6 @@ def _save(path: Path, value: Any) -> None:
         os.fsync(out.fileno())
 
 
-def _publish(temporary: Path, final: Path) -> None:
-    """Rename, with the folders flushed before and after, so that the name never shows an unfinished checkpoint."""
-    _flush_folder(temporary)
-    shutil.rmtree(final, ignore_errors=True)  # only a rewrite of the same step finds one
-    os.replace(temporary, final)
-    _flush_folder(final.parent)
-
-
 def _flush_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -234,10 +261,8 @@ def _flush_folder(path: Path) -> None:
 
 
 def _explain(problem: Exception, final: Path) -> Exception:
-    """The error with the checkpoint's name and what to do."""
-    if isinstance(problem, OSError):
-        return disk_error(problem, final, _ADVICE)
-    cause = problem.__context__
-    if isinstance(cause, OSError):
-        return disk_error(cause, final, _ADVICE)
+    """Return the error with the checkpoint's name and what to do."""
+    for cause in (problem, problem.__context__):
+        if isinstance(cause, OSError):
+            return disk_error(cause, final, _ADVICE)
     return RuntimeError(f"cannot write {final}: {problem}; {_ADVICE}")

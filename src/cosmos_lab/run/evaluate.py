@@ -1,9 +1,9 @@
-"""The validation loss of a trained run by position: where in its context a model predicts better than another.
+"""Validation loss of a trained run by position: where in its context a model predicts better than another.
 
     result = evaluate("runs/my-run")
 
-What a model has learnt from the words before shows in its early positions, what it can take from far back (a name seen
-two hundred tokens ago) only in its late ones. Needs neither tyro nor rich.
+Early positions show what a model takes from the words just before, late ones what it can use from far back (a name
+seen two hundred tokens ago). Needs neither tyro nor rich.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import validation_batches
 from cosmos_lab.display import format_table
 from cosmos_lab.io import read_json
-from cosmos_lab.run import build, checkpoint, run_log
+from cosmos_lab.run import build
+from cosmos_lab.run.checkpoint import latest, load_trained, step_of
 from cosmos_lab.run.launch import pick_bf16, pick_device
+from cosmos_lab.run.run_folder import CONFIG
 
 _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
 
@@ -31,7 +33,7 @@ def evaluate(
     run: str | Path, *, data: str | None = None, tokens: int | None = None, seq_len: int | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
-    """The loss of a run's newest checkpoint on its validation tokens, whole and by position.
+    """Compute the loss of a run's newest checkpoint on its validation tokens, in total and by position.
 
     Args:
         run: its folder.
@@ -44,31 +46,31 @@ def evaluate(
     """
     for name, value in (("tokens", tokens), ("seq-len", seq_len)):
         if value is not None and value < 1:
-            raise ValueError(f"--{name} must be positive; got {value}; leave it out for the run's own")
+            raise ValueError(f"--{name} must be positive; got {value}; leave it out to use the run's")
     folder = Path(run)
-    model = build.load_trained(folder)
-    newest = checkpoint.latest(folder / "checkpoints")
+    model = load_trained(folder)
+    newest = latest(folder / "checkpoints")
     assert newest is not None  # it was loaded just now
-    about = read_json(folder / run_log.CONFIG)
+    about = read_json(folder / CONFIG)
     if not isinstance(about, dict) or "config" not in about:
         raise ValueError(
-            f"{folder} has no readable {run_log.CONFIG}, which says how it was trained; give the whole run folder"
+            f"{folder} has no readable {CONFIG}, which says how it was trained; give the whole run folder"
         )
     config = RunConfig.from_flat(about["config"])
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
-    where = pick_device(device)
-    bf16 = pick_bf16(config.training.precision, where)
-    model.to(where)
+    target = pick_device(device)
+    bf16 = pick_bf16(config.training.precision, target)
+    model.to(target)
     length = config.data.seq_len
     source = build.load_source(config, "val")
     for shard in source.shards:
         shard.check_vocabulary(model.config.vocab_size)
     batch = max(1, _LOGITS // (length * model.config.vocab_size))
-    sums, windows = torch.zeros(length, dtype=torch.float64, device=where), 0
+    sums, windows = torch.zeros(length, dtype=torch.float64, device=target), 0
     for x, y in validation_batches(source, batch, length, tokens or config.logging.val_tokens):
-        with torch.autocast(where.type, torch.bfloat16, enabled=bf16):
-            logits = model(x.to(where))
-        nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(where).flatten(), reduction="none")
+        with torch.autocast(target.type, torch.bfloat16, enabled=bf16):
+            logits = model(x.to(target))
+        nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(target).flatten(), reduction="none")
         sums += nll.view(len(x), length).sum(0, dtype=torch.float64)
         windows += len(x)
     means = (sums / windows).tolist()
@@ -76,7 +78,7 @@ def evaluate(
     parts = [(a, b) for a, b in itertools.pairwise([0, *edges]) if b > a]
     return {
         "run": folder.name,
-        "step": checkpoint.step_of(newest),
+        "step": step_of(newest),
         "tokens": windows * length,
         "val_loss": sum(means) / length,
         "positions": [{"first": a + 1, "last": b, "loss": sum(means[a:b]) / (b - a)} for a, b in parts],
@@ -84,7 +86,7 @@ def evaluate(
 
 
 def format_positions(results: Sequence[Mapping[str, Any]]) -> str:
-    """One column a run, one line a range of positions."""
+    """Format a table with a column for each run and a line for each range of positions."""
     ranges = list(dict.fromkeys((part["first"], part["last"]) for result in results for part in result["positions"]))
     losses = [{(part["first"], part["last"]): part["loss"] for part in result["positions"]} for result in results]
     lines = [

@@ -11,19 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_lab.data.encode import END_TOKENS
 from cosmos_lab.models import Decoder, ModelConfig
 
 _IN_BLOCK = {
-    "norm1": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "norm2": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+    "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+    **{f"attn.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
 _OUTSIDE = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -31,11 +26,11 @@ _OUTSIDE = {
 }
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # How tokenizers mark the end of a document, in the order in which they are looked for.
-_END_TOKENS = ("</s>", "<|endoftext|>", "<eos>", "[EOS]")
+_END_TOKENS = (*END_TOKENS, "[EOS]")
 
 
 def llama_name(name: str) -> str:
-    """The name in LlamaForCausalLM of one of our parameters.
+    """Return the name in LlamaForCausalLM of one of our parameters.
 
     >>> llama_name("blocks.3.attn.q.weight")
     'model.layers.3.self_attn.q_proj.weight'
@@ -47,7 +42,7 @@ def llama_name(name: str) -> str:
 
 
 def llama_state(model: Decoder) -> dict[str, Tensor]:
-    """The model's parameters under LlamaForCausalLM's names (not copied)."""
+    """Return the model's parameters under LlamaForCausalLM's names (not copied)."""
     _check_llama(model.config)
     return {llama_name(name): parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -55,7 +50,7 @@ def llama_state(model: Decoder) -> dict[str, Tensor]:
 def llama_config(
     config: ModelConfig, dtype: torch.dtype = torch.float32, end_token: int | None = None
 ) -> dict[str, Any]:
-    """The content of config.json."""
+    """Return the content of config.json."""
     _check_llama(config)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -83,15 +78,12 @@ def llama_config(
 
 
 def export_llama(
-    model: Decoder,
-    directory: str | Path,
-    tokenizer_path: str | Path | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """Write config.json, the weights (safetensors, or pytorch_model.bin where that package is missing) and tokenizer.
+    model: Decoder, directory: str | Path, tokenizer_path: str | Path | None = None,
+    *, dtype: torch.dtype = torch.float32,
+) -> Path:  # fmt: skip
+    """Write config.json, the weights (safetensors, or pytorch_model.bin if that package is missing) and tokenizer.
 
-    Every file is written beside its place and then moved there, so that a full disk leaves an older export whole.
+    Every file is written to a scratch folder and then moved, so that a full disk leaves an older export whole.
 
     Args:
         model: a decoder with LLaMA's architecture, on any device, not sharded.
@@ -113,7 +105,7 @@ def export_llama(
         weights = _save_weights(tensors, Path(scratch))
         for name, text in files.items():
             (Path(scratch) / name).write_text(text, encoding="utf-8")
-        # config.json last: whoever sees it finds the weights that belong to it.
+        # config.json last: a reader who sees it finds its weights.
         for name in [weights, *sorted(set(files) - {"config.json"}), "config.json"]:
             os.replace(Path(scratch) / name, target / name)
         for stale in set(_WEIGHTS) - {weights}:  # of an older export: transformers would read the wrong one
@@ -130,7 +122,7 @@ def _check_llama(config: ModelConfig) -> None:
 
 
 def _read_tokenizer(path: Path) -> tuple[str, tuple[str, int] | None]:
-    """The text of a tokenizer.json, and its end-of-document token with its id."""
+    """Return the text of a tokenizer.json, and its end-of-document token with its id."""
     try:
         text = path.read_text(encoding="utf-8")
         added = json.loads(text).get("added_tokens", [])

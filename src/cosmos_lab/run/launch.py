@@ -33,12 +33,12 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes the logs."""
+        """Tell whether this process writes the logs."""
         return self.rank == 0
 
     @property
     def cuda(self) -> bool:
-        """Whether it computes on a GPU."""
+        """Tell whether it computes on a GPU."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
@@ -46,11 +46,11 @@ class World:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def forget(self, graphs: bool) -> None:
-        """Free what an earlier run left behind, its compiled graphs if asked; start counting peak memory anew."""
+    def free_memory(self, graphs: bool) -> None:
+        """Free what an earlier run left, its compiled graphs if asked, and restart the count of peak memory."""
         if self.cuda:
             if graphs:
-                torch.compiler.reset()  # compiled graphs hold on to their models
+                torch.compiler.reset()  # compiled graphs refer to their models
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -61,31 +61,31 @@ class World:
             dist.barrier(device_ids=[self.local_rank] if self.cuda else None)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The average of a tensor over the processes."""
+        """Return the average of a tensor over the processes."""
         if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)
             value /= self.size
         return value
 
-    def most(self, value: int) -> int:
-        """The largest value of any process."""
+    def max(self, value: int) -> int:
+        """Return the largest value of any process."""
         if self.size > 1:
             largest = torch.tensor(value, device=self.device)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             value = int(largest.item())
         return value
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise on every process if any of them failed, so that none waits for the others for ever."""
-        if self.most(int(error is not None)) and error is None:
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every process if any of them failed, so that none waits for the others forever."""
+        if self.max(int(error is not None)) and error is None:
             error = RuntimeError("another process of this run failed; its own message says why")
         if error is not None:
             raise error
 
 
 def pick_device(asked: str) -> torch.device:
-    """The device for "auto", "cpu" or "cuda"; a missing GPU is a ValueError."""
+    """Return the device for "auto", "cpu" or "cuda"; a missing GPU is a ValueError."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
     if asked == "cpu" or not torch.cuda.is_available():
@@ -117,49 +117,39 @@ def session(asked_device: str, sharding: str) -> Iterator[World]:
 
 
 def pick_bf16(precision: str, device: torch.device) -> bool:
-    """Whether to autocast; "auto" is on a GPU."""
+    """Tell whether to autocast; "auto" is on a GPU."""
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
 def pick_compile(how: str, device: torch.device) -> str:
-    """How to compile, "on", "blocks" or "off"; "auto" is the whole model on a GPU."""
-    if how != "auto":
-        return how
-    return "on" if device.type == "cuda" else "off"
+    """Return how to compile, "on", "blocks" or "off"; "auto" is the whole model on a GPU."""
+    return how if how != "auto" else "on" if device.type == "cuda" else "off"
 
 
-def shard(model: nn.Module, world: World, bf16: bool) -> nn.Module:
-    """FSDP2: shard each block of ``model.blocks``, then what is left; other modes leave the model alone.
+def distribute(model: nn.Module, world: World, bf16: bool) -> nn.Module:
+    """Wrap the model in DDP, or shard each block of ``model.blocks`` and then the rest with FSDP2.
 
-    Comes before the optimizer is built, since it replaces the parameters by DTensors.
+    Call it before the optimizer is built, because FSDP2 replaces the parameters by DTensors.
     """
-    if world.sharding != "fsdp":
-        return model
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    if world.sharding == "ddp":
+        ids = [world.local_rank] if world.cuda else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    if world.sharding == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+        assert isinstance(model.blocks, nn.ModuleList)
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
-
-
-def replicate(model: nn.Module, world: World) -> nn.Module:
-    """DDP around the model; other modes leave it alone."""
-    if world.sharding != "ddp":
-        return model
-    ids = [world.local_rank] if world.cuda else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def accumulating(
     runner: nn.Module, model: nn.Module, world: World, last: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """Around one micro-batch: gradients are exchanged at the last one of a step only."""
+    """Return the context of one micro-batch: gradients are exchanged only at the last one of a step."""
     if world.sharding == "ddp" and not last:
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = runner.no_sync  # type: ignore[assignment]
         return no_sync()
@@ -168,14 +158,8 @@ def accumulating(
     return contextlib.nullcontext()
 
 
-def full(value: Tensor) -> Tensor:
-    """A DTensor's whole value; a plain tensor as it is."""
-    whole = getattr(value, "full_tensor", None)
-    return whole() if whole is not None else value
-
-
 def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Every process writes its shards of model and optimizer into the folder ``path``."""
+    """Write the shards of model and optimizer of every process into the folder ``path``."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -184,7 +168,7 @@ def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 
 
 def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """The inverse of ``save_sharded``, on any number of processes."""
+    """Read what ``save_sharded`` wrote, on any number of processes."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -1,4 +1,4 @@
-"""Clocks and gauges that do not stall the device: optimizer time by CUDA events, memory, model FLOP utilization."""
+"""Measurements that do not stall the device: optimizer time by CUDA events, memory, model FLOP utilization."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,22 +16,18 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "
 GB = 2**30
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The device's bf16 peak, or None where it is not known (a CPU, an unlisted GPU)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-
-
 def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device, devices: int = 1) -> float | None:
-    """Useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices."""
-    peak = peak_flops(device)
+    """Return useful FLOP/s (forward, backward, causal attention; nothing recomputed) over the peak of all devices.
+
+    None if the peak is not known: on a CPU or an unlisted GPU.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     return None if peak is None else tokens_per_s * flops_per_token / (peak * devices)
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
+    """Return the most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GB
     unit = 1 if sys.platform == "darwin" else 1024
@@ -42,48 +39,44 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._host: list[float] = []
+        self._marks: list[tuple[Any, Any]] = []  # events on a GPU, else seconds
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Time the region inside."""
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self._host.append(1e3 * (time.perf_counter() - start))
+        begin = self._now()
+        yield
+        self._marks.append((begin, self._now()))
 
     def take(self) -> list[float]:
-        """The durations in ms since the last call. On a GPU call it after a synchronization."""
-        taken = [begin.elapsed_time(end) for begin, end in self._events] if self._cuda else self._host
-        self._events, self._host = [], []
-        return taken
+        """Return the durations in ms since the last call. On a GPU call it after a synchronization."""
+        marks, self._marks = self._marks, []
+        return [begin.elapsed_time(end) if self._cuda else 1e3 * (end - begin) for begin, end in marks]
 
 
 class Clock:
-    """Seconds of training: goes on across resumes, stands still in validation, checkpoints and the first step."""
+    """Seconds of training, over all resumes, without validation, checkpoints and the first step."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self._since: float | None = None
 
     def start(self) -> None:
-        """Let it run."""
+        """Start counting."""
         self._since = time.perf_counter()
 
     def stop(self) -> float:
-        """Stop it and return the seconds so far."""
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
+        """Stop counting and return the seconds so far."""
+        self.seconds, self._since = self.read(), None
         return self.seconds
 
     def read(self) -> float:
-        """The seconds so far."""
+        """Return the seconds so far."""
         return self.seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)

@@ -1,48 +1,41 @@
-"""Batches made ready ahead of time by a background thread, in pinned memory, each with its place in the data.
+"""Batches prepared by a background thread, in pinned memory, each with its position in the data.
 
-The thread runs ahead of training, so the position to save is the one after the last batch handed out, not the reader's.
+The thread reads further than training has come, so the position to save is the one after the last batch handed out.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Reader(Protocol):
-    """What the feed needs of ``cosmos_lab.data.Batches``."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
-    def state_dict(self) -> dict[str, Any]: ...
+from cosmos_lab.data import Batches
 
 
-class Feed:
-    """Iterates over a reader's (tokens, targets), ``depth`` batches ahead; ``position`` resumes after the last one."""
+class Prefetcher:
+    """Reads up to ``depth`` batches in advance; ``position`` resumes after the last one that ``next`` returned."""
 
-    def __init__(self, reader: Reader, device: torch.device, depth: int = 4) -> None:
-        self.position: dict[str, Any] = dict(reader.state_dict())
+    def __init__(self, batches: Batches, device: torch.device, depth: int = 4) -> None:
+        self.position = batches.state_dict()
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill, args=(reader, device), daemon=True, name="batches")
+        self._thread = threading.Thread(target=self._fill, args=(batches, device), daemon=True, name="batches")
         self._thread.start()
 
-    def _fill(self, reader: Reader, device: torch.device) -> None:
+    def _fill(self, batches: Batches, device: torch.device) -> None:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # a thread starts on GPU 0, where other processes work
-            for tokens, targets in reader:
+            for tokens, targets in batches:
                 if device.type == "cuda":
                     tokens, targets = tokens.pin_memory(), targets.pin_memory()
-                self._put((tokens, targets, dict(reader.state_dict())))
+                self._put((tokens, targets, batches.state_dict()))
                 if self._stop.is_set():
                     return
-            self._put(None)
-        except BaseException as error:  # handed to the training thread, which raises it
+        except BaseException as error:  # passed to the training thread, which raises it
             self._put(error)
 
     def _put(self, item: Any) -> None:
@@ -53,10 +46,8 @@ class Feed:
                 continue
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """The next batch; errors of the reader surface here."""
+        """Return the next batch, or raise the error that reading it gave."""
         item = self._ready.get()
-        if item is None:
-            raise ValueError("the data ended before the last step: the shards hold fewer tokens than one batch")
         if isinstance(item, BaseException):
             raise item
         tokens, targets, self.position = item

@@ -1,75 +1,92 @@
-"""Whose a run folder is: finished, half-finished, another config's, or another process's."""
+"""A run folder: its files, its lock, and whether it holds this run, finished or not, or another one."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.io import read_json
+from cosmos_lab.io import NO_SPACE, disk_error, locked, read_json
 from cosmos_lab.optimizers import settings
-from cosmos_lab.run import checkpoint, launch, run_log
+from cosmos_lab.results import reading
+from cosmos_lab.run import checkpoint, launch
 
-# Fields that may differ between a finished run and the one asked for: they change no number.
-_HARMLESS = {
-    "out", "name", "device", "compile", "log_every", "tensorboard", "wandb", "resume", "keep", "cache_dir",
-    "checkpoint_every", "diagnostics_every",
-}  # fmt: skip
-# What a run may change on its way, and should know that it does.
-_COURSE = ("steps", "schedule", "warmup", "decay", "final_lr", "clip", "precision", "val_tokens", "micro_batch")
+CONFIG, METRICS, SUMMARY = reading.CONFIG, reading.METRICS, reading.SUMMARY
+read_metrics, read_summary = reading.read_metrics, reading.read_summary
+_LOCK = ".lock"
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """The summary of the run if it is finished; a folder that holds a finished run of another config is an error."""
-    folder = run_log.run_folder(config)
-    if config.logging.resume == "never" and (folder / run_log.CONFIG).exists():
-        raise ValueError(f"{folder} holds a run already; choose another --name, or --resume auto to continue it")
-    summary = run_log.read_summary(folder)
+    """Return the summary if the run is finished; raise a ValueError if its folder holds a run of another config."""
+    if config.logging.resume == "never" and (config.folder / CONFIG).exists():
+        raise ValueError(f"{config.folder} holds a run already; choose another --name, or --resume auto to continue it")
+    summary = read_summary(config.folder)
     if summary is not None:
-        _check_same(folder, config)
+        _check_same(config)
     return summary
 
 
 @contextmanager
-def alone(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
-    """Hold the run folder against other processes; gives the summary if one of them has finished the run meanwhile."""
-    folder, error = run_log.run_folder(config), None
-    lock = None
-    if world.main:
-        try:
-            lock = run_log.hold(folder)
-        except (ValueError, OSError) as problem:
-            error = problem
-    world.agree(error)
-    try:
-        yield finished(config) if world.most(run_log.read_summary(folder) is not None) else None
-    finally:
-        if lock is not None:
-            run_log.let_go(folder, lock)
+def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
+    """Lock the run folder for this process; yield the summary if another one has finished the run meanwhile."""
+    error: Exception | None = None
+    with ExitStack() as lock:
+        if world.main:
+            try:
+                lock.enter_context(locked(config.folder / _LOCK, wait=False))
+                lock.callback(_remove_if_empty, config.folder)
+            except BlockingIOError:
+                advice = "wait for it or choose another --name"
+                error = ValueError(f"another process is training in {config.folder}; {advice}")
+            except OSError as problem:
+                error = _explain(problem, config.folder)
+        world.raise_together(error)
+        yield finished(config) if world.max(finished(config) is not None) else None
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder that holds nothing but the lock: nothing came of the run."""
+    if [path.name for path in folder.iterdir()] == [_LOCK]:
+        (folder / _LOCK).unlink()
+        with suppress(OSError):
+            folder.rmdir()
+            folder.parent.rmdir()  # the folder of all runs, if this was the first
 
 
 def check_unfinished(config: RunConfig) -> None:
-    """ValueError if the run's folder holds a checkpoint of a run with another config."""
-    folder = run_log.run_folder(config)
-    if checkpoint.latest(folder / "checkpoints") is not None:
-        _check_same(folder, config)
+    """Raise a ValueError if the run's folder holds a checkpoint of a run with another config."""
+    if checkpoint.latest(config.folder / "checkpoints") is not None:
+        _check_same(config)
 
 
-def _check_same(folder: Path, config: RunConfig) -> None:
-    about = read_json(folder / run_log.CONFIG) or {}
-    asked = {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in _HARMLESS}
-    asked |= settings(config.optimizer, config.model.model)  # defaults may have been others when the run was made
-    saved = {**about.get("config", {}), **about.get("settings", {})}
-    checkpoint.check_identity(folder, {k: saved.get(k, v) for k, v in asked.items()}, asked)
+def _check_same(config: RunConfig) -> None:
+    about = read_json(config.folder / CONFIG) or {}
+    # The optimizer's defaults may have been others when the run was made.
+    asked = config.identity() | settings(config.optimizer, config.model.model)
+    saved = {**asked, **about.get("config", {}), **about.get("settings", {})}
+    checkpoint.check_identity(config.folder, saved, asked)
 
 
-def tell_changes(folder: Path, config: RunConfig) -> None:
-    """Warn where a run goes on otherwise than it began: config.json will say it had always been so."""
-    before, now = (read_json(folder / run_log.CONFIG) or {}).get("config", {}), config.flat()
-    changed = [name for name in _COURSE if before.get(name, now[name]) != now[name]]
-    if changed:
-        what = ", ".join(f"{name} {now[name]} instead of {before[name]}" for name in changed)
-        warnings.warn(f"{folder} goes on with {what}", stacklevel=2)
+def warn_of_changes(config: RunConfig) -> None:
+    """Warn if a run continues with other values than it began with: config.json will only have the new ones."""
+    now = config.identity()
+    before = now | (read_json(config.folder / CONFIG) or {}).get("config", {})
+    if changed := [f"{name} {now[name]} instead of {before[name]}" for name in now if before[name] != now[name]]:
+        warnings.warn(f"{config.folder} continues with {', '.join(changed)}", stacklevel=2)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Name the file and say what to do in any error of the disk that is raised inside."""
+    try:
+        yield
+    except OSError as error:
+        raise _explain(error, path) from error
+
+
+def _explain(error: OSError, path: Path) -> OSError:
+    advice = "free some space and start the same command again to continue"
+    return disk_error(error, path, advice if error.errno in NO_SPACE else "choose another --out")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step: nothing to save, nothing to get out of step on resume.
+"""Learning-rate schedules as pure functions of the step, so that a resume has nothing to restore.
 
 The paper: 10 % linear warm-up, then linear decay to 0. Modded-NanoGPT: warm-up, stable, decay.
 """
@@ -11,7 +11,7 @@ from cosmos_lab.config import ScheduleOptions
 
 
 def factor(step: int, steps: int, options: ScheduleOptions) -> float:
-    """Share of the peak rate used by optimizer step ``step`` (counted from 1) of ``steps``.
+    """Return the share of the peak rate used by optimizer step ``step`` (counted from 1) of ``steps``.
 
     With w warm-up steps the warm-up is step / w; afterwards the share falls from 1 towards ``final_lr`` at the end.
 

@@ -1,4 +1,4 @@
-"""How a run is told to stop: a signal is noted, and the loop ends after the step it is in.
+"""Stop on a signal: it is recorded, and the loop ends after its current step.
 
     with watch() as request:
         while not request.signum:
@@ -18,12 +18,12 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds in which a signal that comes again is the same one: `timeout`, SLURM and terminals send it to a process and to
-# its group, and `torchrun` and `compare --parallel` pass on what their workers may have had already.
+# its group, and `torchrun` and `compare --parallel` forward what their processes may have received already.
 _ECHO_S = 2.0
 
 
 class Stopped(KeyboardInterrupt):
-    """Work ended because a signal asked for it; whatever handles Ctrl-C handles this too.
+    """Work ended because a signal asked for it; code that handles Ctrl-C handles this too.
 
     code: the exit code by which shells know the signal, 143 or 130.
     """
@@ -34,7 +34,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Request:
-    """What was asked for so far: ``signum`` is the signal that came, 0 while there is none."""
+    """The request to stop: ``signum`` is the signal that came, 0 while there is none."""
 
     def __init__(self) -> None:
         self.signum = 0
@@ -47,21 +47,21 @@ class Request:
             raise Stopped(self.signum, where)
 
     def listen(self) -> None:
-        """Note signals from here on, but those that are ignored or that something other than Python handles."""
+        """Record signals from now on, except those that are ignored or that something other than Python handles."""
         for signum in SIGNALS:
             if signal.getsignal(signum) not in (None, signal.SIG_IGN):
-                self._before[signum] = signal.signal(signum, self._note)
+                self._before[signum] = signal.signal(signum, self._record)
 
-    def let_go(self) -> None:
-        """Signals do again what they did before."""
+    def restore(self) -> None:
+        """Restore the handlers that signals had before."""
         while self._before:
             signal.signal(*self._before.popitem())
 
-    def _note(self, signum: int, frame: object) -> None:
+    def _record(self, signum: int, frame: object) -> None:
         if not self.signum:
             self.signum, self._since = signum, time.monotonic()
-        elif time.monotonic() - self._since > _ECHO_S:  # asked twice: now
-            self.let_go()
+        elif time.monotonic() - self._since > _ECHO_S:  # asked twice: act at once
+            self.restore()
             signal.raise_signal(signum)
 
 
@@ -70,10 +70,10 @@ _current: Request | None = None  # of the main thread
 
 @contextmanager
 def watch() -> Iterator[Request]:
-    """Until the end of the block note SIGTERM and SIGINT; a second one acts as without this.
+    """Record SIGTERM and SIGINT until the end of the block; a second one has its usual effect.
 
     A block within another shares its request. The end of the outermost one raises ``Stopped`` if a signal came that
-    nobody acted on. Signals reach the main thread alone, so in another thread nothing is noted.
+    nothing acted on. Signals reach only the main thread, so nothing is recorded in another one.
     """
     global _current
     if threading.current_thread() is not threading.main_thread():
@@ -86,6 +86,6 @@ def watch() -> Iterator[Request]:
             request.listen()
             yield request
         finally:
-            request.let_go()
+            request.restore()
             _current = None
         request.check("when all was done")

@@ -1,20 +1,22 @@
-"""What a person sees while runs go on: bars and a live table by rich on a terminal, plain lines elsewhere."""
+"""Show progress, tables and numbers: bars and a live table by rich on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from cosmos_lab.config import RunConfig
+if TYPE_CHECKING:
+    from cosmos_lab.config import RunConfig
 
 _CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
 _EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
 
 
 def has_rich() -> bool:
-    """Whether bars can be drawn here."""
+    """Tell whether rich can draw bars here."""
     if not sys.stdout.isatty():
         return False
     try:
@@ -25,7 +27,7 @@ def has_rich() -> bool:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss.
+    """Format seconds as m:ss or h:mm:ss.
 
     >>> clock(75), clock(3700)
     ('1:15', '1:01:40')
@@ -36,7 +38,7 @@ def clock(seconds: float) -> str:
 
 
 def describe(record: Mapping[str, Any], left: float | None = None) -> str:
-    """A training record in one short line: loss, thousand tokens a second, MFU, memory, skipped steps, time left."""
+    """Format a training record in one line: loss, thousand tokens a second, MFU, memory, skipped steps, time left."""
     parts = [f"loss {record['loss']:.3f}" if record.get("loss") is not None else "loss nan"]
     if record.get("tokens_per_s"):
         parts.append(f"{record['tokens_per_s'] / 1e3:,.1f}k tok/s")
@@ -85,14 +87,14 @@ class TrainDisplay:
             self._show(describe(record, self._eta(record)), record["step"])
 
     def _say(self, line: str) -> None:
-        """A line that stays, above the bar where there is one."""
+        """Print a line that stays, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
             print(line, flush=True)
 
     def _eta(self, record: Mapping[str, Any]) -> float | None:
-        """Seconds left at the speed since the first record."""
+        """Return the seconds left at the speed since the first record."""
         step, seconds = record["step"], record["time"]
         if not self._rates[0]:
             self._rates = (step, seconds)
@@ -109,16 +111,17 @@ class TrainDisplay:
 
 
 class TableDisplay:
-    """A table of runs that changes as they go on. Use as a context manager; ``update`` a row by its number."""
+    """A table of runs that changes with their progress. Use as a context manager; ``update`` a row by its number."""
 
     COLUMNS = ("run", "status", "step", "loss", "val ppl", "tokens/s")
 
-    def __init__(self, runs: Sequence[RunConfig]) -> None:
+    def __init__(self, runs: Sequence[RunConfig], show: bool = True) -> None:
+        self.show = show
         self.rows = [{"run": run.run_name, "status": "waiting", "of": run.training.steps} for run in runs]
         self._live: Any = None
 
     def __enter__(self) -> TableDisplay:
-        if has_rich():
+        if self.show and has_rich():
             from rich.live import Live
 
             self._live = Live(self._table(), refresh_per_second=2)
@@ -131,7 +134,7 @@ class TableDisplay:
             self._live.stop()
 
     def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None:
-        """Change a row's status, and its numbers where a log record is given."""
+        """Change a row's status, and its numbers if a log record is given."""
         cells, record = self.rows[row], record or {}
         changed = cells["status"] != status
         cells["status"] = status
@@ -142,7 +145,7 @@ class TableDisplay:
                 cells[column] = format(record[field], form)
         if self._live is not None:
             self._live.update(self._table())
-        elif changed:
+        elif changed and self.show:
             print("  ".join(str(cells[c]) for c in self.COLUMNS if c in cells), flush=True)
 
     def _table(self) -> Any:
@@ -155,7 +158,7 @@ class TableDisplay:
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Cells as aligned text, the columns in ``left`` to the left.
+    """Align cells as text, the columns in ``left`` to the left.
 
     >>> print(format_table(("name", "ppl"), [("adam", "21.28")]))
     name    ppl
@@ -166,3 +169,51 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Seque
     signs = ["<" if i in left else ">" for i in range(len(head))]
     lines = ([f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths)] for line in cells)
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def rate(value: float | None) -> str:
+    """Format a learning rate: ``2e-3`` instead of ``0.002``."""
+    if value is None:
+        return "?"
+    if value == 0 or not math.isfinite(value) or 0.1 <= abs(value) < 1000:
+        return f"{value:g}"
+    digits, exponent = f"{value:e}".split("e")
+    return f"{float(digits):.4g}e{int(exponent)}"
+
+
+def significant(value: float | None, digits: int = 4) -> str:
+    """Format a plain decimal with so many significant digits, or a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    power = math.floor(math.log10(abs(value)))
+    return f"{value:.{digits - 1}e}" if power >= 7 or power < -4 else f"{value:,.{max(0, digits - 1 - power)}f}"
+
+
+def count(value: float | None) -> str:
+    """Format a number of tokens: 1.31 B, 300 M, 65.5 k."""
+    units = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (0, ""))
+    return _in_units(value, units, 0.9995, lambda x: f"{x:.3g}")
+
+
+def seconds(value: float | None) -> str:
+    """Format a duration in a suitable unit: 41.2 s, 22.7 min, 3.20 h."""
+    units = ((86400, " d"), (3600, " h"), (60, " min"), (0, " s"))
+    return _in_units(value, units, 1.5, lambda x: significant(x, 3))
+
+
+def size(value: float | None) -> str:
+    """Format a number of bytes in binary units."""
+    units = ((2**40, " TiB"), (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"))
+    return _in_units(value, (*units, (0, " B")), 1.0, lambda x: significant(x, 3) if x != value else f"{x:.0f}")
+
+
+def _in_units(
+    value: float | None, units: Sequence[tuple[float, str]], least: float, form: Callable[[float], str]
+) -> str:
+    """Divide by the first unit that the value has ``least`` of; a unit of 0 stands for 1."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    unit, name = next((unit, name) for unit, name in units if abs(value) >= least * unit)
+    return form(value / (unit or 1)) + name

@@ -1,4 +1,4 @@
-"""What runs came to, to the bit, and runs in processes of their own that tests may end."""
+"""Read what runs computed, to the bit, and start runs in their own processes, which tests may end."""
 
 import os
 import signal
@@ -19,12 +19,12 @@ _CLOCKS = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
 
 
 def log_of(folder: Path) -> list[Any]:
-    """A run's log without clocks and gauges."""
+    """Return a run's log without clocks and gauges."""
     return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in run_folder.read_metrics(folder)]
 
 
 def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Everything a run computed: its log, and the last checkpoint's content, random states included."""
+    """Return everything a run computed: its log, and the last checkpoint's content, random states included."""
     folder = config.folder
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest is not None
@@ -33,7 +33,7 @@ def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:
-    """Equality to the bit, through nested containers."""
+    """Compare nested containers to the bit."""
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype and torch.equal(a, b), where
     elif isinstance(a, dict):
@@ -54,19 +54,19 @@ def send(signum: int) -> None:
 
 
 def at_step(step: int, signum: int = signal.SIGTERM) -> Callable[[Any], None]:
-    """A progress function that sends this process a signal when a step is logged."""
+    """Return a progress function that sends this process a signal when a step is logged."""
     return lambda record: send(signum) if record["step"] == step and "loss" in record else None
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """``python ARGUMENTS`` with the lab importable, in the background."""
+    """Start ``python ARGUMENTS`` in the background, with the lab importable."""
     environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)  # type: ignore[call-overload]
 
 
 def wait_until(seen: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait for something that a process does; return as well when it ends or takes two minutes."""
+    """Wait for something that a process does; also return when it ends or takes two minutes."""
     deadline = time.monotonic() + 120
     while not seen() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)

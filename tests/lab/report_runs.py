@@ -1,4 +1,4 @@
-"""Run folders for the report's tests, small and exact (losses are given, everything else follows), and page readers."""
+"""Make run folders for the report's tests, small and exact: losses are given, the rest follows. Read its pages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from cosmos_lab.report.grouping import Task, arrange
-from cosmos_lab.report.loading import load_run
+from cosmos_lab.results.ranking import Task, arrange
+from cosmos_lab.results.reading import read_run
 
 TOKENS_PER_STEP = 1000
 KINDS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
@@ -32,7 +32,7 @@ def make_run(
     seconds: float = 0.5,
     **config: Any,
 ) -> Path:
-    """One run with a validation every 10 steps, its losses as given (None stands for nan, as the trainer logs it)."""
+    """Make a run with a validation every 10 steps and the given losses (None for nan, as the trainer logs it)."""
     folder.mkdir(parents=True)
     full = {"model": model, "optimizer": optimizer, "lr": lr, "seed": seed, "out": str(folder.parent), **config}
     head = {"name": name or folder.name, "recipe": "test", "model": model, "optimizer": optimizer, "lr": lr}
@@ -57,12 +57,12 @@ def make_run(
 
 
 def write(folder: Path, name: str, value: Any) -> None:
-    """One JSON file."""
+    """Write one JSON file."""
     (folder / name).write_text(json.dumps(value))
 
 
 def diagnostics(layers: int, index: int) -> dict[str, dict[str, float]]:
-    """Four numbers a matrix, each metric with a pattern of its own."""
+    """Return four numbers a matrix, each metric with its own pattern."""
     return {
         f"blocks.{layer}.{kind}.weight": {
             "energy": 0.5 + 0.01 * layer + 0.02 * index,
@@ -76,19 +76,19 @@ def diagnostics(layers: int, index: int) -> dict[str, dict[str, float]]:
 
 
 def falling(end: float, points: int = 6) -> list[float]:
-    """A loss that falls to ``end``."""
+    """Return losses that fall to ``end``."""
     return [end + 2.0 * 0.5**index - 2.0 * 0.5 ** (points - 1) for index in range(points)]
 
 
 def task_of(*folders: Path) -> Task:
-    """The one task that the folders make."""
-    tasks, misfits = arrange(map(load_run, folders))
+    """Return the one task that the folders make."""
+    tasks, misfits = arrange(map(read_run, folders))
     assert len(tasks) == 1 and not misfits
     return tasks[0]
 
 
 def data_of(page: Path) -> Any:
-    """What the page's script reads."""
+    """Return the specifications that the page's script reads."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
     assert found
     return json.loads(found.group(1))

@@ -69,7 +69,7 @@ def test_compare_runs_only_the_rows_and_fields_asked_for(
     assert main(["compare", "wiki-60m-ablations", *quick, "--only", "rank-32+gamma-0.5,nesterov"]) == 0
     names = sorted(path.name for path in Path(tiny_run.logging.out).iterdir() if path.is_dir())
     assert names == [
-        "wiki-60m-ablations-cosmos-paper-lr0.0005-nesterovTrue-s0",
+        "report", "wiki-60m-ablations-cosmos-paper-lr0.0005-nesterovTrue-s0",
         "wiki-60m-ablations-cosmos-paper-lr0.0005-rank32-gamma0.5-s0",
         "wiki-60m-adam-lr0.002-s0", "wiki-60m-soap-lr0.002-frequency10-s0",
     ]  # fmt: skip

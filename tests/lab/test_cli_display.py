@@ -1,4 +1,4 @@
-"""What is shown while runs go on, with rich and without."""
+"""Progress is shown with rich and without."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_a_run_shows_loss_speed_mfu_memory_and_time_left(
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_a_table_follows_its_runs(
+def test_the_table_shows_status_and_numbers_of_every_run(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if rich:

@@ -1,6 +1,7 @@
-"""Grids: made once, continued after a cut, ranked, in one process or several."""
+"""Grids are trained once, continued after an interruption, and ranked, in one process or several."""
 
 import datetime
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
-from cosmos_lab.grid.compare import Budget, compare
-from cosmos_lab.results import format_result, rank
+from cosmos_lab.grid.compare import Budget
+from cosmos_lab.grid.table import format_result, rank
+
+compare = functools.partial(module.compare, report=False)  # drawing its figures takes a second
+quietly = functools.partial(compare, show=False)
 
 
 def grid(base: RunConfig, *variants: dict[str, Any]) -> list[RunConfig]:
-    """Runs of a few steps without checkpoints, named by their number."""
+    """Return runs of a few steps without checkpoints, named by their number."""
     quick = base.replace(steps=4, val_every=0, diagnostics_every=0, checkpoint_every=0)
     return [quick.replace(name=f"run{i}", **variant) for i, variant in enumerate(variants)]
 
@@ -29,7 +33,7 @@ def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
         *({**ADAM, "lr": lr, "adam_lr": lr, "seed": seed} for lr in (1e-6, 1e-2) for seed in (0, 1)),
         {**COSMOS, "lr": 2e-3},
     )
-    result = compare(runs, show=False)
+    result = quietly(runs)
     assert json.loads((Path(tiny_run.logging.out) / "compare.json").read_text()) == result
     assert [row["label"] for row in result["rows"]] == ["adam lr 1e-06", "adam lr 0.01", "cosmos lr 0.002"]
     assert result["best"] == {"adam": "adam lr 0.01", "cosmos": "cosmos lr 0.002"}
@@ -43,46 +47,68 @@ def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
     assert text[0].split()[:3] == ["run", "best", "final_val_loss"] and "*" in text[2] and "*" not in text[1]
 
 
-def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> None:
-    """Data, date, commit and versions are the run folders' own, not those of the call that compares them."""
+def test_a_comparison_ends_with_a_report_and_says_where(
+    tiny_run: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
-    now = compare(runs, show=False)
+    page = Path(tiny_run.logging.out) / "report" / "index.html"
+    compare(runs)
+    assert not page.exists() and str(page) not in capsys.readouterr().out
+    compare(runs, report=True)
+    assert "Of 2 optimizers, " in page.read_text()
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"Report: {page}" and said[-2].startswith("Of 2 optimizers, ")
+
+    def full(*anything: Any, **more: Any) -> Any:
+        raise OSError(28, "no space left on the disk")
+
+    monkeypatch.setattr(module, "write_report", full)
+    assert compare(runs, report=True)["best"]
+    assert "no space left" in capsys.readouterr().err
+
+
+def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> None:
+    """Data, date, commit and versions are read from the run folders, not from the call that compares them."""
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
+    now = quietly(runs)
     assert now["date"] == datetime.date.today().isoformat() and "torch" in now["versions"]
     about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | {"commit": "older"}))
-    mixed = compare(runs, show=False)
+    mixed = quietly(runs)
     assert mixed["commit"] == (["older", now["commit"]] if now["commit"] else "older")
     assert mixed["versions"] == now["versions"]
     assert now["data"]["tokens"] > 0 and mixed["data"] == now["data"] and "do not compare" not in format_result(mixed)
 
 
-def test_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
-    """One was made before another shard was there, say: the table says so, with both."""
+def test_the_table_says_that_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
+    """For example, one run was made before another shard was added: the table names both."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
-    now = compare(runs, show=False)
+    now = quietly(runs)
     about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
     other = {**now["data"], "tokens": 1234, "fingerprint": "0123456789abcdef"}
     about.write_text(json.dumps(json.loads(about.read_text()) | {"data": other}))
-    mixed = compare(runs, show=False)
+    mixed = quietly(runs)
     assert mixed["data"] == [other, now["data"]]
     last = format_result(mixed).splitlines()[-1]
     assert "do not compare" in last and "1,234" in last and now["data"]["fingerprint"] in last
 
 
-def test_runs_validated_on_different_text_do_not_compare(tiny_run: RunConfig) -> None:
-    """Where both say what it was; older ones do not."""
+def test_the_table_says_that_runs_validated_on_different_text_do_not_compare(tiny_run: RunConfig) -> None:
+    """Older runs do not say on what they were validated."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
-    now = compare(runs, show=False)
+    now = quietly(runs)
     about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
     for other in ({**now["data"], "val_fingerprint": "0123456789abcdef"}, {**now["data"]}):
         if other == now["data"]:
             del other["val_fingerprint"]
         about.write_text(json.dumps(json.loads(about.read_text()) | {"data": other}))
-        said = "validated on 0123456789abcdef" in format_result(compare(runs, show=False))
+        said = "validated on 0123456789abcdef" in format_result(quietly(runs))
         assert said == ("val_fingerprint" in other)
 
 
-def test_a_run_that_fails_leaves_the_others_and_the_table(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_stops_neither_the_others_nor_the_table(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 4e-3})
     real = module.train
 
@@ -92,13 +118,13 @@ def test_a_run_that_fails_leaves_the_others_and_the_table(tiny_run: RunConfig, m
         return real(config, progress=progress)
 
     monkeypatch.setattr(module, "train", broken)
-    rows = compare(runs, show=False)["rows"]
+    rows = quietly(runs)["rows"]
     assert [row["status"] for row in rows] == [["done"], ["failed"], ["done"]]
     assert rows[1]["failures"] == ["its data is gone"]
     assert (Path(tiny_run.logging.out) / "compare.json").exists()
 
 
-def test_a_half_finished_run_of_other_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
+def test_an_unfinished_run_of_other_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
     """It would be ranked among runs that had fewer steps."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
 
@@ -109,11 +135,11 @@ def test_a_half_finished_run_of_other_length_is_refused_before_anything_is_train
     with pytest.raises(KeyboardInterrupt):
         module.train(runs[1].replace(steps=20, checkpoint_every=4), progress=fall)
     with pytest.raises(ValueError, match="was trained with steps 20, this run asks for steps 4"):
-        compare(runs, show=False)
+        quietly(runs)
     assert not (Path(tiny_run.logging.out) / runs[0].run_name).exists()
 
 
-def test_finished_runs_are_skipped_and_half_finished_ones_resumed(
+def test_finished_runs_are_skipped_and_unfinished_ones_resumed(
     tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
@@ -133,30 +159,30 @@ def test_finished_runs_are_skipped_and_half_finished_ones_resumed(
 
     monkeypatch.setattr(module, "train", counted)
     with pytest.raises(KeyboardInterrupt):
-        compare(runs, show=False)
+        quietly(runs)
     assert steps[-1] == ("run1", 3)
-    compare(runs, show=False)
+    quietly(runs)
     assert steps[9:] == [("run1", 3), ("run1", 4), ("run1", 5), ("run1", 6)]  # step 3 was logged, not yet saved
 
 
-def test_runs_in_processes_give_the_same(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2, "adam_lr": 1e-2}, {**COSMOS, "data": "nowhere/at/all"})
     result = compare(runs, parallel=2)
     assert "failed" in capsys.readouterr().out
     assert [row["status"] for row in result["rows"]] == [["done"], ["failed"]]
     assert "missing shard" in result["rows"][1]["failures"][0]
-    here = compare([runs[0].replace(name="here")], show=False)
+    here = quietly([runs[0].replace(name="here")])
     assert here["rows"][0]["values"] == result["rows"][0]["values"]
 
 
 def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e30, "adam_lr": 1e30, "warmup": 0.0}, {**ADAM, "lr": 1e-3, "warmup": 0.0})
-    result = compare(runs, show=False)
+    result = quietly(runs)
     assert result["rows"][0]["status"] == ["diverged"] and result["best"] == {"adam": "adam lr 0.001"}
     assert "diverged" in format_result(result)
 
 
-def test_variants_of_one_optimizer_are_told_apart(tiny_run: RunConfig) -> None:
+def test_variants_of_one_optimizer_have_different_labels(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**COSMOS, "rank": 4}, {**COSMOS, "rank": 8, "gamma": 0.1 + 0.2}, {**ADAM, "rank": None})
     result = rank(runs, "final_val_loss")
     labels = [row["label"] for row in result["rows"]]
@@ -164,7 +190,7 @@ def test_variants_of_one_optimizer_are_told_apart(tiny_run: RunConfig) -> None:
     assert all(row["mean"] is None for row in result["rows"]) and result["best"] == {}
 
 
-def test_a_rate_for_the_rest_of_the_model_and_options_tell_variants_apart(tiny_run: RunConfig) -> None:
+def test_labels_show_adam_lr_and_options_if_they_differ(tiny_run: RunConfig) -> None:
     follows = [{**ADAM, "lr": lr, "adam_lr": lr} for lr in (1e-3, 2e-3)]
     runs = grid(tiny_run, *follows, COSMOS, {**COSMOS, "adam_lr": 2e-2}, {**COSMOS, "options": ("nesterov=True",)})
     rows = rank(runs[:2], "final_val_loss")["rows"]
@@ -179,7 +205,7 @@ def test_a_rate_for_the_rest_of_the_model_and_options_tell_variants_apart(tiny_r
 def test_a_wrong_option_is_found_before_anything_is_trained(tiny_run: RunConfig) -> None:
     wrong = ({**COSMOS, "options": ("ns_stepz=1",)}, {"optimizer": "adamm"}, {**ADAM, "model": "llama-13m"})
     with pytest.raises(ValueError, match="3 of 4 runs cannot be made here") as error:
-        compare(grid(tiny_run, ADAM, *wrong), show=False)
+        quietly(grid(tiny_run, ADAM, *wrong))
     assert all(word in str(error.value) for word in ("run1: ", "ns_stepz", "run2: unknown optimizer", "no preset"))
     assert not Path(tiny_run.logging.out).exists()
 
@@ -193,12 +219,12 @@ def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, mo
         return real(config, progress=progress)
 
     monkeypatch.setattr(module, "train", scarce)
-    result = compare(grid(tiny_run, COSMOS, ADAM), show=False)
+    result = quietly(grid(tiny_run, COSMOS, ADAM))
     assert result["rows"][0]["failures"] == ["CUDA out of memory"] and list(result["best"]) == ["adam"]
     assert not (tiny_run.replace(name="run0").folder / "summary.json").exists()  # so it is tried again
 
 
-def test_a_budget_goes_by_the_longest_run_of_the_same_size(tiny_run: RunConfig) -> None:
+def test_a_budget_expects_the_time_of_the_longest_run_of_the_same_size(tiny_run: RunConfig) -> None:
     now = 0.0
     budget = Budget(10.0, clock=lambda: now)
     wide, long = tiny_run.replace(width=128), tiny_run.replace(steps=16)
@@ -230,7 +256,7 @@ def test_without_a_budget_or_before_the_first_run_everything_starts(tiny_run: Ru
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_the_same_call_goes_on_after_its_minutes(
+def test_the_same_call_continues_after_its_minutes(
     tiny_run: RunConfig, parallel: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 4e-3})
@@ -239,7 +265,7 @@ def test_the_same_call_goes_on_after_its_minutes(
         assert [row["status"] for row in result["rows"]] == [["done"]] * done + [["not started"]] * (3 - done)
         assert json.loads((Path(tiny_run.logging.out) / "compare.json").read_text()) == result
         out = capsys.readouterr().out
-        assert f"{3 - done} of 3 runs would not end within --minutes 1e-09" in out
+        assert f"{3 - done} of 3 runs would not end within --minutes 1e-09: the same command continues" in out
         assert out.splitlines()[-2].endswith("not started")
     result = compare(runs, minutes=60.0)
     assert [row["status"] for row in result["rows"]] == [["done"]] * 3
@@ -248,35 +274,35 @@ def test_the_same_call_goes_on_after_its_minutes(
 
 def test_conflicts_with_finished_runs_are_all_found_before_anything_is_trained(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 3e-3}, {**COSMOS})
-    compare(runs[1:3], show=False)
+    quietly(runs[1:3])
     others = [run.replace(beta2=0.9) if run.run_name == "run1" else run.replace(clip=1.0) for run in runs]
     with pytest.raises(ValueError, match="nothing was trained, since 2 of 4 runs cannot be made here") as error:
-        compare(others, show=False)
+        quietly(others)
     assert "run1 was trained with beta2 0.98, this run asks for beta2 0.9" in str(error.value)
     assert "run2 was trained with clip None, this run asks for clip 1.0" in str(error.value)
     out = Path(tiny_run.logging.out)
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["run1", "run2"]
     with pytest.raises(ValueError, match="since a run cannot be made here:\n.*run1 holds a run already"):
-        compare([runs[0], runs[1].replace(resume="never")], show=False)
+        quietly([runs[0], runs[1].replace(resume="never")])
 
 
 def test_a_finished_run_with_other_defaults_is_not_taken_for_this_one(tiny_run: RunConfig) -> None:
     """An earlier version of the optimizer may have had others, which no field of the run shows."""
     run = tiny_run.replace(**COSMOS, options=("ns_steps=3",))
-    rows = compare([run], show=False)["rows"]
+    rows = quietly([run])["rows"]
     assert rows[0]["options"] == ["ns_steps=3"] and len(rows[0]["val_losses"][0]) > 0
     about = Path(tiny_run.logging.out) / run.run_name / "config.json"
     saved = json.loads(about.read_text())
     assert saved["settings"]["cosmos.row_beta2"] == 0.95 and saved["settings"]["cosmos.ns_steps"] == 3
-    compare([run], show=False)
+    quietly([run])
     saved["settings"]["cosmos.row_beta2"] = None
     about.write_text(json.dumps(saved))
     with pytest.raises(ValueError, match="was trained with cosmos.row_beta2 None, this run asks for .* 0.95"):
-        compare([run], show=False)
+        quietly([run])
 
 
-def test_names_must_differ_and_something_must_be_left(tiny_run: RunConfig) -> None:
+def test_equal_names_and_an_empty_grid_are_refused(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="two runs are called 'run'"):
-        compare([tiny_run, tiny_run], show=False)
+        quietly([tiny_run, tiny_run])
     with pytest.raises(ValueError, match="nothing to compare"):
-        compare([], show=False)
+        quietly([])

@@ -1,4 +1,4 @@
-"""The report's reading and judging: good, half and broken runs, means over seeds, the best of each optimizer."""
+"""Run folders are read and ranked: good, unfinished and broken runs, means over seeds, the best of each optimizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_lab.report import summarize, write_report
+from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.report.curves import training, validation
-from cosmos_lab.report.grouping import arrange
-from cosmos_lab.report.loading import find_runs, load_run
 from cosmos_lab.report.words import cautions, summary
+from cosmos_lab.results.ranking import arrange
+from cosmos_lab.results.reading import find_runs, read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
 NO_FIGURES = "cosmos_lab.report._figures"
@@ -21,14 +21,14 @@ NO_FIGURES = "cosmos_lab.report._figures"
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests read the page alone; drawing figures takes seconds."""
-    monkeypatch.setattr(NO_FIGURES, lambda tasks, folder: ({}, ""))
+    """Leave out the figures, which take seconds to draw."""
+    monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_finds_runs_below_a_folder_each_once(tmp_path: Path) -> None:
+def test_runs_below_a_folder_are_found_once_each(tmp_path: Path) -> None:
     run = make_run(tmp_path / "sweep" / "a", "adam", [3.0])
     (run / "checkpoints" / "step_000010").mkdir(parents=True)
     write(run / "checkpoints" / "step_000010", "config.json", {})
@@ -75,7 +75,7 @@ def test_broken_folders_are_shown_as_such(
     folder.mkdir()
     for name, text in files.items():
         (folder / name).write_text(text)
-    run = load_run(folder)
+    run = read_run(folder)
     assert run.status == status
     assert note in " ".join(run.notes)
     text = write_report([folder], tmp_path / "out").read_text()
@@ -96,29 +96,29 @@ def test_folders_without_a_run_are_named_on_the_terminal(
     assert "One folder could not be shown." in told and "other: the folder holds no config.json" in told
 
 
-def test_a_file_that_is_a_folder_and_bytes_that_are_no_text(tmp_path: Path, no_figures: None) -> None:
+def test_a_folder_as_file_and_bytes_that_are_not_text_do_not_stop_the_report(tmp_path: Path, no_figures: None) -> None:
     folder = make_run(tmp_path / "run", "adam", [3.0])
     (folder / "summary.json").unlink()
     (folder / "summary.json").mkdir()
     (folder / "metrics.jsonl").write_bytes(b'\xff\xfe\n{"step": 1, "val_loss": 2.0}\n')
-    run = load_run(folder)
+    run = read_run(folder)
     assert run.status == "unfinished" and run.score == 2.0
     assert "IsADirectoryError" in " ".join(run.notes)
     write_report([folder], tmp_path / "out")
 
 
-def test_a_resumed_run_counts_each_step_once_and_time_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_each_step_once_and_its_time_continues(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", "adam", [3.0])
     rows = [(1, 4.0, 10.0), (2, 3.5, 20.0), (3, 9.9, 30.0), (3, 3.0, 5.0), (4, 2.5, 15.0)]
     lines = [json.dumps({"step": step, "tokens": step, "time": time, "loss": loss}) for step, loss, time in rows]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
-    train = load_run(folder).train
+    train = read_run(folder).train
     assert [(point.step, point.value) for point in train] == [(1, 4.0), (2, 3.5), (3, 3.0), (4, 2.5)]
     assert [point.time for point in train] == [10.0, 20.0, 25.0, 35.0]
 
 
 def test_an_unfinished_run_takes_its_numbers_from_the_log(tmp_path: Path) -> None:
-    run = load_run(make_run(tmp_path / "run", "adam", [3.0, 2.0], finished=False))
+    run = read_run(make_run(tmp_path / "run", "adam", [3.0, 2.0], finished=False))
     assert run.status == "unfinished"
     expected = {"final_val_loss": 2.0, "final_val_ppl": math.exp(2.0), "tokens": 20000, "tokens_per_s": 2e4}
     assert {key: run.stats[key] for key in expected} == pytest.approx(expected)
@@ -144,7 +144,7 @@ def test_best_rate_of_each_optimizer_is_marked(tmp_path: Path) -> None:
         f"{math.exp(2.7):.2f}: {below:.0f} % below adam ({math.exp(2.9):.2f})."
     )
     assert "Of 7 runs, 1 diverged, 1 unfinished." in cautions(task)
-    assert summarize([tmp_path]) == summary(task)
+    assert describe_runs([tmp_path]) == summary(task)
 
 
 def test_a_best_rate_at_the_edge_and_unequal_budgets_are_pointed_out(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_seeds_give_mean_and_spread(tmp_path: Path) -> None:
     assert len(training(group)) == 3
 
 
-def test_a_gap_within_the_spread_of_seeds_is_called_so(tmp_path: Path) -> None:
+def test_the_sentence_says_if_a_gap_is_within_the_spread_of_seeds(tmp_path: Path) -> None:
     ends = {"adam": (2.5, 2.7), "cosmos": (2.48, 2.68)}
     folders = [
         make_run(tmp_path / f"{name}{seed}", name, falling(end), seed=seed)
@@ -183,7 +183,7 @@ def test_a_gap_within_the_spread_of_seeds_is_called_so(tmp_path: Path) -> None:
     assert "no larger than the spread over seeds" in summary(task_of(*folders))
 
 
-def test_one_diverged_seed_costs_a_group_its_place(tmp_path: Path) -> None:
+def test_a_group_with_a_diverged_seed_is_not_ranked(tmp_path: Path) -> None:
     task = task_of(
         make_run(tmp_path / "a", "adam", falling(2.0), lr=2e-3, seed=0),
         make_run(tmp_path / "b", "adam", [3.0, None], lr=2e-3, seed=1),
@@ -198,30 +198,30 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     make_run(tmp_path / "c", "cosmos", falling(2.6), rank=64)
     make_run(tmp_path / "d", "cosmos", falling(1.0), model="other")
     make_run(tmp_path / "e", "cosmos", falling(1.0), model="other", width=9)
-    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
     assert [task.title for task in tasks] == ["tiny · test", "other · test · width null", "other · test · width 9"]
     assert [group.label for group in tasks[0].groups] == [
         "cosmos (rank 16) 1e-3", "cosmos (rank 64) 1e-3", "cosmos (rank 64) 1e-3 #2"
     ]  # fmt: skip
 
 
-def test_how_often_a_run_looked_is_no_setting(tmp_path: Path) -> None:
+def test_intervals_and_sharding_do_not_make_another_method(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "adam", falling(2.5), seed=0, val_every=2, sharding="ddp")
     make_run(tmp_path / "b", "adam", falling(2.6), seed=1, val_every=4, sharding="fsdp")
     assert [group.label for group in task_of(tmp_path / "a", tmp_path / "b").groups] == ["adam 1e-3"]
 
 
-def test_every_option_is_a_setting_and_a_name_has_as_many_as_it_takes(tmp_path: Path) -> None:
+def test_a_method_is_named_by_as_many_options_as_tell_it_apart(tmp_path: Path) -> None:
     both = ["nesterov=True", "row_beta2=0.95"]
     make_run(tmp_path / "a", "cosmos", falling(2.5), rank=64)
     make_run(tmp_path / "b", "cosmos", falling(2.6), rank=64, options=both)
     make_run(tmp_path / "c", "cosmos", falling(2.7), rank=64, options=both[:1])
-    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
     assert [group.method for group in tasks[0].groups] == [
         "cosmos", "cosmos (nesterov True, row_beta2 0.95)", "cosmos (nesterov True)"
     ]  # fmt: skip
     make_run(tmp_path / "d", "cosmos", falling(2.8), rank=32, options=both)
-    tasks, _ = arrange(map(load_run, find_runs([tmp_path])))
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
     assert [group.method for group in tasks[0].groups] == [
         "cosmos (rank 64)", "cosmos (rank 64, nesterov True, row_beta2 0.95)", "cosmos (rank 64, nesterov True)",
         "cosmos (rank 32, nesterov True, row_beta2 0.95)",
@@ -234,10 +234,10 @@ def test_without_validation_training_losses_are_compared(tmp_path: Path, no_figu
     ]
     task = task_of(*folders)
     assert "muon ended lowest, at a training loss of 2.000: 4.8 % below adam (2.100)" in summary(task)
-    assert data_of(write_report(folders, tmp_path / "out"))["tasks"][0]["loss"] == "training loss"
+    assert data_of(write_report(folders, tmp_path / "out"))[0][0]["charts"][0]["title"] == "training loss"
 
 
-def test_nothing_finished_and_nothing_logged_have_sentences(tmp_path: Path) -> None:
+def test_the_sentence_says_if_no_run_has_finished_or_logged_a_loss(tmp_path: Path) -> None:
     running = make_run(tmp_path / "a", "adam", [2.0], finished=False)
     assert summary(task_of(running)).startswith("No run has finished; the lowest validation perplexity so far is 7.389")
     diverged = make_run(tmp_path / "b", "adam", [None])

@@ -1,4 +1,4 @@
-"""The report in a real browser, headless Chromium: it renders, it stays silent, and its controls do what they say."""
+"""The report in headless Chromium renders, logs no error, and its controls do what they say."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two optimizers at two rates, one of them with two seeds and diagnostics; a diverged run; a hostile name."""
+    """Write a report on two optimizers, two rates, two seeds, diagnostics, a diverged run and a hostile name."""
     runs = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
         make_run(runs / f"c{seed}", "cosmos", falling(2.0 + 0.1 * seed), seed=seed, layers=3)
@@ -54,7 +54,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(runs / "a2", "adam", [3.0, 4.0, None], lr=2e-3)
     (runs / "empty").mkdir()
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("cosmos_lab.report._figures", lambda tasks, folder: ({}, ""))  # tested without a browser
+    monkey.setattr("cosmos_lab.report._figures", lambda specs, folder: None)  # tested without a browser
     written = write_report([runs], tmp_path_factory.mktemp("out"), title=f"Report {EVIL}")
     monkey.undo()
     return written
@@ -62,7 +62,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shown(browser: Any, page: Path) -> Iterator[Any]:
-    """The page, freshly loaded; afterwards nothing may have been complained about."""
+    """Load the page; afterwards the browser must not have logged a complaint."""
     browser.get_log("browser")
     browser.get(page.as_uri())
     yield browser
@@ -74,7 +74,7 @@ def css(browser: Any, selector: str) -> list[Any]:
 
 
 def press(browser: Any, selector: str) -> None:
-    """Presses a control with the keyboard, as a reader without a mouse would."""
+    """Press a control with the keyboard, as a reader without a mouse would."""
     (control,) = css(browser, selector)
     browser.execute_script("arguments[0].focus()", control)
     control.send_keys(" ")
@@ -194,7 +194,7 @@ def test_no_sideways_scrolling_at_any_width(shown: Any, width: int) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        shown.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")  # drawn anew
+        shown.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")  # drawn again
         wide, window = shown.execute_script(f"const page = {ROOT}; return [page.scrollWidth, page.clientWidth]")
         assert wide <= window <= width
         assert all(chart.size["width"] < window for chart in css(shown, ".chart svg"))

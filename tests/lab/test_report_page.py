@@ -1,4 +1,4 @@
-"""The report's page and figures: complete, offline, and proof against whatever stands in a run's files."""
+"""The report's page and figures are complete, load nothing, and cannot be broken by the content of a run's files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from cosmos_lab.display import count, rate, seconds, significant, size
 from cosmos_lab.report import write_report
-from cosmos_lab.report.curves import MOST_COLUMNS, MOST_POINTS, heat, kind_and_layer, training, validation
-from cosmos_lab.report.loading import load_run
-from cosmos_lab.report.style import KNOWN, THEMES, count, looks, rate, seconds, significant, size
+from cosmos_lab.report.charts import embed
+from cosmos_lab.report.curves import MOST_POINTS, training, validation
+from cosmos_lab.report.heat import MOST_COLUMNS, heat_map, kind_and_layer
+from cosmos_lab.report.style import KNOWN, THEMES, looks
+from cosmos_lab.results.reading import read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
 NO_FIGURES = "cosmos_lab.report._figures"
@@ -23,8 +26,8 @@ NO_FIGURES = "cosmos_lab.report._figures"
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests read the page alone; drawing figures takes seconds."""
-    monkeypatch.setattr(NO_FIGURES, lambda tasks, folder: ({}, ""))
+    """Leave out the figures, which take seconds to draw."""
+    monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
@@ -37,8 +40,8 @@ def test_long_runs_are_thinned_and_keep_their_last_point(tmp_path: Path) -> None
     assert curve is not None and len(curve.value) <= MOST_POINTS and len(train.value) <= MOST_POINTS
     assert curve.value[-1] == 2.5 and curve.tokens[-1] == 1e7
     assert statistics.fmean(train.value) == pytest.approx(statistics.fmean(falling(2.6, points=1000)), rel=0.01)
-    found = heat(group.runs[0])
-    assert found is not None and len(found.steps) <= MOST_COLUMNS and found.steps[-1] == 10000
+    found = heat_map(group.runs[0])
+    assert found is not None and len(found.columns) <= MOST_COLUMNS and found.columns[-1].startswith("step 10000,")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_long_runs_are_thinned_and_keep_their_last_point(tmp_path: Path) -> None
         ("", ("", None)),
     ],
 )
-def test_matrices_are_placed_by_name(name: str, place: tuple[str, int | None]) -> None:
+def test_kind_and_layer_follow_from_the_name_of_a_matrix(name: str, place: tuple[str, int | None]) -> None:
     assert kind_and_layer(name) == place
 
 
@@ -63,7 +66,7 @@ def test_heat_map_rows_are_layers_and_gaps_stay_empty(tmp_path: Path) -> None:
     extra = {"step": 30, "tokens": 30, "diagnostics": {"blocks.10.attn.q.weight": {"energy": None}, "odd": 3}}
     with (folder / "metrics.jsonl").open("a") as log:
         log.write(json.dumps(extra) + "\n")
-    found = heat(load_run(folder))
+    found = heat_map(read_run(folder))
     assert found is not None
     assert [panel.kind for panel in found.panels] == ["q", "k", "v", "o", "gate", "up", "down"]
     assert found.panels[0].layers == list(range(11))
@@ -86,7 +89,27 @@ def test_hostile_names_do_not_break_the_page(tmp_path: Path, no_figures: None) -
     assert not parsed.open
     assert [tag for tag, _ in parsed.tags].count("script") == 2
     assert not any(tag == "img" or any(key.startswith("on") for key in attributes) for tag, attributes in parsed.tags)
-    assert data_of(page)["tasks"][0]["methods"][0]["name"] == evil
+    assert data_of(page)[0][0]["methods"][0]["name"] == evil
+
+
+def test_extreme_numbers_do_not_stop_the_report(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / "runs" / f"zero{seed}", "adam", [0.0, 0.0], seed=seed, validated=False, model="zero")
+        make_run(tmp_path / "runs" / f"large{seed}", "adam", [1e300, -1e300], seed=seed, validated=False)
+    make_run(tmp_path / "runs" / "zero", "adam", [0.0], lr=2e-3, validated=False, model="zero")
+    for name, lr in (("rate", math.inf), ("nan", math.nan), ("negative", -1.0)):
+        make_run(tmp_path / "runs" / name, "muon", falling(2.0), lr=lr, layers=1)
+    odd = {
+        "step": math.inf,
+        "tokens": -math.inf,
+        "time": math.nan,
+        "loss": 1.0,
+        "diagnostics": {"a": {"drift": -1e-300}},
+    }
+    with (tmp_path / "runs" / "rate" / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(odd) + "\n" + json.dumps(odd | {"step": 0, "loss": 1e308}) + "\n")
+    page = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert not Tags(page.read_text()).open and len(data_of(page)) == 2
 
 
 def test_the_page_loads_nothing(tmp_path: Path, no_figures: None) -> None:
@@ -101,7 +124,7 @@ def test_the_page_loads_nothing(tmp_path: Path, no_figures: None) -> None:
     assert addresses <= {"http://www.w3.org/2000/svg"}  # the name of SVG, which no browser fetches
 
 
-def test_table_has_every_number_and_marks_the_best(tmp_path: Path, no_figures: None) -> None:
+def test_the_table_has_every_number_and_marks_the_best(tmp_path: Path, no_figures: None) -> None:
     make_run(tmp_path / "runs" / "a", "adam", falling(2.0), lr=1e-3)
     make_run(tmp_path / "runs" / "b", "adam", falling(1.9), lr=2e-3)
     text = write_report([tmp_path / "runs"], tmp_path / "out").read_text()
@@ -134,6 +157,15 @@ def test_figures_are_written_as_png_and_svg(tmp_path: Path) -> None:
         assert (stale.parent / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         assert "</svg>" in (stale.parent / f"{stem}.svg").read_text()
         assert {f"figures/{stem}.png", f"figures/{stem}.svg"} <= links
+
+
+def test_the_page_and_the_figures_draw_the_same_specifications(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("cosmos_lab.report._figures", lambda specs, folder: drawn.append(specs))
+    folders = [make_run(tmp_path / str(lr), "cosmos", falling(2.0), lr=lr, layers=2) for lr in (1e-3, 2e-3)]
+    page = write_report(folders, tmp_path / "out")
+    assert json.loads(embed(drawn[0])) == data_of(page)
+    assert [section.name for section in drawn[0][0]] == ["curves", "sweep", "heat"]
 
 
 def test_without_matplotlib_the_page_is_written_and_says_what_to_install(
@@ -200,7 +232,7 @@ def lab(colour: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_are_told_apart_by_every_eye(scheme: str) -> None:
+def test_colours_differ_for_every_kind_of_colour_vision(scheme: str) -> None:
     colours = [getattr(look, scheme) for look in KNOWN.values()]
     for sight in SIGHT.values():
         seen = [lab(times(sight, linear(colour))) for colour in colours]
@@ -221,7 +253,7 @@ def test_looks_are_stable_and_unknown_optimizers_get_free_ones() -> None:
         assert one.light == other.light and one.dash != other.dash
 
 
-def test_numbers_are_written_to_be_read() -> None:
+def test_numbers_have_significant_digits_and_units() -> None:
     assert [rate(x) for x in (1e-3, 5e-4, 0.1, 2.5e-05, 0.0, None)] == ["1e-3", "5e-4", "0.1", "2.5e-5", "0", "?"]
     assert [significant(x) for x in (3.14159, 123456.0, 0.00012346, math.nan, 0.0)] == [
         "3.142", "123,456", "0.0001235", "–", "0"

@@ -1,4 +1,4 @@
-"""Runs of a grid share one compiled model: nothing compiles twice, and no run can tell what ran before it."""
+"""Runs of a grid share one compiled model: nothing compiles twice, and no run depends on the one before it."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ from cosmos_lab.run.train import Trainer, train
 
 @pytest.fixture
 def compiled(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunConfig]:
-    """A compiled run of four steps; aot_eager traces forward and backward as inductor does, without a C++ compiler."""
+    """Return a compiled run of four steps; aot_eager traces as inductor does, without a C++ compiler."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, backend="aot_eager", **how))
     model_cache.clear()
@@ -29,12 +29,12 @@ def compiled(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
 
 
 def graphs() -> int:
-    """Graphs that were compiled in this process so far."""
+    """Count the graphs that were compiled in this process so far."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def trained(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Train, and read the weights that came out."""
+    """Train, and return the final weights."""
     train(config)
     newest = checkpoint.latest(config.folder / "checkpoints")
     assert newest is not None
@@ -43,13 +43,13 @@ def trained(config: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def log(config: RunConfig) -> list[Any]:
-    """Every loss of a run's log, to the last bit."""
+    """Return every loss of a run's log, to the last bit."""
     lines = run_folder.read_metrics(config.folder)
     return [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
 
 
 def alone(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """A run as in a process of its own."""
+    """Train a run as in its own process."""
     model_cache.clear()
     torch._dynamo.reset()
     weights = trained(config)
@@ -74,7 +74,7 @@ def test_a_second_run_compiles_nothing_and_gives_the_same_bits(compiled: RunConf
     assert graphs() == before
 
 
-def test_a_diverged_or_resumed_run_leaves_no_trace(compiled: RunConfig) -> None:
+def test_a_diverged_or_interrupted_run_does_not_change_later_runs(compiled: RunConfig) -> None:
     expected = alone(compiled.replace(name="alone"))
     broken = {"optimizer": "adam", "rank": None, "lr": 1e30, "adam_lr": 1e30, "warmup": 0.0, "checkpoint_every": 0}
     assert train(compiled.replace(name="diverged", **broken))["status"] == "diverged"
@@ -90,7 +90,7 @@ def test_a_diverged_or_resumed_run_leaves_no_trace(compiled: RunConfig) -> None:
     cut = compiled.replace(name="cut", checkpoint_every=2)
     with pytest.raises(Stop):
         train(cut, progress=fall)
-    assert not model_cache._stored  # what fails half-way is not used again
+    assert not model_cache._stored  # the model of a failed run is not used again
     assert same(cut, expected)
     assert same(compiled.replace(name="last"), expected)
 
@@ -101,7 +101,7 @@ def test_a_diverged_or_resumed_run_leaves_no_trace(compiled: RunConfig) -> None:
      {"deterministic": True}],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_what_a_graph_depends_on(compiled: RunConfig, change: dict[str, Any]) -> None:
+def test_a_graph_is_shared_unless_a_field_it_depends_on_changes(compiled: RunConfig, change: dict[str, Any]) -> None:
     world = launch.World(0, 0, 1, torch.device("cpu"), "none")
 
     def key(config: RunConfig, world: launch.World = world, bf16: bool = False) -> Any:
@@ -114,7 +114,7 @@ def test_what_a_graph_depends_on(compiled: RunConfig, change: dict[str, Any]) ->
         assert key(compiled, launch.World(0, 0, 2, world.device, sharding)) is None
 
 
-def test_another_model_finds_the_last_one_freed(compiled: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_model_is_freed_before_another_is_built(compiled: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     train(compiled.replace(name="first"))
     weight = weakref.ref(model_cache._stored[0].model.embed.weight)
     real, alive = build.build_model, []
@@ -130,7 +130,7 @@ def test_another_model_finds_the_last_one_freed(compiled: RunConfig, monkeypatch
     assert alive == [True, False] and not model_cache._stored
 
 
-def test_hooks_gradients_and_frozen_weights_do_not_pass_on(compiled: RunConfig) -> None:
+def test_hooks_gradients_and_frozen_weights_do_not_affect_the_next_run(compiled: RunConfig) -> None:
     expected = alone(compiled.replace(name="alone"))
     train(compiled.replace(name="first"))
     (kept,) = model_cache._stored
@@ -148,7 +148,7 @@ def test_hooks_gradients_and_frozen_weights_do_not_pass_on(compiled: RunConfig) 
     assert model_cache._stored != [kept] and not calls
 
 
-def test_two_runs_at_a_time_have_models_of_their_own(compiled: RunConfig) -> None:
+def test_two_runs_at_a_time_do_not_share_a_model(compiled: RunConfig) -> None:
     train(compiled.replace(name="first"))
     with launch.session("cpu", "auto") as world:
         one, two = (Trainer(compiled.replace(name=name), world) for name in ("one", "two"))
@@ -157,7 +157,7 @@ def test_two_runs_at_a_time_have_models_of_their_own(compiled: RunConfig) -> Non
     assert not model_cache._stored
 
 
-def test_runs_compiled_by_blocks_share_theirs(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_compiled_by_blocks_share_their_graphs(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Decoder.compile_parts
     monkeypatch.setattr(Decoder, "compile_parts", lambda model, **how: real(model, **{**how, "backend": "aot_eager"}))
     config = tiny_run.replace(compile="blocks", steps=4, diagnostics_every=0)

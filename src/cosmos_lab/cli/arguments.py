@@ -31,6 +31,8 @@ class CompareOptions:
     """Runs at a time; with GPUs each run has its own."""
     minutes: float = 0.0
     """Start no run that would end later than this; the same command continues (0: no limit)."""
+    report: bool = True
+    """Write the report at the end."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,9 @@ def compare_command(arguments: list[str]) -> None:
         only=options.only.split(",") if options.only else None,
         extra=flags.parse_extra(options.extra),
     )
-    result = compare(runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes)
+    result = compare(
+        runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes, report=options.report
+    )
     if recipe.published and recipe.config == get_recipe(recipe.name).config:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
     failed = sum(len(row["failures"]) for row in result["rows"])

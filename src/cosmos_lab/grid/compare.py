@@ -1,9 +1,9 @@
-"""Several runs side by side: a grid over optimizers, rates and seeds, resumable, one at a time or one process per GPU.
+"""Compare runs: a grid over optimizers, rates and seeds, resumable, one at a time or one process per GPU.
 
     result = compare(get_recipe("llama-60m").runs(optimizers=["adam", "cosmos"], seeds=(0, 1, 2)), out="runs")
 
-A finished run is not trained again and a half-finished one continues, so the same call after a kill goes on where it
-was. SIGTERM and Ctrl-C end all runs after the step they are in, with checkpoints. Needs neither tyro nor rich.
+A finished run is not trained again and an unfinished one continues, so the same call after a kill continues the grid.
+SIGTERM and Ctrl-C end all runs after the current step, with checkpoints. Needs neither tyro nor rich.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
+from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, rank
 from cosmos_lab.io import finite, write_json
 from cosmos_lab.optimizers import settings
-from cosmos_lab.results import NOT_STARTED, UNFINISHED, format_result, rank
-from cosmos_lab.run import checkpoint, run_folder
+from cosmos_lab.report import describe_runs, write_report
+from cosmos_lab.results.reading import read_metrics, read_summary
+from cosmos_lab.run import checkpoint
 from cosmos_lab.run.run_folder import check_unfinished, finished
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped, watch
 from cosmos_lab.run.train import train
@@ -36,24 +38,11 @@ RESULT = "compare.json"
 _POLL_S = 0.5
 
 
-class Display(Protocol):
-    """Told of every change of a run."""
-
-    def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None: ...
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None:
-        """Nothing."""
-
-
 class Budget:
-    """Time for the runs of one call: whether another one would end within it.
+    """The time for the runs of one call, and whether another run would end within it.
 
-    A run is taken to last as long as the longest one that this call has finished with the same model and number of
-    tokens; one of a new kind may start while any time is left, and the first run always.
+    A run is expected to take as long as the longest one that this call has finished with the same model and number of
+    tokens. A run of a new kind may start while any time is left, and the first run may always start.
     """
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,7 +54,7 @@ class Budget:
         self._begun: dict[str, float] = {}
 
     def start(self, run: RunConfig) -> bool:
-        """Whether ``run`` may start; if so it counts from now."""
+        """Tell whether ``run`` may start; if so, its time counts from now."""
         now = self._clock()
         allowed = not self._begun or now + self._longest.get(self._kind(run), 0.0) < self._end
         if allowed:
@@ -73,7 +62,7 @@ class Budget:
         return allowed
 
     def finish(self, run: RunConfig) -> None:
-        """``run`` has ended well: another one like it will take as long."""
+        """Note how long ``run`` took: another one like it will take as long."""
         kind = self._kind(run)
         self._longest[kind] = max(self._longest.get(kind, 0.0), self._clock() - self._begun[run.run_name])
 
@@ -90,60 +79,53 @@ def compare(
     parallel: int = 1,
     minutes: float = 0.0,
     show: bool = True,
+    report: bool = True,
 ) -> dict[str, Any]:
-    """Make the runs that are not made yet, and compare all.
+    """Train the runs that are not finished, compare all, and write compare.json and the report.
 
     Args:
-        runs: the runs, each with a name of its own.
-        out: folder of the run folders and of compare.json (None: the runs' own ``out``).
+        runs: the runs, each with its own name.
+        out: folder of the run folders, of compare.json and of report/ (None: the runs' ``out``).
         metric: the number of the summary that ranks them; less is better.
-        parallel: processes at a time; with GPUs, each has one of its own.
-        minutes: start no run that would end later than this after the call (0: no limit); the same call goes on.
-        show: print the live table and the result.
+        parallel: processes at a time; with GPUs, each process has its own.
+        minutes: start no run that would end later than this after the call (0: no limit); the same call continues.
+        show: print the live table, the result and where the report is.
+        report: write the report.
 
     Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant with
     its seeds, mean and spread.
     """
     if not runs:
-        raise ValueError("nothing to compare: no run is left of the grid")
+        raise ValueError("nothing to compare: the grid has no runs")
     if out is not None:
         runs = [run.replace(out=str(out)) for run in runs]
-    _check_names(runs)
-    budget, made = Budget(minutes), _finished(runs)
+    names = [run.run_name for run in runs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two runs are called {twice[0]!r}; give them different names")
+    budget, summaries = Budget(minutes), _finished(runs)
     failures: dict[str, str] = {}
-    table = TableDisplay(runs) if show else None
-    context: AbstractContextManager[Any] = table or nullcontext()
     try:
-        with context, watch() as request:
-            display: Display = table or Silent()
-            missing = [(row, run) for row, run in enumerate(runs) if run.run_name not in made]
-            for row, run in enumerate(runs):
-                if run.run_name in made:
-                    display.update(row, made[run.run_name]["status"], _as_record(made[run.run_name]))
-            if parallel <= 1:
-                _one_by_one(missing, display, budget, request, failures)
-            else:
-                _in_processes(missing, parallel, display, budget, request, failures)
+        with TableDisplay(runs, show) as display, watch() as request:
+            for row, summary in enumerate(summaries):
+                if summary is not None:
+                    display.update(row, summary["status"], _as_record(summary))
+            missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
+            train_all = _one_by_one if parallel <= 1 else partial(_in_processes, parallel)
+            train_all(missing, display, budget, request, failures)
     except Stopped:
         _conclude(runs, metric, failures, show)
         raise
     result = _conclude(runs, metric, failures, show)
     left = sum(status in (NOT_STARTED, UNFINISHED) for row in result["rows"] for status in row["status"])
     if show and left:
-        print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command goes on")
+        print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command continues")
+    if report:
+        _report_on(runs, show)
     return result
 
 
-def _check_names(runs: Sequence[RunConfig]) -> None:
-    """ValueError where two runs would share a folder."""
-    names = [run.run_name for run in runs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two runs are called {twice!r}; give them names of their own")
-
-
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
-    """Rank what is there, write compare.json and print the table."""
+    """Rank the runs, write compare.json and print the table."""
     result = rank(runs, metric, failures)
     write_json(Path(runs[0].logging.out) / RESULT, finite(result))
     if show:
@@ -151,34 +133,46 @@ def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str
     return result
 
 
-def _finished(runs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
-    """Summaries of the runs that are there; one ValueError names every run that is wrong or finds another's folder."""
-    made, conflicts = {}, []
+def _report_on(runs: Sequence[RunConfig], show: bool) -> None:
+    """Write the report on all runs that have begun; print what they showed and where the page is."""
+    folders = [folder for run in runs if (folder := run.folder).is_dir()]
+    if not folders:
+        return
+    try:
+        place = runs[0].logging
+        page = write_report(folders, Path(place.out) / "report", title=f"Comparison: {place.recipe}")
+    except OSError as error:  # the runs are worth more than their report
+        print(f"cosmos-lab: no report: {error}", file=sys.stderr)
+        return
+    if show:
+        print(f"\n{describe_runs(folders)}\nReport: {page}")
+
+
+def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
+    """Return the summary of each finished run; one ValueError names every run that is wrong or in another's folder."""
+    summaries, conflicts = [], []
     for run in runs:
         try:
-            settings(run.check().optimizer, run.model.model)  # a wrong option is noticed before anything is trained
-            summary = finished(run)
-            if summary is None:
+            settings(run.check().optimizer, run.model.model)  # find a wrong option before anything is trained
+            summaries.append(finished(run))
+            if summaries[-1] is None:
                 check_unfinished(run)
         except ValueError as conflict:
             conflicts.append(f"{run.run_name}: {conflict}")
-            continue
-        if summary is not None:
-            made[run.run_name] = summary
     if conflicts:
         count = f"{len(conflicts)} of {len(runs)} runs" if len(conflicts) > 1 else "a run"
         raise ValueError("\n  ".join([f"nothing was trained, since {count} cannot be made here:", *conflicts]))
-    return made
+    return summaries
 
 
 def _one_by_one(
     runs: Sequence[tuple[int, RunConfig]],
-    display: Display,
+    display: TableDisplay,
     budget: Budget,
     request: Request,
     failures: dict[str, str],
 ) -> None:
-    """Run after run in this process; why some failed goes into ``failures``."""
+    """Train one run after another in this process; put the reasons of failed runs into ``failures``."""
     for row, run in runs:
         request.check(f"before {run.run_name}")
         if not budget.start(run):
@@ -187,9 +181,9 @@ def _one_by_one(
         display.update(row, "running")
         try:
             summary = train(run, progress=lambda record, row=row: display.update(row, "running", record))  # type: ignore[misc]
-        except (RuntimeError, ValueError, OSError) as error:  # out of memory, say: the other runs may still fit
+        except (RuntimeError, ValueError, OSError) as error:  # for example out of memory: the other runs may still fit
             failures[run.run_name] = str(error).splitlines()[0]
-            display.update(row, "failed")
+            display.update(row, FAILED)
             continue
         except Stopped:
             display.update(row, UNFINISHED)
@@ -205,43 +199,43 @@ def _as_record(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Job:
-    """A run in a process of its own."""
+    """A run in its own process."""
 
     row: int
     run: RunConfig
     process: subprocess.Popen[bytes]
     log: TextIO
-    seat: int
+    slot: int  # the number of its GPU, if there are any
 
 
 def _in_processes(
-    runs: Sequence[tuple[int, RunConfig]],
     parallel: int,
-    display: Display,
+    runs: Sequence[tuple[int, RunConfig]],
+    display: TableDisplay,
     budget: Budget,
     request: Request,
     failures: dict[str, str],
 ) -> None:
-    """Up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
+    """Train up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
     gpus = torch.cuda.device_count()
-    seats = list(range(min(parallel, gpus) if gpus else parallel))
+    slots = list(range(min(parallel, gpus) if gpus else parallel))
     waiting = list(runs)
     jobs: list[_Job] = []
-    told: list[_Job] = []
+    signalled: list[_Job] = []
     try:
         while jobs or (waiting and not request.signum):
-            while waiting and not request.signum and len(jobs) < len(seats):
+            while waiting and not request.signum and len(jobs) < len(slots):
                 row, run = waiting.pop(0)
                 if not budget.start(run):
                     display.update(row, NOT_STARTED)
                     continue
-                seat = next(s for s in seats if s not in {job.seat for job in jobs})
-                jobs.append(_start(row, run, seat, gpus > 0))
+                slot = next(slot for slot in slots if slot not in {job.slot for job in jobs})
+                jobs.append(_start(row, run, slot, gpus > 0))
                 display.update(row, "running")
             time.sleep(_POLL_S)
-            if request.signum and not told:
-                told = list(jobs)
-                for job in told:
+            if request.signum and not signalled:
+                signalled = list(jobs)
+                for job in signalled:
                     job.process.send_signal(request.signum)
             for job in list(jobs):
                 if _report(job, display, failures, request.signum):
@@ -249,18 +243,18 @@ def _in_processes(
                     if job.run.run_name not in failures:
                         budget.finish(job.run)
     finally:
-        for job in jobs:  # an error here, or asked twice: the runs resume from their checkpoints next time
+        for job in jobs:  # an error here, or a second signal: the runs resume from their checkpoints next time
             job.process.terminate()
         for job in jobs:
             job.process.wait()
             job.log.close()
-    left = [folder for job in told if run_folder.read_summary(folder := job.run.folder) is None]
+    left = [folder for job in signalled if read_summary(folder := job.run.folder) is None]
     kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
     how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
     request.check(f"in {len(left)} of {len(runs)} runs, {how}")
 
 
-def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
+def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asked.json").write_text(json.dumps(run.flat()))
@@ -269,32 +263,32 @@ def _start(row: int, run: RunConfig, seat: int, gpu: bool) -> _Job:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     if gpu:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[seat] if visible else str(seat)
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot] if visible else str(slot)
     log = (folder / "output.txt").open("a")
     command = [sys.executable, "-m", "cosmos_lab.grid.worker", str(folder / "asked.json")]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    return _Job(row, run, process, log, seat)
+    return _Job(row, run, process, log, slot)
 
 
-def _report(job: _Job, display: Display, failures: dict[str, str], told: int) -> bool:
-    """Tell the display how a job stands; True when it has ended. told: the signal that asked all to stop, or 0."""
+def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: int) -> bool:
+    """Show a job's progress; return True if it has ended. ``signum`` is the signal that asked all to stop, or 0."""
     folder = job.run.folder
     code = job.process.poll()
     if code is None:
-        records = list(run_folder.read_metrics(folder))
+        records = list(read_metrics(folder))
         if records:
             display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
         return False
     job.log.close()
-    summary = run_folder.read_summary(folder)
-    # By a signal, ours or one to the whole group: in training, or before and after it.
-    stopped = bool(told) and any(code in (128 + signum, -signum) for signum in SIGNALS)
+    summary = read_summary(folder)
+    # Ended by a signal, ours or one to the whole process group: in training (128 + number), or before and after it.
+    stopped = bool(signum) and any(code in (128 + known, -known) for known in SIGNALS)
     if stopped and summary is None:
         display.update(job.row, UNFINISHED)
     elif summary is None or (code and not stopped):
         lines = (folder / "output.txt").read_text().strip().splitlines()
         failures[job.run.run_name] = lines[-1] if lines else f"exit code {code}"
-        display.update(job.row, "failed")
+        display.update(job.row, FAILED)
     else:
         display.update(job.row, summary["status"], _as_record(summary))
     return True

@@ -1,4 +1,4 @@
-"""One run in its own process: ``python -m cosmos_lab.grid.worker CONFIG.json``, the JSON of ``RunConfig.flat()``."""
+"""Train one run in its own process: ``python -m cosmos_lab.grid.worker CONFIG.json``, JSON of ``RunConfig.flat()``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cosmos_lab.run.train import train
 
 
 def main(arguments: list[str]) -> int:
-    """Train as the file says."""
+    """Train with the config in the file; return the exit code."""
     config = RunConfig.from_flat(json.loads(Path(arguments[0]).read_text()))
     try:
         train(config)

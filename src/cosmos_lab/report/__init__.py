@@ -1,4 +1,4 @@
-"""The report on one or more runs: a self-contained page, and its figures as PNG and SVG."""
+"""Write the report on one or more runs: a self-contained page, and its figures as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -7,55 +7,58 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_lab.io import atomic_write, disk_error
-from cosmos_lab.report.grouping import Task, arrange
-from cosmos_lab.report.loading import find_runs, load_run
+from cosmos_lab.report.charts import Section, specify
+from cosmos_lab.report.heat import HeatSection
 from cosmos_lab.report.page import render
 from cosmos_lab.report.words import reason, summary, unreadable
+from cosmos_lab.results.ranking import arrange
+from cosmos_lab.results.reading import find_runs, read_run
 
-__all__ = ["summarize", "write_report"]
+__all__ = ["describe_runs", "write_report"]
 
 _log = logging.getLogger("cosmos_lab.report")
 
 
 def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training report") -> Path:
-    """Writes ``out``/index.html and ``out``/figures/ about run folders, or folders of them; returns the page's path.
+    """Write ``out``/index.html and ``out``/figures/ about run folders, or folders of them; return the page's path.
 
-    Unfinished, diverged, empty and broken runs are shown as what they are, and a warning counts the folders that hold
-    no run to show. Without matplotlib the page is written all the same, and a warning says how to get the figures.
+    Unfinished, diverged, empty and broken runs are shown as such, and a warning counts the folders that hold no run.
+    Without matplotlib the page is written without figures, and a warning says how to get them.
 
     Raises:
         ValueError: no folder is given, or one does not exist.
         OSError: the page cannot be written; an older one stays as it was.
     """
-    tasks, misfits = arrange(load_run(folder) for folder in find_runs([Path(run) for run in runs]))
+    tasks, misfits = arrange(map(read_run, find_runs(runs)))
+    specs = specify(tasks)
     page = Path(out) / "index.html"
     try:
-        figures, remark = _figures(tasks, page.parent / "figures")
-        text = render(title, tasks, misfits, figures, remark)
+        remark = _figures(specs, page.parent / "figures")
+        text = render(title, tasks, specs, misfits, remark)
         with atomic_write(page) as file:
             file.write(text.encode())
     except OSError as error:
         raise disk_error(error, page, "free some space or choose another folder with -o") from error
     if misfits:
-        first = misfits[0]
-        _log.warning("%s %s: %s", unreadable(misfits), first.folder, reason(first))
+        _log.warning("%s %s: %s", unreadable(misfits), misfits[0].folder, reason(misfits[0]))
     return page
 
 
-def summarize(runs: Sequence[Path]) -> str:
-    """What the runs showed: the page's sentence, one for each model and recipe."""
-    tasks, _ = arrange(load_run(folder) for folder in find_runs([Path(run) for run in runs]))
+def describe_runs(runs: Sequence[Path]) -> str:
+    """Say what the runs showed, in the page's sentence, one for each model and recipe."""
+    tasks, _ = arrange(map(read_run, find_runs(runs)))
     return " ".join(f"{task.title}: {summary(task)}" if len(tasks) > 1 else summary(task) for task in tasks)
 
 
-def _figures(tasks: Sequence[Task], folder: Path) -> tuple[dict[str, str], str]:
-    """The figures' names and paths relative to the page, and a remark where there are none."""
-    if not tasks:
-        return {}, ""
+def _figures(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> str | None:
+    """Draw the figures; return None, or a remark if they cannot be drawn."""
+    if not specs:
+        return None
     try:
         from cosmos_lab.report.figures import draw_all
     except ImportError as error:
         remark = f"No PNG and SVG figures: {error}; pip install 'cosmos-optim[lab]' brings matplotlib."
         _log.warning(remark)
-        return {}, remark
-    return {name: f"{folder.name}/{file}" for name, file in draw_all(tasks, folder).items()}, ""
+        return remark
+    draw_all(specs, folder)
+    return None

@@ -1,4 +1,4 @@
-"""The page's charts as PNG and SVG files for papers and slides, through matplotlib.
+"""Draw chart specifications as PNG and SVG files for papers and slides, through matplotlib.
 
 Imported only when figures are drawn: the page itself does not need matplotlib.
 """
@@ -7,284 +7,164 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from cosmos_lab.display import count
 from cosmos_lab.io import atomic_write
-from cosmos_lab.report import curves, payload
-from cosmos_lab.report.grouping import Group, Task
-from cosmos_lab.report.loading import METRICS
-from cosmos_lab.report.style import THEMES, Look, count, rate
+from cosmos_lab.report.charts import Axis, Chart, Line, Section
+from cosmos_lab.report.heat import HeatMap, HeatSection, Metric
+from cosmos_lab.report.style import THEMES
 
 _INK, _SOFT, _GRID = (THEMES["light"][key] for key in ("ink", "soft", "grid"))
 _STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "axes.edgecolor": _SOFT,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": _GRID,
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-    "legend.frameon": False,
-    "lines.scale_dashes": False,
+    "font.size": 9, "font.family": "sans-serif",
+    "axes.edgecolor": _SOFT, "axes.labelcolor": _INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": _GRID, "xtick.color": _SOFT, "ytick.color": _SOFT,
+    "legend.frameon": False, "lines.scale_dashes": False,
     "svg.fonttype": "none",  # text stays text: it can be searched and edited
     "svg.hashsalt": "cosmos-lab",  # the same runs give the same file
-}
-_SKIPPED_SHARE = 0.12  # of the x axis: the first steep fall would flatten all that follows
-_LONG_NAME = 28  # characters: a longer one would cover the curves
-_METRIC_TITLES = {
-    "energy": "Share of the gradient's energy in the subspace",
-    "drift": "Turn of the subspace in one step",
-    "update_rms": "RMS of the update",
-    "ratio": "SOAP half over MUON half",
-}
+}  # fmt: skip
+_POINTS = 0.75  # of a pixel: the specification's widths are in pixels
+_LONG_NAME = 28  # characters: a legend with longer names would cover the curves
 
 
-def draw_all(tasks: Sequence[Task], folder: Path) -> dict[str, str]:
-    """Writes every figure of every task twice, as NAME.png and NAME.svg; returns the names by what they show.
-
-    Heat maps are drawn of the first run the page offers: the best one with diagnostics.
-    """
+def draw_all(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> None:
+    """Write every figure twice, as FILE.png and FILE.svg; heat maps of the first run alone."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():  # a figure of an earlier report must not pass for one of this
         if re.fullmatch(r"(loss-by-(tokens|time)|learning-rate-sweep|diagnostics-\w+)[\w.-]*\.(png|svg)", old.name):
             old.unlink()
-    names: dict[str, str] = {}
     with matplotlib.rc_context(_STYLE):
-        for index, task in enumerate(tasks):
-            for key, stem, figure in _figures(task):
-                suffix = f"-{_slug(task.title)}-{index + 1}" if len(tasks) > 1 else ""
-                names[f"{index}-{key}"] = stem + suffix
-                _save(figure, folder / (stem + suffix))
-    return names
-
-
-def _figures(task: Task) -> list[tuple[str, str, Figure]]:
-    found = [
-        ("loss-tokens", "loss-by-tokens", _loss(task, "tokens")),
-        ("loss-time", "loss-by-time", _loss(task, "time")),
-    ]
-    if task.sweeps:
-        found.append(("sweep", "learning-rate-sweep", _sweep(task)))
-    for label, heat in payload.heats(task)[:1]:
-        for metric in METRICS:
-            if metric in heat.metrics:
-                found.append((f"heat-{metric}", f"diagnostics-{metric}", _heat(label, heat, metric)))
-    return found
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "task"
+        for spec in (spec for task in specs for spec in task):
+            if isinstance(spec, HeatSection):
+                for metric in spec.runs[0].metrics:
+                    _save(_heat(spec.palette, spec.runs[0], metric), folder / metric.file)
+            else:
+                for chart in spec.charts:
+                    _save(_lines(spec, chart), folder / chart.file)
 
 
 def _save(figure: Figure, stem: Path) -> None:
-    """Writes both files. ``savefig`` would draw each figure twice, to let a layout settle that is fixed here."""
-    png, svg = BytesIO(), BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)  # Any: matplotlib gives these methods no types
-    canvas.print_png(png)
-    canvas = FigureCanvasSVG(figure)
-    canvas.print_svg(svg, metadata={"Date": None})
-    for ending, buffer in (("png", png), ("svg", svg)):
+    for ending in ("png", "svg"):
+        buffer = BytesIO()
+        figure.savefig(buffer, format=ending, metadata={"Date": None} if ending == "svg" else None)
         with atomic_write(stem.with_name(f"{stem.name}.{ending}")) as file:
             file.write(buffer.getvalue())
 
 
-def _chart() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.6, 3.8), dpi=200)
-    return figure, figure.subplots(gridspec_kw={"left": 0.11, "right": 0.98, "top": 0.955, "bottom": 0.13})
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Among the lines where the names are short, else below them, where it makes the figure higher."""
-    lines, names = axes.get_legend_handles_labels()
-    if max(map(len, names), default=0) <= _LONG_NAME:
-        axes.legend(fontsize=8)
-        return
-    (left, bottom, wide, high), (width, height) = axes.get_position().bounds, figure.get_size_inches()
-    whole = height + 0.17 * len(names) + 0.1
-    figure.set_size_inches(width, whole)
-    axes.set_position((left, 1 - (1 - bottom) * height / whole, wide, high * height / whole))
-    figure.legend(lines, names, fontsize=8, loc="lower left", bbox_to_anchor=(left, 0))
-
-
-def _dashes(look: Look) -> tuple[int, tuple[int, ...]] | str:
-    return (0, look.dash) if look.dash else "-"
-
-
 def _plain(text: str) -> str:
-    """A dollar sign would start a formula."""
+    """Escape the dollar sign, which would start a formula."""
     return text.replace("$", r"\$")
 
 
-Axis = Callable[[curves.Curve], list[float | None]]
-
-
-def _loss(task: Task, kind: str) -> Figure:
-    """Validation loss (solid) of the groups shown when the page opens, training loss (faint) behind."""
-    figure, axes = _chart()
-    shown = [group for group in task.groups if group.shown]
-    axis, title = _tokens_or_time(shown, kind)
-    compared: list[tuple[float, float]] = []
-    for group in shown:
-        validation = curves.validation(group) if task.validated else None
-        training = curves.training(group)
-        for curve in training if validation else training[1:]:
-            _line(axes, curve, axis, color=group.look.light, linewidth=0.7, alpha=0.3 / math.sqrt(len(training)))
-        main = validation or (training[0] if training else None)
-        if main:
-            compared += _main_line(axes, group, main, axis)
-    axes.set_ylabel("validation loss" if task.validated else "training loss")
-    axes.set_xlabel(title)
-    if compared:
-        _limits(axes, compared)
-        _legend(figure, axes)
-    if kind == "tokens":
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count(x)))
-    return figure
-
-
-def _tokens_or_time(groups: Sequence[Group], kind: str) -> tuple[Axis, str]:
-    """The numbers of the x axis and its title; times in the unit that suits the longest."""
-    if kind == "tokens":
-        return lambda curve: curve.tokens, "tokens"
-    longest = max((run.stats.get("time", 0.0) for group in groups for run in group.runs), default=0.0)
-    units = ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days"))
-    unit, name = next((unit, name) for unit, name in units if longest < 150 * unit or unit == 86400)
-    return lambda curve: [None if x is None else x / unit for x in curve.time], f"wall-clock {name}"
-
-
-def _main_line(axes: Axes, group: Group, curve: curves.Curve, axis: Axis) -> list[tuple[float, float]]:
-    kept = _line(
-        axes,
-        curve,
-        axis,
-        color=group.look.light,
-        linewidth=1.7,
-        linestyle=_dashes(group.look),
-        label=_plain(group.label),
-    )
-    band = [item for item in zip(axis(curve), curve.low, curve.high, strict=False) if item[0] is not None]
-    if band:
-        x, low, high = zip(*band, strict=True)
-        axes.fill_between(x, low, high, color=group.look.light, alpha=0.16, linewidth=0)
-    if curve.diverged and kept:
-        axes.plot(*kept[-1], marker="x", color=group.look.light, markersize=7, markeredgewidth=1.8)
-    return kept
-
-
-def _line(axes: Axes, curve: curves.Curve, axis: Axis, **style: Any) -> list[tuple[float, float]]:
-    points = [(x, y) for x, y in zip(axis(curve), curve.value, strict=True) if x is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), **style)
-    return points
-
-
-def _limits(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    end = max(x for x, _ in points)
-    shown = [y for x, y in points if x >= _SKIPPED_SHARE * end] or [y for _, y in points]
-    pad = 0.05 * (max(shown) - min(shown)) or 0.1
-    axes.set_ylim(min(shown) - pad, max(shown) + pad)
-    axes.set_xlim(left=0)
-
-
-def _sweep(task: Task) -> Figure:
-    """Final perplexity (or loss) over learning rate, one line a method; a ring marks the best."""
-    figure, axes = _chart()
-    axes.set_xscale("log")
-    values = [value for method, line in task.sweeps.items() for value in _sweep_line(axes, task, method, line)]
-    rates = sorted({group.lr for line in task.sweeps.values() for group in line if group.lr})
-    ticks: list[float] = []
-    for value in rates:  # those whose names fit beside each other
-        if not ticks or math.log(value / ticks[-1]) > 0.09 * math.log(rates[-1] / rates[0]):
-            ticks.append(value)
-    if ticks:
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: rate(x)))
-    if values and min(values) > 0 and max(values) > 2.5 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 4, 6)))
-        for name in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            name(FuncFormatter(lambda y, _: f"{y:g}"))  # the usual 4 x 10^1 would leave no room for the label
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel(payload.result_name(task))
-    _legend(figure, axes)
-    return figure
-
-
-def _sweep_line(axes: Axes, task: Task, method: str, line: Sequence[Group]) -> list[float]:
-    """One method's line; what diverged is a cross on the upper edge, above every number."""
-    key = "final_val_ppl" if task.validated else "final_train_loss"
-    points = [(group, spread) for group in line if group.status != "diverged" and (spread := group.stat(key))]
-    look = line[0].look
-    values = [spread.mean for _, spread in points]
-    error = [spread.deviation for _, spread in points]
-    axes.errorbar(
-        [group.lr or 0.0 for group, _ in points], values, yerr=error if any(error) else None, color=look.light,
-        marker=look.marker, markersize=4.5, linestyle=_dashes(look), linewidth=1.4, label=_plain(method),
-    )  # fmt: skip
-    for group, spread in points:
-        if group.best and group.lr:
-            axes.plot(group.lr, spread.mean, marker="o", markersize=10, markerfacecolor="none", color=look.light)
-    edge = axes.get_xaxis_transform()
-    for group in line:
-        if group.status == "diverged" and group.lr:
-            axes.plot(group.lr, 1.0, marker="x", color=look.light, transform=edge, clip_on=False)
-            axes.annotate(
-                "diverged", (group.lr, 1.0), xycoords=edge, xytext=(-6, 0), textcoords="offset points",
-                ha="right", va="center", fontsize=7, color=look.light,
-            )  # fmt: skip
-    return values
-
-
-def _heat(label: str, heat: curves.Heat, metric: str) -> Figure:
-    """One panel a kind of matrix, one row a layer, one column a step."""
-    across = min(4, len(heat.panels))
-    down = -(-len(heat.panels) // across)
-    width, height = 2.1 * across + 1.1, 1.6 * down + 0.8
-    figure = Figure(figsize=(width, height), dpi=200)
-    place = {"left": 0.35 / width, "right": 1 - 0.8 / width, "top": 1 - 0.6 / height, "bottom": 0.3 / height}
-    grid = figure.subplots(down, across, squeeze=False, gridspec_kw={**place, "hspace": 0.36, "wspace": 0.12})
-    cells = sorted(c for panel in heat.panels for row in panel.values[metric] for c in row if c is not None)
-    low, high = cells[round(0.01 * (len(cells) - 1))], cells[round(0.99 * (len(cells) - 1))]
-    norm = LogNorm(low, high) if low > 0 and high / low > 20 else Normalize(low, high)
-    for index, axes in enumerate(grid.flat):
-        if index < len(heat.panels):
-            _panel(axes, heat, heat.panels[index], metric, norm)
+def _lines(spec: Section, chart: Chart) -> Figure:
+    """Draw the series that the page shows when it opens."""
+    figure = Figure(figsize=(5.6, 3.8), dpi=200, layout="constrained")
+    axes: Axes = figure.subplots()
+    log = any(control.on for control in spec.controls if control.key == "logY")
+    lines = [line for line in spec.lines if spec.series[line.series].shown]
+    for line in lines:
+        _line(axes, spec, chart, line)
+    axes.set(xlabel=chart.x.title, ylabel=chart.title, xlim=chart.x.range)
+    spans = [line.view for line in lines if line.view]
+    if spans:
+        low, high = min(low for low, _ in spans), max(high for _, high in spans)
+        log = log and low > 0
+        pad = (high / low) ** chart.pad if log else chart.pad * ((high - low) or 1)
+        axes.set_ylim((low / pad, high * pad) if log else (low - pad, high + pad))
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 4, 6)))
+            for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                set_formatter(FuncFormatter(lambda y, _: f"{y:g}"))  # 4 x 10^1 would leave no room for the label
+        names = [spec.series[line.series].label for line in lines]
+        if max(map(len, names)) <= _LONG_NAME:
+            axes.legend(fontsize=8)
         else:
-            axes.set_visible(False)
-    bar = figure.add_axes((1 - 0.6 / width, place["bottom"], 0.12 / width, place["top"] - place["bottom"]))
-    figure.colorbar(ScalarMappable(norm, "viridis"), cax=bar)
-    title = f"{_METRIC_TITLES[metric]}, {_plain(label)}, by layer over tokens"
-    figure.suptitle(title, fontsize=9.5, x=place["left"], y=1 - 0.1 / height, ha="left", va="top")
+            figure.legend(fontsize=8, loc="outside lower left")
+    _x_axis(axes, chart.x)
     return figure
 
 
-def _panel(axes: Axes, heat: curves.Heat, panel: curves.Panel, metric: str, norm: Normalize) -> None:
-    rows = [[math.nan if cell is None else cell for cell in row] for row in panel.values[metric]]
-    first, last = heat.tokens[0] or 0, heat.tokens[-1] or len(heat.steps)
-    extent = (first, max(last, first + 1), len(rows) - 0.5, -0.5)
-    axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", norm=norm, extent=extent)
-    axes.grid(False)
-    axes.set_title(_plain(panel.kind), fontsize=9, loc="left", pad=3)
-    spec = axes.get_subplotspec()
-    axes.set_xticks(extent[:2], [count(first), count(last)], fontsize=7)
-    axes.set_yticks([0, len(rows) - 1] if spec is not None and spec.is_first_col() else [])
-    left, right = axes.get_xticklabels()
-    left.set_horizontalalignment("left")
-    right.set_horizontalalignment("right")
+def _x_axis(axes: Axes, axis: Axis) -> None:
+    """Set scale and ticks; of given ticks, as many as fit beside each other."""
+    if axis.log:
+        axes.set_xscale("log")
+    if axis.ticks:
+        kept: list[Any] = []
+        for value, text in axis.ticks:
+            if not kept or math.log(value / kept[-1][0]) > 0.07 * math.log(axis.range[1] / axis.range[0]):
+                kept.append((value, text))
+        axes.xaxis.set_major_locator(FixedLocator([value for value, _ in kept]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticklabels([text for _, text in kept])
+    elif axis.unit == "tokens":
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count(x)))
+
+
+def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
+    """Draw one line with its band or error bars and its marks; a point without a value is on the upper edge."""
+    series = spec.series[line.series]
+    look = spec.methods[series.method]
+    color, xs = look.light, line.x[chart.key]
+    known = [i for i, (x, y) in enumerate(zip(xs, line.y, strict=True)) if x is not None and y is not None]
+    x, y = [xs[i] for i in known], [line.y[i] for i in known]
+    dash: Any = (0, look.dash) if look.dash and not line.faint else "-"
+    label = "_" if line.faint else _plain(series.label)
+    axes.plot(x, y, color=color, linestyle=dash, linewidth=_POINTS * line.width, alpha=line.opacity, label=label)
+    if line.lo:
+        low, high = ([values[i] for i in known] for values in (line.lo, line.hi))
+        if spec.marked:
+            axes.vlines(x, low, high, color=color, linewidth=1.2)
+        else:
+            axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
+    edge = axes.get_xaxis_transform()
+    for i, kind in line.marks.items():
+        if xs[i] is None:
+            continue
+        at, where = (xs[i], line.y[i]), axes.transData
+        if at[1] is None:
+            at, where = (xs[i], 1.0), edge
+            place: Any = {"xytext": (-6, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+            axes.annotate(line.notes[i], at, xycoords=edge, fontsize=7, color=color, **place)
+        marker = "x" if kind == "failed" else look.marker
+        face = "none" if kind == "open" else color
+        axes.plot(*at, marker=marker, markersize=5, markerfacecolor=face, color=color, transform=where, clip_on=False)
+        if kind == "best":
+            axes.plot(*at, marker="o", markersize=10, markerfacecolor="none", color=color)
+
+
+def _heat(palette: Sequence[str], run: HeatMap, metric: Metric) -> Figure:
+    """Draw one panel a kind of matrix, one row a layer, one column a step."""
+    across = min(4, len(run.panels))
+    down = -(-len(run.panels) // across)
+    figure = Figure(figsize=(2.1 * across + 1.1, 1.6 * down + 0.8), dpi=200, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False)
+    norm = (LogNorm if metric.log else Normalize)(*metric.range)
+    colours = LinearSegmentedColormap.from_list("palette", list(palette))
+    for index, axes in enumerate(grid.flat):
+        if index >= len(run.panels):
+            axes.set_visible(False)
+            continue
+        panel = run.panels[index]
+        rows = [[math.nan if cell is None else cell for cell in row] for row in panel.values[metric.name]]
+        axes.imshow(rows, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
+        axes.grid(False)
+        axes.set_title(_plain(panel.kind), fontsize=9, loc="left", pad=3)
+        axes.set_xticks([-0.5, len(rows[0]) - 0.5], run.ends, fontsize=7)
+        axes.set_yticks([0, len(rows) - 1] if index % across == 0 else [])
+        for text, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
+            text.set_horizontalalignment(side)
+    figure.colorbar(ScalarMappable(norm, colours), ax=grid)
+    figure.suptitle(f"{metric.title}, {_plain(run.label)}, by layer over tokens", fontsize=9.5)
+    return figure

@@ -1,52 +1,51 @@
-"""The page: template, style, script and data put together into one file that loads nothing."""
+"""Render the page: template, style, script and data in one file that loads nothing."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from importlib import resources
 from string import Template
 
-from cosmos_lab.report import payload, tables, words
-from cosmos_lab.report.grouping import Task
-from cosmos_lab.report.loading import METRICS, Run
-from cosmos_lab.report.style import count, theme_css
+from cosmos_lab.display import count
+from cosmos_lab.report import charts, tables, words
+from cosmos_lab.report.charts import Section
+from cosmos_lab.report.heat import HeatSection
+from cosmos_lab.report.style import theme_css
+from cosmos_lab.results.ranking import Task
+from cosmos_lab.results.reading import Run
 
-_PARTS = ("1_base.js", "2_lines.js", "3_sweep.js", "4_heat.js", "5_main.js")
+_PARTS = ("1_base.js", "2_lines.js", "3_heat.js", "4_page.js")
 
 
 def render(
     title: str,
     tasks: Sequence[Task],
+    specs: Sequence[Sequence[Section | HeatSection]],
     misfits: Sequence[Run],
-    figures: Mapping[str, str],
-    remark: str = "",
+    remark: str | None = None,
 ) -> str:
-    """The whole page as text.
-
-    Args:
-        figures: names of the figures that were written, each with its path relative to the page, less the ending.
-        remark: a sentence on the figures, where they could not be written.
-    """
+    """Return the whole page as text; ``remark`` says why there are no figures to link to."""
     script = '"use strict";\n(() => {\n' + "\n".join(map(_static, _PARTS)) + "\n})();"
     # The policy allows this script alone and no connection: a mistake here could neither run nor fetch anything else.
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
-    body = "".join(_task(index, task, figures, len(tasks) > 1) for index, task in enumerate(tasks))
+    parts = zip(tasks, specs, strict=True)
+    body = "".join(_task(i, task, own, remark is None, len(tasks) > 1) for i, (task, own) in enumerate(parts))
     if not tasks:
         body = '<p class="notice">None of the folders holds a run that can be shown.</p>'
+    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return Template(_static("page.html")).substitute(
         policy=policy,
         title=escape(title),
         style=theme_css() + _static("style.css"),
         lead=_lead(tasks, misfits),
         body=body + tables.misfits(misfits),
-        footer=_footer(remark),
-        data=payload.embed(tasks),
+        footer=escape(f"Written by cosmos-lab on {made}. This page loads nothing from the network. {remark or ''}"),
+        data=charts.embed(specs),
         script=script,
     )
 
@@ -56,88 +55,59 @@ def _static(name: str) -> str:
 
 
 def _lead(tasks: Sequence[Task], misfits: Sequence[Run]) -> str:
-    lines = []
+    """Return the sentences, the facts below them and links to the tasks."""
+    several = len(tasks) > 1
+    lines = ""
     for task in tasks:
-        name = f"<b>{escape(task.title)}:</b> " if len(tasks) > 1 else ""
-        lines.append(f'<p class="lead">{name}{escape(words.summary(task)).replace(" %", "&nbsp;%")}</p>')
+        name = f"<b>{escape(task.title)}:</b> " if several else ""
+        lines += f'<p class="lead">{name}{escape(words.summary(task)).replace(" %", "&nbsp;%")}</p>'
     runs = [run for task in tasks for group in task.groups for run in group.runs]
-    parameters = sorted({run.stats["parameters"] for run in runs if "parameters" in run.stats})
-    facts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}"]
-    if len(tasks) == 1:
-        facts.append(tasks[0].title)
-    if parameters:
+    facts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}", *(task.title for task in tasks[:1] if not several)]
+    if parameters := sorted({run.stats["parameters"] for run in runs if "parameters" in run.stats}):
         facts.append(" / ".join(map(count, parameters)) + " parameters")
-    facts += sorted({run.config["versions"]["gpu"] for run in runs if _has_gpu(run)})
+    versions = [run.config.get("versions") for run in runs]
+    facts += sorted({v["gpu"] for v in versions if isinstance(v, Mapping) and isinstance(v.get("gpu"), str)})
     listed = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     if misfits:
         listed += f'<li><a href="#not-shown">{words.unreadable(misfits)}</a></li>'
-    return "".join(lines) + f'<ul class="facts">{listed}</ul>' + _navigation(tasks)
-
-
-def _has_gpu(run: Run) -> bool:
-    versions = run.config.get("versions")
-    return isinstance(versions, Mapping) and isinstance(versions.get("gpu"), str)
-
-
-def _navigation(tasks: Sequence[Task]) -> str:
-    if len(tasks) < 2:
-        return ""
     links = "".join(f'<a href="#task-{index}">{escape(task.title)}</a>' for index, task in enumerate(tasks))
-    return f'<nav class="tasks" aria-label="Models">{links}</nav>'
+    navigation = f'<nav class="tasks" aria-label="Models">{links}</nav>' if several else ""
+    return f'{lines}<ul class="facts">{listed}</ul>{navigation}'
 
 
-def _task(index: int, task: Task, figures: Mapping[str, str], titled: bool) -> str:
-    """The part of the page about one task; under a heading of its own where there are several."""
-    cautions = words.cautions(task)
-    notes = f'<ul class="cautions">{"".join(f"<li>{escape(note)}</li>" for note in cautions)}</ul>' if cautions else ""
-    about = "Each optimizer at the best learning rate tried." if task.sweeps else ""
-    loss = _saved(figures, {f"{index}-loss-tokens": "by tokens", f"{index}-loss-time": "by time"})
-    parts = [
-        _Part("Results", about, (tables.best_table(task) if task.ranking else "") + notes),
-        _Part("Loss curves", f"Drag across a chart to zoom. {loss}", _place("curves")),
-    ]
-    if task.sweeps:
-        parts.append(_Part("Learning-rate sweep", _saved(figures, {f"{index}-sweep": ""}), _place("sweep")))
-    if payload.heats(task, 2):
-        names = {f"{index}-heat-{metric}": metric.replace("_", " ") for metric in METRICS}
-        parts.append(_Part("COSMOS diagnostics", _saved(figures, names), _place("heat")))
+def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn: bool, titled: bool) -> str:
+    """Return the part of the page about one task, with a heading if there are several."""
+    cautions = "".join(f"<li>{escape(note)}</li>" for note in words.cautions(task))
+    best = (tables.best_table(task) if task.ranking else "") + (
+        f'<ul class="cautions">{cautions}</ul>' * bool(cautions)
+    )
+    parts = [("Results", "Each optimizer at the best learning rate tried." if task.sweeps else "", best)]
+    heads = {"curves": "Loss curves", "sweep": "Learning-rate sweep", "heat": "COSMOS diagnostics"}
+    for spec in specs:  # the script draws each into its place
+        hint = "Drag across a chart to zoom. " if spec.name == "curves" else ""
+        saved = _saved(spec) if drawn else ""
+        parts.append((heads[spec.name], hint + saved, f'<div data-chart="{spec.name}"></div>'))
     if len(task.ranking) != len(task.groups):
-        parts.append(_Part("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))
-    parts.append(_Part("Configurations", "What differs between runs is coloured.", tables.configurations(task)))
+        parts.append(("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))
+    parts.append(("Configurations", "Values that differ between runs are coloured.", tables.configurations(task)))
+    level = "h3" if titled else "h2"
+    sections = "".join(
+        f'<section><div class="head"><{level}>{head}</{level}><p>{about}</p></div>{content}</section>'
+        for head, about, content in parts
+        if content
+    )
     heading = f"<h2>{escape(task.title)}</h2>" if titled else ""
-    sections = "".join(part.html("h3" if titled else "h2") for part in parts if part.content)
     return f'<section class="task" id="task-{index}" data-task="{index}">{heading}{sections}</section>'
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A section: its title, a line beside it, and what stands below; the last two are HTML."""
-
-    title: str
-    about: str
-    content: str
-
-    def html(self, level: str) -> str:
-        head = f"<{level}>{escape(self.title)}</{level}><p>{self.about}</p>"
-        return f'<section><div class="head">{head}</div>{self.content}</section>'
-
-
-def _place(chart: str) -> str:
-    """Where the script draws a chart."""
-    return f'<div data-chart="{chart}"></div>'
-
-
-def _saved(figures: Mapping[str, str], names: Mapping[str, str]) -> str:
-    """Links to figures as files, each with a word on what it shows."""
+def _saved(spec: Section | HeatSection) -> str:
+    """Return links to a section's figures, each with a word on what it shows."""
+    if isinstance(spec, HeatSection):
+        drawn = [(metric.file, metric.title.lower()) for metric in spec.runs[0].metrics]
+    else:
+        drawn = [(chart.file, chart.about if len(spec.charts) > 1 else "") for chart in spec.charts]
     links = []
-    for key, word in names.items():
-        if key in figures:
-            stem = escape(figures[key])
-            links.append(f'{word} <a href="{stem}.png" title="{stem}.png">PNG</a> <a href="{stem}.svg">SVG</a>')
-    return "Saved: " + ", ".join(links) if links else ""
-
-
-def _footer(remark: str) -> str:
-    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    note = f" {escape(remark)}" if remark else ""
-    return f"Written by cosmos-lab report on {made}. This page loads nothing from the network.{note}"
+    for file, word in drawn:
+        stem = f"figures/{escape(file)}"
+        links.append(f'{word} <a href="{stem}.png" title="{stem}.png">PNG</a> <a href="{stem}.svg">SVG</a>')
+    return "Saved: " + ", ".join(links)

@@ -1,20 +1,22 @@
-"""Colours, dashes, markers and number formats shared by the page and the figures."""
+"""Define the colours, dashes and markers of the page and the figures."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from cosmos_lab.results.ranking import Task
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one method is drawn: a colour for each scheme, and a dash and a marker for eyes that cannot tell colours."""
+    """How a method is drawn: a colour for each scheme, and a dash and a marker for readers who cannot tell colours."""
 
     light: str
     dark: str
     dash: tuple[int, ...]
     marker: str  # matplotlib's letter; the page draws the same shapes
+    name: str = ""  # of the method
 
 
 # An optimizer looks the same in every report. Any two colours stay at least 12 apart (CIE76) under simulated
@@ -49,30 +51,30 @@ HEAT = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec9
 
 
 def looks(optimizers: Sequence[str]) -> list[Look]:
-    """One look for each method, given its optimizer; variants of one optimizer keep its colour and differ in dash.
+    """Return one look for each method, given its optimizer; variants of one optimizer differ in their dash alone.
 
-    The paper's settings ("cosmos-paper") are such a variant, with a dash of its own whatever else is there.
+    The paper's settings ("cosmos-paper") are such a variant, with the same dash in every report.
     """
-    papers = [name.endswith("-paper") for name in optimizers]
-    optimizers = [name.removesuffix("-paper") for name in optimizers]
-    spare = [look for name, look in KNOWN.items() if name not in optimizers] or list(KNOWN.values())
-    chosen: dict[str, Look] = {}
-    seen: dict[tuple[str, bool], int] = {}
+    names = [name.removesuffix("-paper") for name in optimizers]
+    unknown = [name for name in dict.fromkeys(names) if name not in KNOWN]
+    spare = [look for name, look in KNOWN.items() if name not in names] or list(KNOWN.values())
     result = []
-    for optimizer, paper in zip(optimizers, papers, strict=True):
-        if optimizer not in chosen:
-            strangers = sum(name not in KNOWN for name in chosen)
-            chosen[optimizer] = KNOWN.get(optimizer) or spare[strangers % len(spare)]
-        look = chosen[optimizer]
-        count = seen.get((optimizer, paper), 2 * paper)
-        seen[optimizer, paper] = count + 1
-        dash = look.dash if count == 0 else _DASHES[(count - 1) % len(_DASHES)]
-        result.append(Look(look.light, look.dark, dash, look.marker))
+    for index, (name, optimizer) in enumerate(zip(names, optimizers, strict=True)):
+        look = KNOWN.get(name) or spare[unknown.index(name) % len(spare)]
+        variant = list(optimizers[:index]).count(optimizer) + 2 * (name != optimizer)
+        result.append(replace(look, dash=_DASHES[(variant - 1) % len(_DASHES)]) if variant else look)
     return result
 
 
+def looks_of(task: Task) -> dict[str, Look]:
+    """Return the look of each method of a task, in order."""
+    first = {group.method: group.optimizer for group in reversed(task.groups)}
+    found = looks([first[method] for method in task.methods])
+    return {method: replace(look, name=method) for method, look in zip(task.methods, found, strict=True)}
+
+
 def theme_css() -> str:
-    """The colour variables: the reader's scheme, unless the button on the page chose another."""
+    """Return the colour variables: the reader's scheme, unless the button on the page chose another."""
 
     def block(name: str) -> str:
         return f"color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in THEMES[name].items())
@@ -84,55 +86,3 @@ def theme_css() -> str:
         f":root:not([data-theme=light]) {colour}}}\n"
         f":root[data-theme=dark]{{{block('dark')}}}\n:root[data-theme=dark] {colour}\n"
     )
-
-
-def rate(value: float | None) -> str:
-    """A learning rate: ``2e-3`` rather than ``0.002``."""
-    if value is None:
-        return "?"
-    if value == 0 or not math.isfinite(value) or 0.1 <= abs(value) < 1000:
-        return f"{value:g}"
-    digits, exponent = f"{value:e}".split("e")
-    return f"{float(digits):.4g}e{int(exponent)}"
-
-
-def significant(value: float | None, digits: int = 4) -> str:
-    """A plain decimal with so many digits that count, or a dash."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    if value == 0:
-        return "0"
-    power = math.floor(math.log10(abs(value)))
-    if power >= 7 or power < -4:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - power)}f}"
-
-
-def count(value: float | None) -> str:
-    """A number of tokens: 1.31 B, 300 M, 65.5 k."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
-
-
-def seconds(value: float | None) -> str:
-    """A duration in the unit that suits it: 41.2 s, 22.7 min, 3.20 h."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if value >= 1.5 * length:
-            return f"{significant(value / length, 3)} {unit}"
-    return f"{significant(value, 3)} s"
-
-
-def size(value: float | None) -> str:
-    """A number of bytes in binary units."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if abs(value) >= 2**power:
-            return f"{significant(value / 2**power, 3)} {unit}"
-    return f"{value:.0f} B"

@@ -1,4 +1,4 @@
-"""What the runs showed, in one sentence, and the cautions a reader of that sentence needs."""
+"""Say in one sentence what the runs showed, and list the cautions that a reader of that sentence needs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from cosmos_lab.report.grouping import Group, Task
-from cosmos_lab.report.loading import Run
-from cosmos_lab.report.style import count, rate, significant
+from cosmos_lab.display import count, rate, significant
+from cosmos_lab.results.ranking import Group, Task
+from cosmos_lab.results.reading import Run
 
-# Runs whose token counts differ by less than this share ended together: the last batch may be cut.
+# Token counts that differ by less than this share count as equal: the last batch may be cut.
 _SAME_BUDGET = 0.01
 
 
 def summary(task: Task) -> str:
-    """One sentence: who ended lowest, at which rate, by how much."""
+    """Say which method ended lowest, at which rate, and by how much."""
     what = "validation perplexity" if task.validated else "training loss"
     ranking = task.ranking
     if not ranking:
@@ -27,7 +27,7 @@ def summary(task: Task) -> str:
     first, rest = ranking[0], ranking[1:]
     if not rest:
         return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
-    rivals = [rest[0]] + [group for group in rest[1:] if group.runs[0].optimizer == "adam"]
+    rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam"]
     compared = " and ".join(_gap(task, first, rival) for rival in rivals)
     field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
     doubt = ", a gap no larger than the spread over seeds" if _overlap(task, first, rest[0]) else ""
@@ -35,7 +35,7 @@ def summary(task: Task) -> str:
 
 
 def cautions(task: Task) -> list[str]:
-    """What to keep in mind: runs that did not finish, unequal budgets, best rates at the edge of the sweep."""
+    """List runs that did not finish, unequal budgets, best rates at the edge of the sweep, and single seeds."""
     notes = []
     states = Counter(run.status for group in task.groups for run in group.runs if run.status != "done")
     if states:
@@ -46,9 +46,8 @@ def cautions(task: Task) -> list[str]:
         notes.append(f"The runs compared saw between {count(min(budgets))} and {count(max(budgets))} tokens.")
     edges = [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]
     if edges:
-        notes.append(f"The best rate lies at the edge of the rates tried for {', '.join(edges)}.")
-    seeds = {len(group.counted) for group in task.ranking}
-    if seeds == {1} and len(task.ranking) > 1:
+        notes.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}.")
+    if {len(group.counted) for group in task.ranking} == {1} and len(task.ranking) > 1:
         notes.append("One seed each: small differences may be chance.")
     if not task.validated:
         notes.append("No run has a validation loss, so training losses are compared.")
@@ -56,19 +55,17 @@ def cautions(task: Task) -> list[str]:
 
 
 def unreadable(runs: Sequence[Run]) -> str:
-    """How many folders hold no run that can be shown."""
-    if not runs:
-        return ""
+    """Say how many folders hold no run that can be shown."""
     return "One folder could not be shown." if len(runs) == 1 else f"{len(runs)} folders could not be shown."
 
 
 def reason(run: Run) -> str:
-    """Why a folder cannot be shown."""
+    """Say why a folder cannot be shown."""
     return "; ".join(run.notes) or "config.json names no optimizer"
 
 
 def at_edge(task: Task, group: Group) -> str:
-    """Whether a best group's rate is the lowest or highest of a sweep, beyond which a better one may lie."""
+    """Say if a best group's rate is the lowest or highest of a sweep, so that a better one may lie beyond."""
     line = [other.lr for other in task.sweeps.get(group.method, ()) if other.lr is not None]
     if len(set(line)) < 2 or group.lr is None:
         return ""
@@ -76,11 +73,10 @@ def at_edge(task: Task, group: Group) -> str:
 
 
 def _value(task: Task, group: Group) -> str:
-    spread = group.stat("final_val_ppl" if task.validated else "final_train_loss")
+    spread = group.stat(task.result_key)
     if spread is None:
         return "–"
-    text = significant(spread.mean)
-    return f"{text} ± {significant(spread.deviation, 2)}" if spread.n > 1 else text
+    return significant(spread.mean) + (f" ± {significant(spread.deviation, 2)}" if spread.n > 1 else "")
 
 
 def _at_rate(group: Group) -> str:
@@ -88,12 +84,10 @@ def _at_rate(group: Group) -> str:
 
 
 def _gap(task: Task, first: Group, rival: Group) -> str:
-    key = "final_val_ppl" if task.validated else "final_train_loss"
-    ours, theirs = first.stat(key), rival.stat(key)
+    ours, theirs = first.stat(task.result_key), rival.stat(task.result_key)
     if ours is None or theirs is None or theirs.mean == 0:
         return f"ahead of {rival.method}"
-    share = 100 * (1 - ours.mean / theirs.mean)
-    return f"{significant(share, 2)} % below {rival.method} ({significant(theirs.mean)})"
+    return f"{significant(100 * (1 - ours.mean / theirs.mean), 2)} % below {rival.method} ({significant(theirs.mean)})"
 
 
 def _overlap(task: Task, first: Group, second: Group) -> bool:

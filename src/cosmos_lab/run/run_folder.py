@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,27 +11,12 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.io import NO_SPACE, disk_error, locked, read_json
 from cosmos_lab.optimizers import settings
+from cosmos_lab.results import reading
 from cosmos_lab.run import checkpoint, launch
 
-CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+CONFIG, METRICS, SUMMARY = reading.CONFIG, reading.METRICS, reading.SUMMARY
+read_metrics, read_summary = reading.read_metrics, reading.read_summary
 _LOCK = ".lock"
-
-
-def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl, without a last line cut short by a kill."""
-    path = folder / METRICS
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return summary.json, which only a finished run has, or None."""
-    summary: dict[str, Any] | None = read_json(folder / SUMMARY)
-    return summary
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:

@@ -20,11 +20,11 @@ from torch import nn
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
+from cosmos_lab.results.reading import begin_of_final, read_log, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
 from cosmos_lab.run.run_folder import exclusive, finished
 from cosmos_lab.run.schedule import factor
-from cosmos_lab.run.summary import begin_of_final, summarize
 
 Progress = Callable[[Mapping[str, Any]], None]
 
@@ -265,7 +265,7 @@ class Trainer:
         if not any(record["step"] == self.state.step for record in records if "val_loss" in record):
             self.validate()  # already done if a kill came just before the summary
         self.world.barrier()
-        summary = summarize(self.config.folder, self.config)
+        summary = summarize(read_log(self.config.folder), self.config.training.steps)
         summary["status"] = "diverged" if diverged or summary["final_val_loss"] is None else "done"
         summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
         summary["state_bytes"] = run_log.state_bytes(self.optimizer)

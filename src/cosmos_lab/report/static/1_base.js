@@ -1,15 +1,10 @@
-// Small helpers: elements, scales, ticks, number formats. Nothing here knows what is drawn.
+// Small helpers: elements, number formats, scales, controls. Nothing here knows what is drawn.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An HTML element; attributes whose value is null or false are left out, "text" is set as text, never as markup. */
-function html(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-function svg(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
-}
+/** Makes an HTML element; attributes that are null or false are left out, "text" is set as text, never as markup. */
+const html = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
 function fill(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) {
@@ -21,7 +16,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Hands a method's colours, dash and marker to the style sheet. */
+/** Hands a method's colours to the style sheet. */
 function dress(element, method) {
   element.classList.add("m");
   element.style.setProperty("--light", method.light);
@@ -30,6 +25,8 @@ function dress(element, method) {
 }
 
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
+const lowest = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+const highest = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
 
 function significant(x, digits = 4) {
   if (!Number.isFinite(x)) return "–";
@@ -45,21 +42,7 @@ function countText(x) {
   return String(+x.toPrecision(3));
 }
 
-/** The unit in which the longest time reads well. */
-function timeUnit(longest) {
-  if (longest < 150) return [1, "s", "seconds"];
-  if (longest < 150 * 60) return [60, "min", "minutes"];
-  if (longest < 72 * 3600) return [3600, "h", "hours"];
-  return [86400, "d", "days"];
-}
-
-function rateText(x) {
-  if (x >= 0.1 && x < 1000) return String(+x.toPrecision(4));
-  const [digits, power] = x.toExponential().split("e");
-  return `${+(+digits).toPrecision(4)}e${+power}`;
-}
-
-/** Round numbers that cover [low, high] in about n steps. */
+/** Returns round numbers that cover [low, high] in about n steps. */
 function linearTicks(low, high, n) {
   const raw = (high - low) / Math.max(1, n);
   if (!(raw > 0)) return [low];
@@ -70,34 +53,30 @@ function linearTicks(low, high, n) {
   return ticks;
 }
 
-/** Powers of ten, or their 1-2-5 steps, or (within less than a decade) round numbers. */
+/** Returns powers of ten, or their 1-2-5 steps, or (within less than a decade) round numbers. */
 function logTicks(low, high, n) {
   const decades = Math.log10(high / low);
   if (decades < 0.9) return linearTicks(low, high, n).filter((t) => t > 0);
-  const digits = decades > 2.5 ? [1] : [1, 2, 5];
-  const every = Math.max(1, Math.ceil(decades / n));
+  const digits = decades > 2.5 ? [1] : [1, 2, 5], every = Math.max(1, Math.ceil(decades / n));
   const ticks = [];
   for (let p = Math.floor(Math.log10(low)); p <= Math.ceil(Math.log10(high)); p++)
     if (p % every === 0) for (const d of digits) ticks.push(d * 10 ** p);
   return ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
 }
 
-/** A map from values to pixels, with its inverse and ticks. */
+/** Makes a map from values to pixels, with its inverse and ticks. */
 function makeScale([low, high], [from, to], log) {
   if (!(high > low)) [low, high] = log ? [low / 1.1, low * 1.1] : [low - 0.5, low + 0.5];
-  const f = log ? Math.log : (x) => x;
-  const g = log ? Math.exp : (x) => x;
+  const [f, g] = log ? [Math.log, Math.exp] : [(x) => x, (x) => x];
   const k = (to - from) / (f(high) - f(low));
   const scale = (x) => from + (f(x) - f(low)) * k;
   scale.invert = (p) => g(f(low) + (p - from) / k);
   scale.ticks = (n) => (log ? logTicks : linearTicks)(low, high, n);
   scale.domain = [low, high];
-  scale.range = [from, to];
-  scale.log = log;
   return scale;
 }
 
-/** Moves labels apart along one axis so that none lies on another: wanted positions in order, a least distance, limits. */
+/** Moves labels apart along one axis so that none covers another: wanted positions, least distance, limits. */
 function spreadOut(wanted, gap, low, high) {
   const order = wanted.map((y, i) => [y, i]).sort((a, b) => a[0] - b[0]);
   let last = low - gap;
@@ -109,7 +88,7 @@ function spreadOut(wanted, gap, low, high) {
   return placed;
 }
 
-/** A button that is pressed or not. */
+/** Makes a button that is pressed or not. */
 function toggle(text, pressed, change) {
   const button = html("button", { type: "button", class: "toggle", "aria-pressed": String(pressed), text });
   button.addEventListener("click", () => {
@@ -122,7 +101,7 @@ function toggle(text, pressed, change) {
 
 let unique = 0;
 
-/** One choice of several, as native radio buttons, so that arrow keys work. */
+/** Makes one choice of several, as native radio buttons, so that arrow keys work. */
 function choice(legend, options, chosen, change) {
   const name = `choice-${unique++}`;
   const box = html("fieldset", { class: "choice" }, html("legend", { text: legend }));
@@ -144,7 +123,7 @@ function onWidth(element, draw) {
   }).observe(element);
 }
 
-/** A box for the read-out of a chart, placed beside a point and kept inside its host. */
+/** Makes a box for the values under the pointer, placed beside a point and kept inside its host. */
 function makeTip(host) {
   const box = html("div", { class: "tip", hidden: true, role: "status" });
   host.append(box);
@@ -156,8 +135,6 @@ function makeTip(host) {
       box.style.left = `${clamp(left, 0, Math.max(0, host.clientWidth - box.offsetWidth))}px`;
       box.style.top = `${clamp(y, 0, Math.max(0, host.clientHeight - box.offsetHeight))}px`;
     },
-    hide() {
-      box.hidden = true;
-    },
+    hide: () => { box.hidden = true; },
   };
 }

@@ -1,171 +1,221 @@
-// Loss curves: validation solid, training faint, the spread over seeds as a band.
+// Draws a section of line charts from its specification: a legend, controls, and charts that share both.
 
-const MARGIN = { left: 48, top: 14, bottom: 42 };
+const RAIL = 18; // height of the points that have no value
+const MARKERS = {
+  o: (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0 1,0 ${-2 * r},0Z`,
+  s: (r) => `M${-r},${-r}h${2 * r}v${2 * r}h${-2 * r}Z`,
+  "^": (r) => `M0,${-1.2 * r}L${1.15 * r},${r}H${-1.15 * r}Z`,
+  v: (r) => `M0,${1.2 * r}L${1.15 * r},${-r}H${-1.15 * r}Z`,
+  "<": (r) => `M${-1.2 * r},0L${r},${-1.15 * r}V${1.15 * r}Z`,
+  D: (r) => `M0,${-1.3 * r}L${1.3 * r},0L0,${1.3 * r}L${-1.3 * r},0Z`,
+  P: (r) => `M${-r / 2},${-1.2 * r}h${r}v${0.7 * r}h${0.7 * r}v${r}h${-0.7 * r}v${0.7 * r}h${-r}v${-0.7 * r}h${-0.7 * r}v${-r}h${0.7 * r}Z`,
+  X: (r) => `M0,${-0.5 * r}l${0.7 * r},${-0.7 * r}l${0.6 * r},${0.6 * r}l${-0.7 * r},${0.7 * r}l${0.7 * r},${0.7 * r}l${-0.6 * r},${0.6 * r}l${-0.7 * r},${-0.7 * r}l${-0.7 * r},${0.7 * r}l${-0.6 * r},${-0.6 * r}l${0.7 * r},${-0.7 * r}l${-0.7 * r},${-0.7 * r}l${0.6 * r},${-0.6 * r}Z`,
+};
 
-/** The curves of a series on one axis, as lists of [x, y, low, high]. */
-function pointsOf(curve, axis, logX) {
-  const points = [];
-  for (let i = 0; i < curve.y.length; i++) {
-    const x = curve[axis][i];
-    if (x !== null && (!logX || x > 0)) points.push([x, curve.y[i], curve.lo[i] ?? null, curve.hi[i] ?? null]);
+function lineSection(section, spec) {
+  const view = { on: new Set(spec.series.flatMap((s, id) => (s.shown ? [id] : []))), zoom: {} };
+  const draws = [], bar = html("div", { class: "toolbar" });
+  const reset = html("button", { type: "button", class: "link", text: "Reset zoom", onclick: () => { view.zoom = {}; redraw(); } });
+  function redraw() {
+    reset.hidden = !Object.keys(view.zoom).length;
+    draws.forEach((draw) => draw());
   }
-  return points;
+  for (const { key, text, on, scale } of spec.controls) {
+    const change = (value) => {
+      view[key] = value;
+      if (key === "logX") view.zoom = {};
+      redraw();
+    };
+    view[key] = on;
+    bar.append(scale ? choice(text, [["linear", "Linear"], ["log", "Log"]], on ? "log" : "linear", (v) => change(v === "log")) : toggle(text, on, change));
+  }
+  const pair = html("div", { class: spec.charts.length > 1 ? "pair" : spec.name });
+  section.append(legend(spec, view, redraw, bar), bar, pair);
+  bar.append(reset);
+  for (const chart of spec.charts) {
+    const host = html("div", { class: "chart" });
+    pair.append(html("figure", { "data-axis": chart.key }, html("figcaption", {}, html("b", { text: chart.title }), html("span", { text: chart.about })), host));
+    draws.push(lineChart(host, spec, chart, view, redraw));
+    onWidth(host, draws.at(-1));
+  }
+  reset.hidden = true;
 }
 
-/** What is drawn of each visible series: the line a reader compares, and the faint ones behind it. */
-function visible(task, view, axis) {
-  return task.series.flatMap((series, id) => {
-    if (!view.on.has(id)) return [];
-    const method = task.methods[series.method];
-    const train = series.train.map((curve) => pointsOf(curve, axis, view.logX)).filter((points) => points.length);
-    const main = series.val ? pointsOf(series.val, axis, view.logX) : train[0] ?? [];
-    const faint = view.training && series.val ? train : [];
-    const broken = series.val ? series.val.nan || series.status === "diverged" : series.train.some((curve) => curve.nan);
-    return main.length || faint.length ? [{ id, series, method, main, faint, broken }] : [];
+/** Makes buttons that switch series on and off; a method with several series gets a row of buttons. */
+function legend(spec, view, redraw, bar) {
+  const box = html("div", { class: "legend", role: "group", "aria-label": "Series shown" });
+  const chips = new Map(), heads = [], all = spec.series.map((_, id) => id);
+  const many = spec.series.length > spec.methods.length;
+
+  function set(ids, on) {
+    for (const id of ids) on ? view.on.add(id) : view.on.delete(id);
+    refresh();
+    redraw();
+  }
+  function only(ids) {
+    view.on.clear();
+    set(ids, true);
+  }
+  function refresh() {
+    for (const [id, chip] of chips) chip.setAttribute("aria-pressed", String(view.on.has(id)));
+    for (const [ids, head] of heads) {
+      const n = ids.filter((id) => view.on.has(id)).length;
+      head.setAttribute("aria-pressed", n === 0 ? "false" : n === ids.length ? "true" : "mixed");
+    }
+  }
+  function chip(id) {
+    const { label, short, method, best, status } = spec.series[id], state = status === "done" ? "" : status;
+    const button = html("button", { type: "button", class: many ? "chip rate" : "chip", "data-series": id, title: `${label}${state && ` (${state})`}: click to show or hide, double-click to show it alone` },
+      many ? null : sample(spec, spec.methods[method]), html("span", { text: many ? short : label }),
+      best && many ? html("span", { class: "star", text: "★", "aria-label": "best rate" }) : null, state ? html("span", { class: "dim", text: state }) : null);
+    button.addEventListener("click", () => set([id], !view.on.has(id)));
+    button.addEventListener("dblclick", () => only([id]));
+    chips.set(id, button);
+    return dress(button, spec.methods[method]);
+  }
+
+  spec.methods.forEach((method, index) => {
+    const ids = all.filter((id) => spec.series[id].method === index);
+    if (!many) return box.append(...ids.map(chip));
+    const head = dress(html("button", { type: "button", class: "chip head" }, sample(spec, method), html("span", { text: method.name })), method);
+    head.addEventListener("click", () => {
+      const any = ids.some((id) => view.on.has(id));
+      set(any ? ids : ids.filter((id) => spec.series[id].shown), !any);
+    });
+    heads.push([ids, head]);
+    box.append(html("div", { class: "row" }, head, ...ids.map(chip)));
   });
+  box.classList.toggle("rows", many);
+  const quick = { ...(many ? { "Best rates": all.filter((id) => spec.series[id].shown) } : {}), All: all, None: [] };
+  const links = Object.entries(quick).map(([text, ids]) => html("button", { type: "button", class: "link", text, onclick: () => only(ids) }));
+  if (!spec.marked) bar.append(html("div", { class: "quick", role: "group", "aria-label": "Show" }, ...links));
+  refresh();
+  return box;
 }
 
-/** The range of x and y that shows what matters: unless the reader asks for all, the first steep part is cut off. */
-function ranges(lines, view, axis) {
-  const xs = lines.flatMap((line) => [...line.main, ...line.faint.flat()].map((p) => p[0]));
-  let low = view.logX ? xs.reduce((a, b) => Math.min(a, b)) : 0;
-  let high = xs.reduce((a, b) => Math.max(a, b));
-  const zoom = view.zoom[axis];
-  if (zoom) [low, high] = zoom;
-  const from = view.full || zoom ? low : view.logX ? low * (high / low) ** 0.3 : low + 0.12 * (high - low);
-  let bottom = Infinity, top = -Infinity;
-  for (const line of lines)
-    for (const points of view.full || !line.main.length ? [line.main, ...line.faint] : [line.main])
-      for (const [x, y, a, b] of points)
-        if (x >= from && x <= high) {
-          bottom = Math.min(bottom, a ?? y);
-          top = Math.max(top, b ?? y);
-        }
-  for (const line of lines)
-    for (const [x, y] of line.faint.flat()) if (x >= from && x <= high) bottom = Math.min(bottom, y);
-  if (bottom > top) for (const line of lines) for (const [, y] of line.main) [bottom, top] = [Math.min(bottom, y), Math.max(top, y)];
-  if (bottom > top) [bottom, top] = [1, 2];
-  if (view.logY && bottom > 0) {
-    const pad = (top / bottom) ** 0.05;
-    return { x: [low, high], y: [bottom / pad, top * pad] };
+/** Draws a short piece of a method's line, with its marker if the chart shows markers. */
+function sample(spec, method) {
+  const line = svg("path", { class: "line", d: "M1,7H25", "stroke-dasharray": method.dash.join(" ") });
+  const marker = spec.marked && svg("path", { class: "marker", transform: "translate(13,7)", d: MARKERS[method.marker](4) });
+  return svg("svg", { class: "sample", width: 26, height: 14, "aria-hidden": "true" }, line, marker);
+}
+
+/** Makes one chart; returns the function that draws it again. */
+function lineChart(host, spec, chart, view, redrawAll) {
+  const tip = makeTip(host), axis = chart.x;
+  const tickText = axis.unit === "tokens" ? countText : (t) => String(+t.toPrecision(3));
+  const xText = (t) => (axis.ticks ? `${axis.title} ${axis.ticks.find(([at]) => at === t)[1]}` : `${tickText(t)} ${axis.unit}`);
+  let now = null; // what is drawn: lines, scales, box, cursor, and the place that is read
+
+  function visible(logX) {
+    return spec.lines.flatMap((line) => {
+      if (!view.on.has(line.series) || (line.faint && !view.faint)) return [];
+      const points = line.y.map((y, i) => ({ x: line.x[chart.key][i], y, lo: line.lo[i] ?? null, hi: line.hi[i] ?? null, mark: line.marks[i], note: line.notes[i] }));
+      const kept = points.filter((p) => p.x !== null && (!logX || p.x > 0));
+      const series = spec.series[line.series];
+      return kept.length ? [{ ...line, id: line.series, label: series.label, method: spec.methods[series.method], points: kept, known: kept.filter((p) => p.y !== null) }] : [];
+    });
   }
-  const pad = 0.05 * (top - bottom || 1);
-  return { x: [low, high], y: [bottom - pad, top + pad] };
-}
 
-const pathOf = (points, x, y) => points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)},${y(b).toFixed(1)}`).join("");
-
-function bandOf(points, x, y) {
-  const upper = points.map((p) => `${x(p[0]).toFixed(1)},${y(p[3]).toFixed(1)}`);
-  const lower = points.map((p) => `${x(p[0]).toFixed(1)},${y(p[2]).toFixed(1)}`).reverse();
-  return `M${upper.join("L")}L${lower.join("L")}Z`;
-}
-
-/** Where the ticks of the x axis lie and what they say; times in the unit that suits the longest. */
-function xAxis(x, axis, width) {
-  const n = Math.max(2, Math.round(width / 80));
-  if (axis === "tokens") return { title: "tokens", ticks: x.ticks(n).map((t) => [x(t), countText(t)]), say: (t) => `${countText(t)} tokens` };
-  const [unit, name, title] = timeUnit(x.domain[1]);
-  const inUnits = makeScale(x.domain.map((t) => t / unit), x.range, x.log);
-  return {
-    title: `wall-clock ${title}`,
-    ticks: inUnits.ticks(n).map((t) => [inUnits(t), String(+t.toPrecision(3))]),
-    say: (t) => `${+(t / unit).toPrecision(3)} ${name}`,
-  };
-}
-
-/** Grid, ticks and the title of the x axis. */
-function drawAxes(root, y, xTicks, xTitle, box) {
-  const axes = svg("g", { class: "axes", "aria-hidden": "true" });
-  for (const tick of y.ticks(Math.max(3, Math.round(box.height / 60)))) {
-    axes.append(svg("line", { x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) }));
-    axes.append(svg("text", { x: box.left - 8, y: y(tick) + 4, "text-anchor": "end", text: String(+tick.toPrecision(4)) }));
+  /** Joins the ranges that the specification gives the visible lines, or takes the points inside the zoom. */
+  function rangeY(lines, zoom) {
+    const inside = (line) => line.known.filter((p) => p.x >= zoom[0] && p.x <= zoom[1]).map((p) => [p.lo ?? p.y, p.hi ?? p.y]);
+    const spans = zoom ? lines.flatMap(inside) : lines.map((line) => (view.full ? line.full : line.view)).filter(Boolean);
+    const [low, high] = spans.length ? [lowest(spans.map((s) => s[0])), highest(spans.map((s) => s[1]))] : [1, 2];
+    const log = view.logY && low > 0, pad = log ? (high / low) ** chart.pad : chart.pad * (high - low || 1);
+    return { range: log ? [low / pad, high * pad] : [low - pad, high + pad], log };
   }
-  for (const [at, text] of xTicks) {
-    axes.append(svg("line", { class: "tick", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 5 }));
-    axes.append(svg("text", { x: at, y: box.bottom + 19, "text-anchor": "middle", text }));
-  }
-  axes.append(svg("line", { class: "base", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
-  axes.append(svg("text", { class: "title", x: box.right, y: box.bottom + 37, "text-anchor": "end", text: xTitle }));
-  root.append(axes);
-}
-
-/** Names at the ends of the lines, so that no reader has to match colours. */
-function drawEndLabels(root, lines, x, y, box) {
-  const ends = lines.filter((line) => line.main.length).map((line) => {
-    const inside = line.main.filter((p) => p[0] <= x.domain[1] * (1 + 1e-9));
-    return { line, point: inside.at(-1) ?? line.main[0] };
-  });
-  const wanted = ends.map(({ point }) => clamp(y(point[1]), box.top, box.bottom));
-  const placed = spreadOut(wanted, 14, box.top + 4, box.bottom);
-  ends.forEach(({ line, point }, i) => {
-    const alone = lines.filter((other) => other.method === line.method).length === 1;
-    const text = alone ? line.method.name : line.series.label;
-    const end = clamp(x(point[0]), box.left, box.right);
-    const group = dress(svg("g", { class: "end", "aria-hidden": "true" }), line.method);
-    group.append(svg("path", { d: `M${end + 3},${wanted[i]}L${box.right + 6},${placed[i]}` }));
-    group.append(svg("text", { x: box.right + 9, y: placed[i] + 4, text: text.length > 17 ? text.slice(0, 16) + "…" : text }));
-    root.append(group);
-  });
-}
-
-/** One chart of the loss over tokens or time; returns the function that draws it again. */
-function lineChart(host, task, view, axis, redrawAll) {
-  const tip = makeTip(host);
-  let current = null;
 
   function draw() {
     host.querySelector("svg")?.remove();
     tip.hide();
-    const W = host.clientWidth, H = Math.round(clamp(W * 0.68, 270, 400));
-    const lines = visible(task, view, axis);
-    const labels = W >= 420 && lines.length > 0 && lines.length <= 12;
-    const box = { left: MARGIN.left, top: MARGIN.top, right: W - (labels ? 108 : 14), bottom: H - MARGIN.bottom };
-    [box.width, box.height] = [box.right - box.left, box.bottom - box.top];
-    const root = svg("svg", { width: W, height: H, tabindex: 0, role: "group", "aria-label": describe(lines) });
+    const logX = axis.log || view.logX, lines = visible(logX), main = lines.filter((line) => !line.faint);
+    const W = host.clientWidth, H = Math.round(clamp(W * chart.aspect, 270, 400));
+    const root = svg("svg", { width: W, height: H, tabindex: 0, role: "group", "aria-label": describe(main) });
     host.prepend(root);
-    if (!lines.length) {
-      root.append(svg("text", { class: "empty", x: W / 2, y: H / 2, "text-anchor": "middle", text: "No curve is switched on" }));
-      current = null;
-      return;
-    }
-    const range = ranges(lines, view, axis);
-    if (!view.zoom[axis] && !view.zoom.tokens) range.y = commonY() ?? range.y;
-    const x = makeScale(range.x, [box.left, box.right], view.logX && range.x[0] > 0);
-    const y = makeScale(range.y, [box.bottom, box.top], view.logY && range.y[0] > 0);
-    const scaleX = xAxis(x, axis, box.width);
-    drawAxes(root, y, scaleX.ticks, scaleX.title, box);
-    const clip = `clip-${unique++}`;
-    root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 4, width: box.width + 2, height: box.height + 4 })));
-    const plot = svg("g", { "clip-path": `url(#${clip})` });
-    root.append(plot);
-    drawLines(plot, lines, x, y);
-    if (labels) drawEndLabels(root, lines, x, y, box);
-    const cursor = svg("g", { class: "cursor" });
+    now = null;
+    if (!lines.length) return root.append(svg("text", { class: "empty", x: W / 2, y: H / 2, "text-anchor": "middle", text: "No line is switched on" }));
+    const labels = W >= 420 && main.length <= 12, failed = lines.some((line) => line.known.length < line.points.length);
+    const box = { left: 52, top: failed ? 40 : 14, right: W - (labels ? 108 : 14), bottom: H - 42 };
+    const zoom = view.zoom[chart.key], { range, log } = rangeY(lines, zoom);
+    const x = makeScale(zoom ?? [logX ? axis.low : axis.range[0], axis.range[1]], [box.left, box.right], logX);
+    const y = makeScale(range, [box.bottom, box.top], log);
+    const clip = `clip-${unique++}`, plot = svg("g", { "clip-path": `url(#${clip})` }), cursor = svg("g", { class: "cursor" });
+    drawAxes(root, x, y, box, failed);
+    root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 4, width: box.right - box.left + 2, height: box.bottom - box.top + 4 })), plot);
+    for (const line of lines) drawLine(root, plot, line, x, y, box);
+    if (labels) drawNames(root, main, x, y, box);
     root.append(cursor);
-    current = { lines, x, y, box, cursor, root, say: scaleX.say };
+    now = { main, x, y, box, cursor };
     listen(root);
   }
 
-  /** The loss axis of the chart by tokens serves both charts, so that heights can be compared across them. */
-  function commonY() {
-    const lines = visible(task, view, "tokens");
-    return lines.length ? ranges(lines, view, "tokens").y : null;
+  function describe(lines) {
+    const ends = lines.filter((line) => line.known.length).map((line) => `${line.label} ends at ${significant(line.known.at(-1).y)}`);
+    return `${chart.title} ${chart.about}. ${ends.join("; ")}. Left and right arrow keys read values.`;
   }
 
-  function describe(lines) {
-    const ends = lines.filter((l) => l.main.length).map((l) => `${l.series.label} ends at ${significant(l.main.at(-1)[1])}`);
-    const over = axis === "time" ? "wall-clock time" : "tokens";
-    return `${task.loss} over ${over}. ${ends.join("; ")}. Left and right arrow keys read values.`;
+  function drawAxes(root, x, y, box, failed) {
+    const axes = svg("g", { class: "axes", "aria-hidden": "true" });
+    const write = (at, height, anchor, text) => axes.append(svg("text", { x: at, y: height, "text-anchor": anchor, text }));
+    for (const tick of y.ticks(Math.max(3, Math.round((box.bottom - box.top) / 60)))) {
+      axes.append(svg("line", { x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) }));
+      write(box.left - 8, y(tick) + 4, "end", String(+tick.toPrecision(4)));
+    }
+    let last = -Infinity;
+    for (const [t, text] of axis.ticks ?? x.ticks(Math.max(2, Math.round((box.right - box.left) / 80))).map((t) => [t, tickText(t)])) {
+      const at = x(t);
+      if (at - last < 46 || at < box.left || at > box.right + 1) continue; // as many names as fit
+      last = at;
+      axes.append(svg("line", { class: "tick", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 5 }));
+      write(at, box.bottom + 19, "middle", text);
+    }
+    axes.append(svg("line", { class: "base", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
+    write(box.right, box.bottom + 37, "end", axis.title);
+    if (failed) {
+      axes.append(svg("line", { class: "rail", x1: box.left, x2: box.right, y1: RAIL, y2: RAIL }));
+      write(box.left - 8, RAIL + 4, "end", "failed");
+    }
+    root.append(axes);
+  }
+
+  function drawLine(root, plot, line, x, y, box) {
+    const at = (p, key = "y") => `${x(p.x).toFixed(1)},${y(p[key]).toFixed(1)}`;
+    const banded = line.known.filter((p) => p.lo !== null);
+    if (spec.marked) {
+      for (const p of banded) if (p.hi > p.lo) plot.append(dress(svg("path", { class: "error", d: `M${at(p, "lo")}L${at(p, "hi")}` }), line.method));
+    } else if (banded.length > 1) {
+      const d = `M${banded.map((p) => at(p, "hi")).join("L")}L${banded.map((p) => at(p, "lo")).reverse().join("L")}Z`;
+      plot.append(dress(svg("path", { class: "band", d }), line.method));
+    }
+    const path = svg("path", { class: line.faint ? "curve train" : "curve val", "data-series": line.id, d: line.known.length ? `M${line.known.map((p) => at(p)).join("L")}` : "" });
+    Object.assign(path.style, { strokeWidth: line.width, opacity: line.opacity, strokeDasharray: line.faint ? "" : line.method.dash.join(" ") });
+    plot.append(dress(path, line.method));
+    for (const p of line.points.filter((q) => q.mark && q.x >= x.domain[0] && q.x <= x.domain[1])) {
+      const mark = svg("g", { class: `mark ${p.mark}`, transform: `translate(${x(p.x)},${p.y === null ? RAIL : clamp(y(p.y), box.top, box.bottom)})` }, svg("title", { text: `${line.label}: ${p.note || significant(p.y)}` }));
+      if (p.mark === "best") mark.append(svg("circle", { class: "ring", r: 9.5 }));
+      mark.append(svg("path", { d: p.mark === "failed" ? "M-4.5,-4.5l9,9m0,-9l-9,9" : MARKERS[line.method.marker](4.5) }));
+      root.append(dress(mark, line.method));
+    }
+  }
+
+  /** Writes names at the ends of the lines, so that no reader has to match colours. */
+  function drawNames(root, lines, x, y, box) {
+    const ends = lines.filter((line) => line.known.length).map((line) => ({ line, point: line.known.filter((p) => p.x <= x.domain[1] * (1 + 1e-9)).at(-1) ?? line.known[0] }));
+    const wanted = ends.map(({ point }) => clamp(y(point.y), box.top, box.bottom));
+    spreadOut(wanted, 14, box.top + 4, box.bottom).forEach((height, i) => {
+      const { line, point } = ends[i], end = clamp(x(point.x), box.left, box.right);
+      const name = lines.filter((other) => other.method === line.method).length === 1 ? line.method.name : line.label;
+      const leader = !spec.marked && svg("path", { d: `M${end + 3},${wanted[i]}L${box.right + 6},${height}` });
+      const text = svg("text", { x: spec.marked ? end + 14 : box.right + 9, y: height + 4, text: name.length > 17 ? name.slice(0, 16) + "…" : name });
+      root.append(dress(svg("g", { class: "end", "aria-hidden": "true" }, leader, text), line.method));
+    });
   }
 
   function listen(root) {
     let start = null;
-    const at = (event) => event.clientX - root.getBoundingClientRect().left;
-    root.addEventListener("pointermove", (event) => {
-      if (start !== null) select(start, at(event));
-      else read(current.x.invert(clamp(at(event), current.box.left, current.box.right)));
-    });
+    const at = (event) => clamp(event.clientX - root.getBoundingClientRect().left, now.box.left, now.box.right);
+    root.addEventListener("pointermove", (event) => (start === null ? read(now.x.invert(at(event))) : select(start, at(event))));
     root.addEventListener("pointerleave", () => start === null && clear());
     root.addEventListener("pointerdown", (event) => {
       if (event.pointerType !== "mouse" || event.button) return;
@@ -174,15 +224,14 @@ function lineChart(host, task, view, axis, redrawAll) {
     });
     root.addEventListener("pointerup", (event) => {
       if (start === null) return;
-      const [a, b] = [start, at(event)].sort((p, q) => p - q).map((p) => current.x.invert(clamp(p, current.box.left, current.box.right)));
-      const far = Math.abs(at(event) - start) > 12;
+      const ends = [start, at(event)].sort((p, q) => p - q);
       start = null;
-      if (far) view.zoom[axis] = [a, b];
+      if (ends[1] - ends[0] > 12) view.zoom[chart.key] = ends.map(now.x.invert);
       redrawAll();
     });
     root.addEventListener("keydown", (event) => {
-      const xs = [...new Set(current.lines.flatMap((line) => line.main.map((p) => p[0])))].sort((a, b) => a - b);
-      const here = xs.indexOf(current.read ?? NaN);
+      const xs = [...new Set(now.main.flatMap((line) => line.points.map((p) => p.x)))].sort((a, b) => a - b);
+      const here = xs.indexOf(now.read ?? NaN);
       const next = { ArrowRight: here + 1, ArrowLeft: here < 0 ? xs.length - 1 : here - 1, Home: 0, End: xs.length - 1 }[event.key];
       if (event.key === "Escape") clear();
       if (next === undefined || !xs.length) return;
@@ -193,70 +242,32 @@ function lineChart(host, task, view, axis, redrawAll) {
   }
 
   function select(from, to) {
-    const { box, cursor } = current;
-    const [a, b] = [from, to].map((p) => clamp(p, box.left, box.right)).sort((p, q) => p - q);
     tip.hide();
-    cursor.replaceChildren(svg("rect", { class: "brush", x: a, width: b - a, y: box.top, height: box.height }));
+    now.cursor.replaceChildren(svg("rect", { class: "brush", x: Math.min(from, to), width: Math.abs(to - from), y: now.box.top, height: now.box.bottom - now.box.top }));
   }
 
   function clear() {
     tip.hide();
-    current?.cursor.replaceChildren();
-    if (current) current.read = null;
+    now?.cursor.replaceChildren();
+    if (now) now.read = null;
   }
 
-  /** The read-out at the logged point nearest to a place on the x axis. */
-  function read(where) {
-    const { lines, x, y, box, cursor, say } = current;
-    const near = lines.filter((line) => line.main.length).map((line) => {
-      const point = line.main.reduce((a, b) => (Math.abs(x(b[0]) - x(where)) < Math.abs(x(a[0]) - x(where)) ? b : a));
-      return { line, point, distance: Math.abs(x(point[0]) - x(where)) };
-    });
+  /** Shows the values at the logged point nearest to a place on the x axis. */
+  function read(place) {
+    const { main, x, y, box, cursor } = now, far = (p, at) => Math.abs(x(p.x) - x(at));
+    const near = main.map((line) => ({ line, point: line.points.reduce((a, b) => (far(b, place) < far(a, place) ? b : a)) }));
     if (!near.length) return;
-    const nearest = near.reduce((a, b) => (b.distance < a.distance ? b : a)).point[0];
-    const rows = near.filter(({ point }) => Math.abs(x(point[0]) - x(nearest)) < 16).sort((a, b) => a.point[1] - b.point[1]);
-    current.read = nearest;
-    cursor.replaceChildren(svg("line", { x1: x(nearest), x2: x(nearest), y1: box.top, y2: box.bottom }));
+    const at = near.reduce((a, b) => (far(b.point, place) < far(a.point, place) ? b : a)).point.x;
+    const rows = near.filter(({ point }) => far(point, at) < 16).sort((a, b) => (a.point.y ?? Infinity) - (b.point.y ?? Infinity));
+    now.read = at;
+    cursor.replaceChildren(svg("line", { x1: x(at), x2: x(at), y1: box.top, y2: box.bottom }));
     for (const { line, point } of rows)
-      if (y(point[1]) >= box.top - 4) cursor.append(dress(svg("circle", { cx: x(point[0]), cy: y(point[1]), r: 4 }), line.method));
-    tip.show(x(nearest), box.top, html("strong", { text: say(nearest) }), tipTable(rows));
-  }
-
-  function tipTable(rows) {
-    const table = html("table");
-    for (const { line, point } of rows) {
-      const spread = point[2] !== null ? ` ± ${significant(point[3] - point[1], 2)}` : "";
-      table.append(html("tr", {},
-        html("th", {}, dress(html("i", { class: "swatch" }), line.method), html("span", { text: line.series.label })),
-        html("td", { text: significant(point[1]) + spread }),
-        line.series.val ? html("td", { class: "dim", text: `ppl ${significant(Math.exp(point[1]))}` }) : null));
-    }
-    return table;
+      if (point.y !== null && y(point.y) >= box.top - 4) cursor.append(dress(svg("circle", { cx: x(point.x), cy: y(point.y), r: 4 }), line.method));
+    tip.show(x(at), box.top, html("strong", { text: xText(at) }), html("table", {}, ...rows.map(({ line, point }) => html("tr", {},
+      html("th", {}, dress(html("i", { class: "swatch" }), line.method), html("span", { text: line.label })),
+      html("td", { text: point.y === null ? "" : significant(point.y) + (point.hi > point.lo ? ` ± ${significant(point.hi - point.y, 2)}` : "") }),
+      html("td", { class: "dim", text: point.note || (chart.perplexity ? `ppl ${significant(Math.exp(point.y))}` : "") })))));
   }
 
   return draw;
-}
-
-function drawLines(plot, lines, x, y) {
-  const order = [...lines].sort((a, b) => a.series.best - b.series.best);
-  for (const line of order)
-    for (const points of line.faint) {
-      const path = dress(svg("path", { class: "curve train", "data-series": line.id, d: pathOf(points, x, y) }), line.method);
-      path.style.opacity = 0.28 / Math.sqrt(line.faint.length); // many seeds must not drown the line that counts
-      plot.append(path);
-    }
-  for (const line of order)
-    if (line.main.length > 1 && line.main[0][2] !== null)
-      plot.append(dress(svg("path", { class: "band", "data-series": line.id, d: bandOf(line.main, x, y) }), line.method));
-  for (const line of order) {
-    const main = svg("path", { class: line.series.shown ? "curve val" : "curve val minor", "data-series": line.id, d: pathOf(line.main, x, y) });
-    main.style.strokeDasharray = line.method.dash.join(" ");
-    plot.append(dress(main, line.method));
-    const last = line.main.at(-1);
-    if (line.main.length === 1) plot.append(dress(svg("circle", { class: "dot", cx: x(last[0]), cy: y(last[1]), r: 3 }), line.method));
-    if (line.broken && last) {
-      const [cx, cy] = [x(last[0]), Math.max(y(last[1]), y(y.domain[1]) + 6)];
-      plot.append(dress(svg("path", { class: "cross", d: `M${cx - 5},${cy - 5}l10,10m0,-10l-10,10` }, svg("title", { text: `${line.series.label} diverged here` })), line.method));
-    }
-  }
 }

@@ -1,0 +1,143 @@
+"""Tabulate a grid of runs: one row a variant, mean and spread over its seeds, the best of each optimizer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cosmos_lab.config import RunConfig
+from cosmos_lab.display import format_table
+from cosmos_lab.results.ranking import Group, best_of, group_runs
+from cosmos_lab.results.reading import Run, read_run
+
+NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
+
+
+def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return rows of the runs' variants with mean and spread over seeds, the best of each optimizer marked.
+
+    Args:
+        runs: as they were asked for; their numbers are read from their folders.
+        metric: the number of the summary that ranks them; less is better.
+        failures: why runs failed, by name; any other run without a summary is unfinished or was not started.
+    """
+    found = [_read(run, failures or {}) for run in runs]
+    groups = group_runs(found)
+    best = best_of(groups, metric, lambda group: group.optimizer)
+    rows = [_row(group, metric, failures or {}) | {"best": group in best.values()} for group in groups]
+    return {
+        "recipe": runs[0].logging.recipe,
+        "metric": metric,
+        **_made_with(found),
+        "rows": rows,
+        "best": {optimizer: _label(group) for optimizer, group in best.items()},
+    }
+
+
+def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
+    """Read a run's folder; names, rates and settings are those asked for, also if the run was not started yet."""
+    run, o = read_run(asked.folder), asked.optimizer
+    status = FAILED if asked.run_name in failures else NOT_STARTED if run.status == "empty" else run.status
+    about = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
+    config = {**run.config, "config": asked.flat()}
+    return replace(run, name=asked.run_name, status=status, config=config, **about)  # type: ignore[arg-type]
+
+
+def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return data, date, commit and versions from the run folders, maybe older than this call; lists if several."""
+    made = [dict(run.config) for run in runs]
+    if not all("val_fingerprint" in about["data"] for about in made if isinstance(about.get("data"), dict)):
+        for about in made:  # older runs do not say
+            if isinstance(about.get("data"), dict):
+                about["data"] = {key: value for key, value in about["data"].items() if key != "val_fingerprint"}
+    found: dict[str, Any] = {}
+    for name in ("data", "date", "commit", "versions"):
+        values: list[Any] = []
+        for about in made:
+            if about.get(name) is not None and about[name] not in values:
+                values.append(about[name])
+        found[name] = values[0] if len(values) == 1 else values or None
+    return found
+
+
+def _label(group: Group) -> str:
+    """Name a row: optimizer, rate, the fields in which it differs from others, and its options if they differ."""
+    config = group.runs[0].config["config"]
+    fields = [f"{name} {_plain(config[name])}" for name in group.differs if name in config]
+    options = config["options"] if any(name not in config for name in group.differs) else ()
+    repeated = [mark] if (mark := group.label.rpartition(" ")[2]).startswith("#") else []
+    return " ".join([group.optimizer, f"lr {group.lr:g}", *fields, *options, *repeated])
+
+
+def _plain(value: Any) -> str:
+    """Write 0.36, not 0.36000000000000004."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, Any]:
+    runs, config = group.runs, group.runs[0].config["config"]
+    finished = [run.stats if run.finished else {} for run in runs]
+    values = [stats.get(metric) for stats in finished]
+    known = [value for value in values if value is not None]
+    whole = len(known) == len(values)
+    fields = {name: config[name] for name in group.differs if name in config}
+    return {
+        "label": _label(group),
+        **{name: config[name] for name in ("optimizer", "lr", "adam_lr", "rank", "gamma")},
+        **fields,
+        "options": list(config["options"]),
+        "seeds": [int(run.seed) for run in runs],
+        "runs": [run.name for run in runs],
+        "status": [run.status for run in runs],
+        "values": values,
+        "mean": statistics.fmean(known) if whole else None,
+        "spread": statistics.stdev(known) if len(known) > 1 and whole else None,
+        **{
+            key: [stats.get(key) for stats in finished]
+            for key in ("final_val_ppl", "step_ms", "optimizer_ms", "state_bytes")
+        },
+        "val_losses": [[[p.step, p.value if math.isfinite(p.value) else None] for p in run.validation] for run in runs],
+        "failures": [failures[run.name] for run in runs if run.name in failures],
+    }
+
+
+def format_result(result: Mapping[str, Any]) -> str:
+    """Format the table that ends a comparison; ``*`` marks the best variant of each optimizer."""
+    lines = []
+    for row in result["rows"]:
+        mean = "-" if row["mean"] is None else f"{row['mean']:.4f}"
+        mean += "" if row["spread"] is None else f" ± {row['spread']:.4f}"
+        state = [value / 2**20 for value in row["state_bytes"] if value]
+        lines.append(
+            (
+                row["label"],
+                "*" if row["best"] else "",
+                mean,
+                _average(row["final_val_ppl"] if row["mean"] is not None else (), ".2f"),
+                _average(row["step_ms"]),
+                _average(row["optimizer_ms"]),
+                _average(state[:1]),
+                ", ".join([*sorted(set(row["status"]) - {"done"}), *row["failures"]]),
+            )
+        )
+    head = ("run", "best", result["metric"], "val ppl", "step ms", "optimizer ms", "state MiB", "")
+    table = format_table(head, lines, left=(0, 7))
+    texts = result.get("data")
+    if isinstance(texts, list):
+        sizes = " and ".join(_text(about) for about in texts)
+        table += f"\nThese runs do not compare: they were trained on different data, {sizes}"
+    return table
+
+
+def _text(about: Mapping[str, Any]) -> str:
+    """Describe a text by its size and hash, and the hash of its validation part."""
+    val = f", validated on {about['val_fingerprint']}" if "val_fingerprint" in about else ""
+    return f"{about['tokens']:,} tokens (hash {about['fingerprint']}{val})"
+
+
+def _average(values: Sequence[float | None], form: str = ",.1f") -> str:
+    known = [value for value in values if value]
+    return format(statistics.fmean(known), form) if known else "-"

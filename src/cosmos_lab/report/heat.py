@@ -1,0 +1,149 @@
+"""Specify the heat maps of diagnostics: one panel a kind of matrix, one row a layer, one column a step."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cosmos_lab.display import count, significant
+from cosmos_lab.report.curves import thinned
+from cosmos_lab.report.style import HEAT
+from cosmos_lab.results.ranking import Task
+from cosmos_lab.results.reading import DIAGNOSTICS, Run
+
+MOST_COLUMNS = 96
+MOST_CELLS = 600_000  # of all heat maps together: about 4 MB of the page
+
+_METRICS = {
+    "energy": ("Energy", "Share of the gradient's energy that lies in the tracked subspace, |GU|² / |G|²."),
+    "drift": ("Drift", "How far the subspace turned in one step, 1 − |U′ₜ Uₜ₋₁|² / r: 0 is no turn, 1 a new subspace."),
+    "update_rms": ("Update RMS", "Root mean square of the update's entries, before the learning rate."),
+    "ratio": ("Ratio", "Size of the SOAP half of the update over the size of the Muon half."),
+}
+# Kinds of matrices in the order of the panels, and what they are.
+KINDS = {
+    "q": "query", "k": "key", "v": "value", "o": "output", "qkv": "query, key, value", "gate": "MLP gate",
+    "up": "MLP up", "down": "MLP down",
+}  # fmt: skip
+_ALIASES = {
+    "q_proj": "q", "wq": "q", "query": "q", "k_proj": "k", "wk": "k", "key": "k", "v_proj": "v", "wv": "v",
+    "value": "v", "o_proj": "o", "wo": "o", "out_proj": "o", "out": "o", "output": "o", "c_attn": "qkv",
+    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "c_fc": "up", "fc": "up", "fc1": "up",
+    "fc_in": "up", "down_proj": "down", "w2": "down", "fc2": "down", "fc_out": "down",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of a run: its texts, the range of its colours, and the texts of the colour bar."""
+
+    name: str
+    title: str
+    about: str
+    file: str
+    range: tuple[float, float]
+    log: bool
+    constant: bool
+    ramp: tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The matrices of one kind: ``values[metric][layer row][column]``, None if nothing was logged."""
+
+    kind: str
+    about: str
+    layers: list[int | None]
+    names: list[str]
+    values: dict[str, list[list[float | None]]]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The diagnostics of one run, with the texts of the columns and of both ends of their axis."""
+
+    label: str
+    columns: list[str]
+    ends: list[str]
+    metrics: list[Metric]
+    panels: list[Panel]
+
+
+@dataclass(frozen=True)
+class HeatSection:
+    """The heat maps of a task, one run at a time."""
+
+    runs: list[HeatMap]
+    name: str = "heat"
+    palette: Sequence[str] = HEAT
+
+
+def heat_section(task: Task, budget: int, suffix: str) -> HeatSection | None:
+    """Specify the heat maps of every run with diagnostics, those of best groups first; None if there is no such run."""
+    runs = []
+    for group in sorted(task.groups, key=lambda group: (not group.best, not group.shown, task.score(group))):
+        for run in group.runs:
+            seed = f", seed {run.seed}" if len(group.runs) > 1 else ""
+            found = heat_map(run, f"{group.label}{seed}{' (best)' if group.best else ''}", budget, suffix)
+            runs += [found] if found else []
+    return HeatSection(runs) if runs else None
+
+
+def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS, suffix: str = "") -> HeatMap | None:
+    """Specify the heat maps of one run with at most ``budget`` cells, or None if it logged no diagnostics."""
+    names = list(dict.fromkeys(name for snapshot in run.diagnostics for name in snapshot.values))
+    shots = thinned(run.diagnostics, max(2, min(MOST_COLUMNS, budget // max(1, len(names) * len(DIAGNOSTICS)))))
+    places = {name: kind_and_layer(name) for name in names}
+    panels = []
+    for kind in sorted({kind for kind, _ in places.values()}, key=lambda kind: [*KINDS, kind].index(kind)):
+        rows = sorted((name for name in names if places[name][0] == kind), key=lambda name: places[name][1] or 0)
+        values = {
+            metric: [[_cell(shot.values.get(name, {}).get(metric)) for shot in shots] for name in rows]
+            for metric in DIAGNOSTICS
+        }
+        panels.append(Panel(kind, KINDS.get(kind, ""), [places[name][1] for name in rows], rows, values))
+    metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels, suffix))]
+    if not metrics:
+        return None
+    steps = [f"step {shot.step:g}" for shot in shots]
+    columns = [s if shot.tokens is None else f"{s}, {count(shot.tokens)} tokens" for s, shot in zip(steps, shots)]
+    ends = [steps[i] if shots[i].tokens is None else count(shots[i].tokens) for i in (0, -1)]
+    return HeatMap(label, columns, ends, metrics, panels)
+
+
+def _metric(name: str, panels: Sequence[Panel], suffix: str) -> Metric | None:
+    """Give the middle 98 % of the cells a range of colours, on a log axis if they span more than a factor of 20."""
+    cells = sorted(cell for panel in panels for row in panel.values[name] for cell in row if cell is not None)
+    if not cells:
+        return None
+    low, high = (cells[round(share * (len(cells) - 1))] for share in (0.01, 0.99))
+    if low == high:
+        low, high = cells[0], cells[-1]
+    log = low > 0 and high / low > 20
+    note = f"logarithmic, middle {significant(math.sqrt(low * high), 3)}" if log else "linear"
+    note = f"{significant(low)} everywhere" if low == high else note
+    first = ("≤ " if cells[0] < low else "") + significant(low, 3)
+    last = ("≥ " if cells[-1] > high else "") + significant(high, 3)
+    title, about = _METRICS[name]
+    return Metric(name, title, about, f"diagnostics-{name}{suffix}", (low, high), log, low == high, (first, last, note))
+
+
+def kind_and_layer(name: str) -> tuple[str, int | None]:
+    """Return what a matrix does and in which layer, from its name.
+
+    >>> kind_and_layer("model.layers.11.self_attn.q_proj.weight")
+    ('q', 11)
+    """
+    parts = [part for part in re.split(r"[./]", name) if part not in ("weight", "kernel", "_orig_mod", "module")]
+    digits = [part for part in parts if part.isdigit()]
+    layer = int(digits[0]) if digits and len(digits[0]) < 6 else None
+    leaf = parts[-1] if parts else name
+    inside = "down" if any("mlp" in part or "feed" in part or "ffn" in part for part in parts[:-1]) else "o"
+    return (inside if leaf in ("c_proj", "proj") else _ALIASES.get(leaf, leaf)), layer
+
+
+def _cell(value: float | None) -> float | None:
+    """Keep four digits: more would give the rounding noise of a constant metric a colour, and the page more bytes."""
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""Run folders, read and ranked in one place for training, comparisons and reports."""

@@ -1,0 +1,312 @@
+"""Read run folders, so that nothing in them can stop a reader: what is missing or broken becomes a note.
+
+A run folder holds config.json, metrics.jsonl (one object a line) and, if the run has finished, summary.json. Training,
+comparisons and reports all read it here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+DIAGNOSTICS = ("energy", "drift", "update_rms", "ratio")
+_COLUMNS = ("tokens_per_s", "optimizer_ms", "memory_gb", "mfu")
+_FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: single batches are noisy
+
+
+@dataclass(frozen=True)
+class Point:
+    """One logged value and when in training it was taken."""
+
+    step: float
+    tokens: float | None
+    time: float | None
+    value: float  # may be nan or inf: the reader of a diverged run wants to see when
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The diagnostics of every matrix at one step: ``values[matrix][metric]``."""
+
+    step: float
+    tokens: float | None
+    values: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. ``status`` is done, unfinished, diverged, empty, broken, or the word the summary gives."""
+
+    folder: Path
+    status: str
+    finished: bool = False
+    notes: tuple[str, ...] = ()
+    name: str = ""
+    recipe: str = ""
+    model: str = ""
+    optimizer: str = ""
+    lr: float | None = None
+    adam_lr: float | None = None
+    seed: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    stats: Mapping[str, float] = field(default_factory=dict)
+    train: tuple[Point, ...] = ()
+    validation: tuple[Point, ...] = ()
+    diagnostics: tuple[Snapshot, ...] = ()
+
+    @property
+    def score(self) -> float | None:
+        """Return the final validation loss, or the training loss of a run that never validated."""
+        return self.stats.get("final_val_loss", self.stats.get("final_train_loss"))
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` if it is a number (nan and inf included), else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        float(value)
+    except OverflowError:
+        return math.inf
+    return value
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """List the run folders at or below each path, in a stable order, each once; a folder without any counts as one.
+
+    Raises:
+        ValueError: no path was given, or one of them is not a folder.
+    """
+    if not paths:
+        raise ValueError("no runs to report on: give at least one run folder, or a folder that holds some")
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise ValueError(f"{str(path)!r} is not a folder: give run folders, or a folder that holds some")
+        for folder in sorted(_below(path)) or [path]:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def _below(path: Path) -> Iterator[Path]:
+    for folder, subfolders, files in os.walk(path):
+        if any(name in files or name in subfolders for name in (CONFIG, METRICS, SUMMARY)):
+            subfolders.clear()  # a folder inside a run (checkpoints) is not another run
+            yield Path(folder)
+        elif not files and not subfolders:  # a run that was stopped before it wrote anything
+            yield Path(folder)
+
+
+def read_run(folder: Path) -> Run:
+    """Read one run folder; never raise because of its content."""
+    notes: list[str] = []
+    if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
+        return Run(folder, "empty", False, (f"the folder holds no {CONFIG}, {METRICS} or {SUMMARY}",), folder.name)
+    config = _read_object(folder / CONFIG, notes) or {}
+    summary = read_summary(folder, notes)
+    log = read_log(folder, notes)
+    stats = _stats(summary or {}, config, log)
+    return Run(
+        folder=folder,
+        status=_status(config, summary, log, stats),
+        finished=summary is not None,
+        notes=tuple(notes),
+        name=_text(config.get("name")) or folder.name,
+        recipe=_text(config.get("recipe")),
+        model=_text(config.get("model")),
+        optimizer=_text(config.get("optimizer")),
+        lr=number(config.get("lr")),
+        adam_lr=number(config.get("adam_lr")),
+        seed=_text(config.get("seed")),
+        config=config,
+        stats=stats,
+        train=tuple(log.train),
+        validation=tuple(log.validation),
+        diagnostics=tuple(log.diagnostics),
+    )
+
+
+def read_summary(folder: Path, notes: list[str] | None = None) -> dict[str, Any] | None:
+    """Return the summary of a finished run, else None: a run is finished if and only if its summary can be read."""
+    path = folder / SUMMARY
+    return _read_object(path, [] if notes is None else notes) if path.exists() else None
+
+
+def read_metrics(folder: Path, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl; one that cannot be read (a kill cuts the last one short) is left out."""
+    path, bad, notes = folder / METRICS, 0, [] if notes is None else notes
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in filter(str.strip, lines):
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                if isinstance(row, dict):
+                    yield row
+                else:
+                    bad += 1
+    except OSError as error:
+        notes.append(_problem(path, error))
+    if bad:
+        notes.append(f"{path.name}: unreadable lines left out: {bad}")
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(_problem(path, error))
+        return None
+    if isinstance(value, dict):
+        return value
+    notes.append(f"{path.name} holds a {type(value).__name__}, not an object")
+    return None
+
+
+def _problem(path: Path, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{path.name} is missing"
+    return f"{path.name} cannot be read ({type(error).__name__}: {error})"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+@dataclass
+class Log:
+    """The content of metrics.jsonl, collected line by line."""
+
+    train: list[Point] = field(default_factory=list)
+    validation: list[Point] = field(default_factory=list)
+    diagnostics: list[Snapshot] = field(default_factory=list)
+    columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
+    offset: float = 0.0  # added to the clock of a run that counted from zero again after a resume
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take in one line."""
+        step, tokens, time = (number(row.get(key)) for key in ("step", "tokens", "time"))
+        if step is None or not math.isfinite(step):
+            return
+        for points, key in ((self.train, "loss"), (self.validation, "val_loss")):
+            if key in row:
+                value = number(row[key])
+                value = math.nan if value is None else value  # JSON has no nan: a diverged run logs null
+                _rewind(points, step)
+                points.append(Point(step, tokens, self._clock(points, time), value))
+        if isinstance(row.get("diagnostics"), dict):
+            _rewind(self.diagnostics, step)
+            self.diagnostics.append(Snapshot(step, tokens, _matrices(row["diagnostics"])))
+        for key, column in self.columns.items():
+            value = number(row.get(key))
+            if value is not None and math.isfinite(value):
+                column.append(value)
+
+    def _clock(self, points: list[Point], time: float | None) -> float | None:
+        last = points[-1].time if points else None
+        if time is not None and last is not None and time + self.offset < last:
+            self.offset = last
+        return None if time is None else time + self.offset
+
+
+def read_log(folder: Path, notes: list[str] | None = None) -> Log:
+    """Read metrics.jsonl."""
+    log = Log()
+    for row in read_metrics(folder, notes):
+        log.add(row)
+    return log
+
+
+def _rewind(points: list[Any], step: float) -> None:
+    """Drop the points logged after the checkpoint from which a run was resumed."""
+    while points and points[-1].step >= step:
+        points.pop()
+
+
+def _matrices(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
+    matrices = {}
+    for name, values in raw.items():
+        if isinstance(values, dict):
+            numbers = {metric: number(values.get(metric)) for metric in DIAGNOSTICS}
+            matrices[name] = {metric: value for metric, value in numbers.items() if value is not None}
+    return matrices
+
+
+def begin_of_final(steps: int) -> int:
+    """Return the last step that does not count for the final training loss."""
+    return math.floor(steps - max(1, _FINAL_SHARE * steps))
+
+
+def summarize(log: Log, steps: int | None = None) -> dict[str, Any]:
+    """Compute a run's result from its log alone, so that a resumed run has the same one; None for what it lacks.
+
+    Rates are medians over log lines, ``final_train_loss`` is a mean over the last 5 % of ``steps``.
+    """
+    points = log.train or log.validation
+    if not points:
+        return {}
+    last, losses = points[-1], [point.value for point in log.validation]
+    final = losses[-1] if losses else math.nan
+    speed = _median(log.columns["tokens_per_s"])
+    return {
+        "final_val_loss": _finite(final),
+        "final_val_ppl": math.exp(final) if final < 700 else None,
+        "best_val_loss": min(filter(math.isfinite, losses), default=None),
+        "final_train_loss": _final_train_loss(log.train, steps or int(last.step)),
+        "tokens": last.tokens,
+        "steps": last.step,
+        "time": last.time,
+        "tokens_per_s": speed,
+        "step_ms": 1e3 * last.tokens / last.step / speed if speed and last.tokens and last.step else None,
+        "optimizer_ms": _median(log.columns["optimizer_ms"]),
+        "mfu": _median(log.columns["mfu"]),
+    }
+
+
+def _final_train_loss(points: Sequence[Point], steps: int) -> float | None:
+    """Average the last losses, each with the number of steps since the line before it; None if one is not finite."""
+    if not points:
+        return None
+    begin = points[-1].step - steps + begin_of_final(steps)
+    before = [0.0, *(point.step for point in points)]
+    late = [(p.value, max(1, p.step - b)) for p, b in zip(points, before, strict=False) if p.step > begin]
+    return _finite(sum(value * count for value, count in late) / sum(count for _, count in late))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _stats(summary: dict[str, Any], config: dict[str, Any], log: Log) -> dict[str, float]:
+    """Return the numbers of the summary; those it lacks come from the log, so that an unfinished run has them too."""
+    asked = config.get("config")
+    steps = number(asked.get("steps")) if isinstance(asked, dict) else None
+    memory = max(log.columns["memory_gb"], default=None)
+    size = {key: config.get(key) for key in ("parameters", "state_bytes")}
+    known = {**summarize(log, steps if isinstance(steps, int) else None), "peak_memory_gb": memory, **size}
+    known |= {key: value for key, value in summary.items() if number(value) is not None}
+    return {key: value for key, raw in known.items() if (value := number(raw)) is not None}
+
+
+def _status(config: dict[str, Any], summary: dict[str, Any] | None, log: Log, stats: dict[str, float]) -> str:
+    last = [points[-1].value for points in (log.train, log.validation) if points]
+    last += [stats[key] for key in ("final_val_loss", "final_train_loss") if key in stats]
+    if last and not all(map(math.isfinite, last)):
+        return "diverged"
+    if not last:
+        return "empty" if config else "broken"
+    return _text((summary or {}).get("status"))[:40] or "unfinished"

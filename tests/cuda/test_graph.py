@@ -1,29 +1,32 @@
-"""Recorded steps: the same numbers as steps without a graph, whatever moves or changes between them."""
+"""Steps recorded as a CUDA graph equal steps without one, bit for bit, whatever moves or changes between them."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import Adam, Cosmos, CosmosPaper, Muon
-from cosmos_optim.cuda.graph import PATIENCE, SETTLED, Replays, signature
-from cosmos_optim.engine.entries import Entry
+from cosmos_optim import Adam, Cosmos, CosmosPaper, Muon, NorMuon
+from cosmos_optim.cuda import graph as graph_module
+from cosmos_optim.cuda.graph import MAX_WASTED, STEPS_BEFORE_RECORDING, GraphedStep, graph_key, has_schedule
+from cosmos_optim.engine.batching import Entry
+from cosmos_optim.engine.gradients import GradientCheck
 from tests.gpu import never_waiting
 
 CUDA = torch.device("cuda")
 SHAPES = [(256, 256)] * 5 + [(512, 256)] * 3 + [(256, 513)] * 2
-# Eager steps before a recording: one takes the first bases, the others show that nothing changes.
-EAGER = SETTLED + 1
+# Steps without a graph before a recording: one takes the first bases, the others show that nothing changes.
+EAGER = STEPS_BEFORE_RECORDING + 1
 
 
 def twins(device: torch.device = CUDA) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Two equal lists of matrices and vectors."""
+    """Return two equal lists of matrices and vectors."""
     torch.manual_seed(3)
     shapes: list[tuple[int, ...]] = [*SHAPES, (256,), (300, 8), (12, 300)]
     values = [torch.randn(s, device=device).mul_(0.02) for s in shapes]
@@ -32,14 +35,14 @@ def twins(device: torch.device = CUDA) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def build(kind: type[torch.optim.Optimizer], params: list[nn.Parameter], **kwargs: object) -> torch.optim.Optimizer:
-    """Matrices and the rest in their groups; the two thin matrices are too small for the kernels."""
+    """Make groups of matrices and of the rest; the two thin matrices are too small for the kernels."""
     rest = [p for p in params if p.dim() < 2]
     matrices = [p for p in params if p.dim() == 2]
     return kind([{"params": matrices}, {"params": rest, "rule": "adam"}], **kwargs)
 
 
-def feed(step: int, *lists: list[nn.Parameter]) -> None:
-    """The same gradients for every list, each in new memory: some of them at other places than before."""
+def give_gradients(step: int, *lists: list[nn.Parameter]) -> None:
+    """Give every list the same gradients, in new memory: some of them move."""
     padding = [torch.empty(1000 * step + 64, device=CUDA)]
     for params in lists:
         generator = torch.Generator(CUDA).manual_seed(step)
@@ -48,13 +51,13 @@ def feed(step: int, *lists: list[nn.Parameter]) -> None:
             padding.append(torch.empty(256, device=CUDA))
 
 
-def lockstep(
+def step_both(
     one: torch.optim.Optimizer, two: torch.optim.Optimizer, a: list[nn.Parameter], b: list[nn.Parameter], steps: int,
     before: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """Steps of both on the same gradients, `before` each whatever a test does; equal after each."""
+    """Step both on the same gradients, after `before`; assert that their parameters are equal after each step."""
     for step in range(steps):
-        feed(step, a, b)
+        give_gradients(step, a, b)
         before(step)
         one.step()
         two.step()
@@ -62,7 +65,7 @@ def lockstep(
 
 
 def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
-    """Bit for bit."""
+    """Return whether parameters are equal bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -76,9 +79,13 @@ def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
         (CosmosPaper, {}),
         (Muon, {}),
         (Muon, {"normalize": True}),
+        (NorMuon, {}),
+        (Cosmos, {"momentum_dtype": torch.bfloat16}),
     ],
 )
-def test_replays_equal_steps(kind: type[torch.optim.Optimizer], options: dict[str, object]) -> None:
+def test_recorded_steps_equal_steps_without_a_graph(
+    kind: type[torch.optim.Optimizer], options: dict[str, object]
+) -> None:  # fmt: skip
     """With gradients that move, a rate and a decay that change at every step, and a gradient that is not finite."""
     a, b = twins()
     one, two = (build(kind, x, weight_decay=0.1, cuda_graphs=g, **options) for x, g in ((a, True), (b, False)))
@@ -90,32 +97,34 @@ def test_replays_equal_steps(kind: type[torch.optim.Optimizer], options: dict[st
             group["lr"] = 1e-2 / (step + 1)
             group["weight_decay"] = 0.1 * (step + 1)
 
-    lockstep(one, two, a, b, EAGER + 8, change)
-    assert one.replays.recording is not None and one.replays.recording.replayed == 8
-    assert one.replays.bytes > 0
-    assert two.replays.recording is None
+    step_both(one, two, a, b, EAGER + 8, change)
+    assert one.cuda_graph.recording is not None and one.cuda_graph.recording.launches == 8
+    assert one.cuda_graph.bytes > 0
+    assert two.cuda_graph.recording is None
+    for p, q in zip(a, b, strict=True):
+        assert all(torch.equal(x, two.state[q][name]) for name, x in one.state[p].items())
     assert one.skipped_steps == two.skipped_steps == 1
 
 
-def _moved(opt: Cosmos) -> None:
+def _reload_state(opt: Cosmos) -> None:
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
 
 
-def _other_epsilon(opt: Cosmos) -> None:
+def _change_epsilon(opt: Cosmos) -> None:
     for group in opt.param_groups:
         group["eps"] = 1e-6
 
 
-def _watched(opt: Cosmos) -> None:
+def _watch_a_step(opt: Cosmos) -> None:
     with opt.diagnostics() as found:
         opt.step()
     assert found
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", [_moved, _other_epsilon, _watched])
-def test_a_change_between_steps(change: Callable[[Cosmos], None]) -> None:
-    """State that moved, a hyper-parameter, a step that is looked into: steps go on as without graphs."""
+@pytest.mark.parametrize("change", [_reload_state, _change_epsilon, _watch_a_step])
+def test_a_change_between_steps_is_followed(change: Callable[[Cosmos], None]) -> None:
+    """State that moved, another hyper-parameter, diagnostics of a step: steps continue as without graphs."""
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
 
@@ -124,12 +133,12 @@ def test_a_change_between_steps(change: Callable[[Cosmos], None]) -> None:
             change(one)
             change(two)
 
-    lockstep(one, two, a, b, 3 * EAGER, now)
-    assert one.replays.recording is not None and one.replays.recording.replayed > 0
+    step_both(one, two, a, b, 3 * EAGER, now)
+    assert one.cuda_graph.recording is not None and one.cuda_graph.recording.launches > 0
 
 
 @pytest.mark.gpu
-def test_a_parameter_without_gradient() -> None:
+def test_a_parameter_without_a_gradient_is_left_out_of_the_step() -> None:
     """A step with fewer gradients is another step; afterwards the usual one is recorded again."""
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
@@ -138,14 +147,14 @@ def test_a_parameter_without_gradient() -> None:
         if step == EAGER + 1:
             a[2].grad = b[2].grad = None
         if step == EAGER + 2:
-            a[10].grad = b[10].grad = None  # Adam's: the others' replay does not care
+            a[10].grad = b[10].grad = None  # Adam's: the graph of the others stays
 
-    lockstep(one, two, a, b, 3 * EAGER, drop)
+    step_both(one, two, a, b, 3 * EAGER, drop)
 
 
 @pytest.mark.gpu
-def test_a_rate_on_the_device() -> None:
-    """A tensor as rate is read at every replay."""
+def test_a_learning_rate_on_the_device_is_read_at_every_step() -> None:
+    """The graph reads a copy, which each step writes."""
     a, b = twins()
     rates = [torch.tensor(1e-3, device=CUDA) for _ in range(2)]
     one, two = build(Cosmos, a, lr=rates[0], gamma=0.2), build(Cosmos, b, lr=rates[1], gamma=0.2, cuda_graphs=False)
@@ -154,16 +163,16 @@ def test_a_rate_on_the_device() -> None:
         for rate in rates:
             rate.fill_(1e-3 * (step + 1))
 
-    lockstep(one, two, a, b, EAGER + 4, renew)
+    step_both(one, two, a, b, EAGER + 4, renew)
 
 
 @pytest.mark.gpu
-def test_no_waiting_and_no_new_memory() -> None:
-    """A replay asks the host for nothing, and what it works in is what it keeps."""
+def test_a_recorded_step_neither_waits_nor_allocates() -> None:
+    """The host makes no synchronization, and the work buffers are those that the graph keeps."""
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b)
     for _ in range(EAGER + 2):
-        feed(0, a)
+        give_gradients(0, a)
         one.step()
     del two, b
     gc.collect()
@@ -177,39 +186,49 @@ def test_no_waiting_and_no_new_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_around_a_replay_and_copies() -> None:
-    """Somebody else's capture takes the plain step; a deep copy records its own."""
+def test_a_users_capture_takes_the_plain_step() -> None:
+    """A graph cannot be launched while another one is captured."""
     a, _ = twins()
     one = build(Cosmos, a)
     for step in range(EAGER + 2):
-        feed(step, a)
+        give_gradients(step, a)
         one.step()
     graph = torch.cuda.CUDAGraph()
     before = [p.detach().clone() for p in a]
     with torch.cuda.graph(graph):
         one.step()
-    assert all(torch.equal(x, y) for x, y in zip(before, a, strict=True))
+    assert equal(before, a)
     graph.replay()
     torch.cuda.synchronize()
     assert not any(torch.equal(x, y) for x, y in zip(before, a, strict=True))
-    other = copy.deepcopy(one)
-    assert other.replays.recording is None and other.replays.on
 
 
 @pytest.mark.gpu
-def test_a_capture_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on without a graph, and says so once."""
-    from cosmos_optim.cuda import graph as replay
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+def test_a_copy_records_its_own_graph(duplicate: Callable[[Cosmos], Cosmos]) -> None:
+    """A graph holds addresses of the original's parameters, so that a copy starts without one."""
+    a, _ = twins()
+    one = build(Cosmos, a)
+    for step in range(EAGER + 2):
+        give_gradients(step, a)
+        one.step()
+    assert one.cuda_graph.recording is not None
+    other = duplicate(one)
+    assert other.cuda_graph.recording is None and other.cuda_graph.enabled
 
+
+@pytest.mark.gpu
+def test_training_continues_after_a_recording_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a graph, and with one warning."""
     def broken(*_: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(replay, "_capture", broken)
+    monkeypatch.setattr(graph_module, "_capture", broken)
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
     with pytest.warns(UserWarning, match="without one, slower"):
         for step in range(EAGER + 1):
-            feed(step, a, b)
+            give_gradients(step, a, b)
             one.step()
             two.step()
     with warnings.catch_warnings():
@@ -217,79 +236,141 @@ def test_a_capture_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
         one.step()
         two.step()
     assert equal(a, b)
+    assert not one.cuda_graph.enabled
 
 
-# -- anywhere ---------------------------------------------------------------------------------------------------------
+# -- without a GPU -----------------------------------------------------------------------------------------------------
 
 
 def entries(opt: Cosmos) -> list[Entry]:
-    """What a step would run on."""
+    """Return what a graph of this optimizer's step would hold, with a gradient for each parameter."""
     for group in opt.param_groups:
         for p in group["params"]:
-            p.grad = torch.ones_like(p)
-    return [e for e in opt._collect() if e.rule.lazy]
+            p.grad = torch.ones_like(p) if p.grad is None else p.grad
+    return [e for e in opt._collect() if has_schedule(e)]
 
 
-def test_what_a_recording_depends_on() -> None:
-    """Anything that a kernel was told once changes the key; what is written at every step does not."""
+def check_of(held: Sequence[Entry], skip: Tensor | None) -> GradientCheck:
+    """Return what a look at gradients of ones shows."""
+    count = len(held)
+    return GradientCheck(held, False, skip, [True] * count, [False] * count, torch.ones(count))
+
+
+def test_the_key_holds_all_that_a_recorded_step_does_not_read_from_the_device() -> None:
+    """Learning rate, decay and the sign are read at every step; other settings and addresses are in the graph."""
     opt = Cosmos([nn.Parameter(torch.randn(32, 24)) for _ in range(2)], lr=1e-3)
-    key = signature(entries(opt))
+    key = graph_key(entries(opt))
     group = opt.param_groups[0]
     group.update(lr=0.5, weight_decay=0.3, maximize=True)
-    assert signature(entries(opt)) == key
+    assert graph_key(entries(opt)) == key
     for name, value in {"betas": (0.8, 0.9), "gamma": 0.9, "ns_steps": 3, "nesterov": False}.items():
         before, group[name] = group[name], value
-        assert signature(entries(opt)) != key
+        assert graph_key(entries(opt)) != key, name
         group[name] = before
-    assert signature(entries(opt)) == key
+    assert graph_key(entries(opt)) == key
     p = group["params"][0]
     opt.state[p]["M"] = opt.state[p]["M"].clone()
-    assert signature(entries(opt)) != key
+    assert graph_key(entries(opt)) != key
 
 
-def test_a_step_that_always_changes_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a few recordings in vain nothing is recorded any more."""
+def test_a_gradient_may_move_as_long_as_its_alignment_stays() -> None:
+    """Kernels read its address from a table, but are compiled for its alignment, dtype and strides."""
     opt = Cosmos([nn.Parameter(torch.randn(32, 24))], lr=1e-3)
-    replays, skip, peaks = Replays(), torch.tensor(False), torch.ones(1)
-    made = []
+    p = opt.param_groups[0]["params"][0]
+    memory = torch.ones(2 * 32 * 24 + 8)
+    start = -memory.data_ptr() % 16 // 4
 
-    class Made:
-        replayed, inside, replay, bytes = 1, {opt.param_groups[0]["params"][0]}, None, 0
+    def key_with_gradient_at(offset: int) -> object:
+        p.grad = memory[start + offset :][: 32 * 24].view(32, 24)
+        return graph_key(entries(opt))
 
-        def __init__(self, key: object) -> None:
-            self.key = key
-            made.append(key)
+    key = key_with_gradient_at(0)
+    assert key_with_gradient_at(4) == key
+    assert key_with_gradient_at(1) != key
+    p.grad = torch.ones(24, 32).mT
+    assert graph_key(entries(opt)) != key
 
-        def prepare(self, *_: object) -> None:
-            pass
 
-    monkeypatch.setattr("cosmos_optim.cuda.graph.record", lambda entries, inside, key: Made(key))
-    monkeypatch.setattr("cosmos_optim.cuda.graph.recordable", lambda entries: list(entries))
+class FakeRecording:
+    """Stands in for a graph that is launched `launches` times."""
+
+    made: list[object] = []
+
+    def __init__(self, key: object, inside: set[Tensor], launches: int) -> None:
+        self.key, self.inside, self.launches, self.bytes = key, inside, launches, 0
+        self.made.append(key)
+
+    def write_inputs(self, *_: object) -> None:
+        pass
+
+    def launch(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("launches", "recordings"), [(1, MAX_WASTED), (graph_module.WORTH_IT, MAX_WASTED + 3)])
+def test_recording_stops_if_it_never_pays(
+    launches: int, recordings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """After `MAX_WASTED` graphs that served few steps; graphs that served many are recorded again and again."""
+    opt = Cosmos([nn.Parameter(torch.randn(32, 24))], lr=1e-3)
+    graphed = GraphedStep()
+    monkeypatch.setattr(FakeRecording, "made", [])
+    monkeypatch.setattr(
+        graph_module, "record", lambda held, inside, key: FakeRecording(key, {e.p for e in inside}, launches)
+    )
+    monkeypatch.setattr(graph_module, "recordable", list)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for turn in range(PATIENCE + 3):
+    for turn in range(MAX_WASTED + 3):
         opt.param_groups[0]["eps"] = 1e-8 * (turn + 1)
-        for _ in range(SETTLED + 2):
-            replays.take(entries(opt), skip, peaks)
-    assert len(made) == PATIENCE
-    assert not replays.on
+        for _ in range(STEPS_BEFORE_RECORDING + 2):
+            graphed.prepare(check_of(entries(opt), torch.tensor(False)))
+    assert len(FakeRecording.made) == recordings
+    assert graphed.enabled == (launches >= graph_module.WORTH_IT)
 
 
-def test_it_is_an_argument_of_every_optimizer() -> None:
-    """And survives a copy; steps on a CPU never ask."""
+def test_a_step_is_recorded_once_its_key_has_stayed_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a flag on the device, and those of a disabled graph, count for nothing."""
+    opt = Cosmos([nn.Parameter(torch.randn(32, 24))], lr=1e-3)
+    monkeypatch.setattr(FakeRecording, "made", [])
+    monkeypatch.setattr(graph_module, "record", lambda held, inside, key: FakeRecording(key, {e.p for e in inside}, 1))
+    monkeypatch.setattr(graph_module, "recordable", list)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    graphed, held = GraphedStep(), entries(opt)
+    for _ in range(EAGER):
+        assert graphed.prepare(check_of(held, None)) == (set(), None)
+    for _ in range(STEPS_BEFORE_RECORDING):
+        assert graphed.prepare(check_of(held, torch.tensor(False))) == (set(), None)
+    inside, launch = graphed.prepare(check_of(held, torch.tensor(False)))
+    assert inside == {held[0].p} and launch is not None
+    disabled = GraphedStep(enabled=False)
+    for _ in range(EAGER + 1):
+        assert disabled.prepare(check_of(held, torch.tensor(False))) == (set(), None)
+    assert len(FakeRecording.made) == 1
+
+
+def test_a_recording_that_fails_is_reported_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning names the error and the argument that avoids it."""
+    opt = Cosmos([nn.Parameter(torch.randn(32, 24))], lr=1e-3)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(graph_module, "record", broken)
+    monkeypatch.setattr(graph_module, "recordable", list)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    graphed, held = GraphedStep(), entries(opt)
+    with pytest.warns(UserWarning, match="RuntimeError: no. cuda_graphs=False keeps it from trying") as warned:
+        for _ in range(EAGER + 3):
+            assert graphed.prepare(check_of(held, torch.tensor(False))) == (set(), None)
+    assert len(warned) == 1 and not graphed.enabled
+
+
+def test_every_optimizer_has_the_argument_cuda_graphs_and_a_copy_keeps_it() -> None:
+    """Steps on a CPU never ask for it."""
     p = nn.Parameter(torch.randn(32, 24))
     for kind in (Cosmos, Muon, Adam):
-        assert kind([p]).replays.on
+        assert kind([p]).cuda_graph.enabled
         off = kind([p], cuda_graphs=False)
-        assert not off.replays.on and not copy.deepcopy(off).replays.on
-
-
-def test_gradients_are_found_by_their_place() -> None:
-    """Signatures tell where a gradient begins only up to alignment: it may move."""
-    opt = Cosmos([nn.Parameter(torch.randn(32, 24))], lr=1e-3)
-    first = entries(opt)
-    again: Tensor = first[0].grad.clone()
-    p = opt.param_groups[0]["params"][0]
-    p.grad = again
-    moved = [e for e in opt._collect() if e.rule.lazy]
-    assert moved[0].grad.data_ptr() != first[0].grad.data_ptr()
-    assert (signature(moved) == signature(first)) == (again.data_ptr() % 16 == first[0].grad.data_ptr() % 16)
+        assert not off.cuda_graph.enabled
+        for duplicate in (copy.deepcopy(off), pickle.loads(pickle.dumps(off))):
+            assert not duplicate.cuda_graph.enabled

@@ -14,8 +14,8 @@ from cosmos_optim.cuda.pointer_list import addresses
 from cosmos_optim.engine.batching import batches
 from tests.cuda.kernel_run import give_gradients, matrices, run_by_kernels, stepped
 from tests.cuda.launches import counted
-from tests.cuda.step_problems import INTERPRETED, relative
-from tests.cuda.test_step import U_ERROR, UPDATE_OF_FEW_COLUMNS
+from tests.cuda.step_problems import INTERPRETED, equal, relative
+from tests.cuda.test_step import U_ERROR
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
 
@@ -58,11 +58,34 @@ def test_a_recorded_chunk_launches_few_kernels(case: str) -> None:
     assert sum(seen.values()) - products <= MOST[case], seen
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    (Cosmos, RANKED | {"momentum_dtype": torch.bfloat16}), (Muon, {}), (NorMuon, {}),
+@pytest.mark.parametrize("case", ["cosmos", "normuon"])
+def test_a_skipped_chunk_writes_nothing(case: str) -> None:
+    """Neither W nor M nor the thin state, which `scatter_` writes."""
+    kind, options = CASES[case]
+    params = matrices(CPU, (M, N), (M, N))
+    opt = kind(params, **options)
+    give_gradients(params, 0)
+    opt.step()
+    (chunk,) = batches(opt._collect(), set(), [])
+    held = [*chunk.params, *(x for tensors in chunk.state().values() for x in tensors)]
+    before = [x.clone() for x in held]
+    run_chunk(chunk, torch.ones(2), torch.tensor(True))
+    assert equal(held, before)
+    run_chunk(chunk, torch.ones(2), torch.tensor(False))
+    assert not any(torch.equal(x, y) for x, y in zip(held, before, strict=True))
+
+
+# Newton-Schulz in float16 against float32; for COSMOS on a wide matrix with few columns, and momentum in bfloat16.
+TWO_STEPS = 3e-2  # measured 1.3e-2
+TWO_STEPS_OF_MUON = 3e-3  # measured 1.4e-3
+
+
+@pytest.mark.parametrize(("kind", "options", "bound"), [
+    (Cosmos, RANKED | {"momentum_dtype": torch.bfloat16}, TWO_STEPS), (Muon, {}, TWO_STEPS_OF_MUON),
+    (NorMuon, {}, TWO_STEPS_OF_MUON),
 ])  # fmt: skip
 def test_two_steps_by_kernels_equal_two_by_plain_torch(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """From the first gradient on, through the engine: first basis, gather, step, scatter, step counts, decay."""
     options = options | {"weight_decay": 0.1}
@@ -73,7 +96,7 @@ def test_two_steps_by_kernels_equal_two_by_plain_torch(
     found = matrices(CPU, *shapes)
     new = stepped(kind, found, 2, **options)
     for p, q, old, a, b in zip(found, expected, start, new, states, strict=True):
-        assert relative((p - old)[None], (q - old)[None]) < 2 * UPDATE_OF_FEW_COLUMNS
+        assert relative((p - old)[None].detach(), (q - old)[None].detach()) < bound
         assert float(a["step"]) == float(b["step"]) == 2
         assert a.keys() == b.keys()
 

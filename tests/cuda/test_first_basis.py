@@ -7,7 +7,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.cuda.first_basis import ListAlgebra, first_basis
-from cosmos_optim.cuda.pointer_list import MatrixList
+from cosmos_optim.cuda.kernels import jacobi
+from cosmos_optim.cuda.pointer_list import Matrices
 from cosmos_optim.linalg import subspace
 from cosmos_optim.linalg.algebra import Algebra
 
@@ -74,3 +75,12 @@ def test_each_operation_on_a_list_is_that_on_a_stack(device: torch.device) -> No
         (lists.un(U, U), plain.un(wide[1], wide[1])),
     ):
         assert float((found.double() - exact).norm() / exact.norm()) < 5e-7
+
+
+def test_eigenvectors_come_from_one_launch_up_to_64_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And from torch, which makes the host wait, beyond that."""
+    asked: list[int] = []
+    monkeypatch.setattr(jacobi, "eigh", lambda A: asked.append(A.shape[-1]) or torch.linalg.eigh(A))
+    for k in (64, 65):
+        ListAlgebra(80, 80, torch.ones(1))._eigh(torch.eye(k)[None])
+    assert asked == [64]

@@ -23,7 +23,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decid
 
 @interpreted
 @pytest.mark.parametrize(("rule", "rank", "m", "n"), [
-    ("cosmos", 8, 24, 20), ("cosmos", 32, 56, 40), ("muon", 1, 24, 20), ("normuon", 1, 20, 24),
+    ("cosmos", 8, 24, 20), ("cosmos", 32, 40, 36), ("muon", 1, 24, 20), ("normuon", 1, 20, 24),
 ])  # fmt: skip
 def test_good_kernels_are_close_to_the_definition(rule: str, rank: int, m: int, n: int) -> None:
     """By a factor of two at least."""
@@ -51,9 +51,9 @@ def first_rows_wrong(result: Any) -> Any:
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", ["correlate", "orthonormal", "momentum_", "adapt", "residual", "even_rows"])
+@pytest.mark.parametrize("kernel", ["correlate", "momentum_", "adapt", "residual"])
 def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the rows of its result are a tenth too large, which is 2.4e-2 to 1.2e-1 of the step or the state."""
+    """Half of the rows of its result are a tenth too large, which is 2.4e-2 to 6.9e-2 of the step or the state."""
     real = getattr(step, kernel)
     monkeypatch.setattr(step, kernel, lambda *args, **more: first_rows_wrong(real(*args, **more)))
     assert self_check.step_error(RULES["cosmos"], 8, 24, 20, CPU, torch.float32) > self_check.CLOSE

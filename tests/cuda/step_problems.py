@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels import launch, syrk
+from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.precompile import compile_in_parallel
 from cosmos_optim.cuda.step import SCHEDULES
@@ -175,13 +175,8 @@ def to_bfloat16(x: Tensor) -> Tensor:
 
 def use_large_tiles(monkeypatch: pytest.MonkeyPatch, size: int = 128) -> None:
     """Let the interpreter work on tiles of up to `size` rows: few calls for matrices that are many small tiles."""
-    if not INTERPRETED:
-        return
-    if hasattr(launch, "TARGET"):
+    if INTERPRETED:
         monkeypatch.setattr(launch, "TARGET", replace(launch.TARGET, max_tile=size))
-        return
-    monkeypatch.setattr(launch.Launch, "fit", lambda self, R: replace(self, rows=size, cols=size))
-    monkeypatch.setattr(syrk, "tiling", lambda s, K: syrk.Tiling(size, 2 * size, size))
 
 
 def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

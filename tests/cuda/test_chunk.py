@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 
 from cosmos_optim import Cosmos, CosmosPaper, Muon, NorMuon
 from cosmos_optim.cuda.chunk import DeviceInputs, run_chunk
-from cosmos_optim.cuda.kernels.launch import never
+from cosmos_optim.cuda.kernels.launch import false_flag
 from cosmos_optim.cuda.pointer_list import addresses
 from cosmos_optim.engine.batching import batches
 from tests.cuda.kernel_run import give_gradients, matrices, run_by_kernels, stepped
@@ -47,7 +47,7 @@ def test_a_recorded_chunk_launches_few_kernels(case: str) -> None:
     numbers = [torch.tensor(x, dtype=torch.float64) for x in (0.01, 0.99)]
     inputs = DeviceInputs(addresses(chunk.grads), *numbers)
     grad_max = torch.stack([g.abs().max() for g in chunk.grads])
-    never(CPU)  # made once for all steps
+    false_flag(CPU)  # made once for all steps
     with counted() as seen:
         run_chunk(chunk, grad_max, torch.tensor(False), inputs)
     # Newton-Schulz: five iterations one after the other, or the first three in either of two ways, chosen by a sum and

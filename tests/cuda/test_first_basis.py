@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 
 from cosmos_optim.cuda.first_basis import ListAlgebra, first_basis
 from cosmos_optim.cuda.kernels import jacobi
-from cosmos_optim.cuda.pointer_list import Matrices
+from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg import subspace
 from cosmos_optim.linalg.algebra import Algebra
 

@@ -92,10 +92,11 @@ def cosmos_step_(
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max, torch.float16)     #      N - N U U'
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      before the products
-    B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L9
+    X_sq = total(X_sq)
+    B, norm_sq = newton_schulz(X, X_sq, ns)                                                 # L9
     BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_half, r)                            #      rounding inside U
     B_sq, P_sq = total(B_sq), total(P_sq)
-    b = muon_gain(total(X_sq), X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)   #      gamma NORM sqrt(m)
+    b = muon_gain(X_sq, X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)   #      gamma NORM sqrt(m)
 
     rows, sums = None, {"B_sq": B_sq, "other_sq": P_sq}
     if row_beta2 is not None:                                                               #      Not in the paper

@@ -6,21 +6,21 @@ import torch
 
 from benchmarks.measure import median
 from benchmarks.shapes import Llama
-from cosmos_optim.linalg.coefficients import Start
+from cosmos_optim.linalg.coefficients import MergedIterations
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, fresh_at, with_start
 
 
 def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     """Flops of Newton-Schulz with exactly half of each symmetric product, in the form the library chooses for COSMOS.
 
-    Counted for residuals without a leading direction, as those of random gradients are (`Start`).
+    Counted for residuals without a leading direction, as those of random gradients are (`MergedIterations`).
     """
     long, short = max(m, n), min(m, n)
     rows = NewtonSchulz(steps).rows()
     taken, fresh = with_start(rows, fresh_at(long, short, rows, torch.float16))
     square, gram, full = short**3, long * short**2, 2 * long * short**2
     # Each iteration makes Z; a carried one also R <- R Z Z and Q <- Q Z; each fresh one R = X'X and, later, X <- X Q.
-    factors = sum(len(step.squares) if isinstance(step, Start) else 1 for step in taken)
+    factors = sum(len(step.squares) if isinstance(step, MergedIterations) else 1 for step in taken)
     carried = len(taken) - len(fresh)
     return float(factors * square + 3 * carried * square + len(fresh) * (gram + full))
 

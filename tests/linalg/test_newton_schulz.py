@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.syrk import ALL, Only
-from cosmos_optim.linalg.coefficients import COEFFICIENTS, STARTS, Start
+from cosmos_optim.linalg.coefficients import COEFFICIENTS, MERGED, MergedIterations
 from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,
     NewtonSchulz,
@@ -174,21 +174,21 @@ def test_when_the_gram_matrix_is_made_afresh() -> None:
     assert fresh_at(267, 100, NewtonSchulz(40).rows(), torch.float16) == set(range(0, 40, 3))
 
 
-@pytest.mark.parametrize("start", STARTS.values())
-def test_a_start_is_the_product_of_the_factors(start: Start) -> None:
+@pytest.mark.parametrize("merged", MERGED.values())
+def test_a_start_is_the_product_of_the_factors(merged: MergedIterations) -> None:
     """To 6e-4 within its reach, as it is written and as it is computed."""
-    x = torch.linspace(0, start.reach, 20001, dtype=torch.float64)
+    x = torch.linspace(0, merged.max_eigenvalue, 20001, dtype=torch.float64)
     exact, R = torch.ones_like(x), x
-    for a, b, c in start.rows:
+    for a, b, c in merged.coefficients:
         Z = a + b * R + c * R * R
         exact, R = exact * Z, R * Z * Z
-    F = [x / start.reach]
-    for k, (a, b, c) in enumerate(start.squares):
-        F.append(a + b * F[-2 if k + 1 == len(start.squares) else 0] + c * F[-1] ** 2)
+    F = [x / merged.max_eigenvalue]
+    for k, (a, b, c) in enumerate(merged.squares):
+        F.append(a + b * F[-2 if k + 1 == len(merged.squares) else 0] + c * F[-1] ** 2)
     assert ((F[-1] - exact) / exact).abs().max() < 6e-4
     E = F[:1]
-    for k, (a, b, c, d) in enumerate(start.centred()):
-        E.append(a + b * E[-1] + c * E[-1] ** 2 + d * E[-2 if k + 1 == len(start.squares) else 0])
+    for k, (a, b, c, d) in enumerate(merged.centred()):
+        E.append(a + b * E[-1] + c * E[-1] ** 2 + d * E[-2 if k + 1 == len(merged.squares) else 0])
     assert (E[-1] - F[-1]).abs().max() < EXACT
     assert all(abs(float(e[0])) < EXACT for e in E[:-1])
 
@@ -220,13 +220,13 @@ def test_each_matrix_gets_its_own() -> None:
 def test_when_three_become_one() -> None:
     """Known coefficients, three iterations or more; R is made afresh afterwards."""
     rows = NewtonSchulz(7).rows()
-    start = STARTS[tuple(rows[:3])]
-    assert with_start(rows[:5], {0, 1, 2, 3, 4}) == ([start, *rows[3:5]], {0, 1, 2})
-    assert with_start(rows[:5], {0, 3}) == ([start, *rows[3:5]], {0, 1})
-    assert with_start(rows[:4], {0, 2}) == ([start, rows[3]], {0, 1})
-    assert with_start(rows[:3], {0}) == ([start], {0})
+    merged = MERGED[tuple(rows[:3])]
+    assert with_start(rows[:5], {0, 1, 2, 3, 4}) == ([merged, *rows[3:5]], {0, 1, 2})
+    assert with_start(rows[:5], {0, 3}) == ([merged, *rows[3:5]], {0, 1})
+    assert with_start(rows[:4], {0, 2}) == ([merged, rows[3]], {0, 1})
+    assert with_start(rows[:3], {0}) == ([merged], {0})
     assert with_start(rows[:2], {0, 1}) == (rows[:2], {0, 1})
-    assert with_start(rows, {0, 3, 5}) == ([start, *rows[3:]], {0, 1, 3})
+    assert with_start(rows, {0, 3, 5}) == ([merged, *rows[3:]], {0, 1, 3})
     express = NewtonSchulz(5, "polar-express").rows()
     assert with_start(express, {0, 3}) == (express, {0, 3})
 

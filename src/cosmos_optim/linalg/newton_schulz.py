@@ -8,9 +8,9 @@ One loop serves two forms. The direct form makes R afresh from X at every iterat
 R <- R Z Z and multiplies X only at the end; with l = alpha s, five iterations cost, in s^3 flops with symmetric
 products, 15 alpha + 5 (direct), 6 alpha + 14 (Gram, R made afresh once on the way) and 3 alpha + 17 (never).
 
-Where no singular value stands far out, the first three iterations work near 0 and another polynomial does as much with
-five products of R instead of nine (`Start`): 9 alpha + 7 (direct), 6 alpha + 10 (Gram). COSMOS takes the leading
-directions out of X before it comes here, so that it can, and MUON cannot.
+If no singular value is far above the others, the first three iterations work near 0, and another polynomial does the
+same with five products of R instead of nine (`MergedIterations`): 9 alpha + 7 (direct), 6 alpha + 10 (Gram). COSMOS
+removes the leading directions from X first, so it can use that polynomial; Muon cannot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.coefficients import COEFFICIENTS, STARTS, Row, Start, Step
+from cosmos_optim.linalg.coefficients import COEFFICIENTS, MERGED, Coefficients, Iteration, MergedIterations
 
 # Which matrices of a stack a product is for: a flag of each, and the value it must have. No flags: all of them.
 Only = tuple[Tensor | None, bool]
@@ -45,7 +45,7 @@ class NewtonSchulz:
 
     `dtype=None` is half precision on CUDA (float16, scaled: three more bits than bfloat16 at the same speed), else the
     dtype of the matrix and at least float32. `deflated`: the leading directions have been taken out of the matrices, so
-    that a `Start` is likely to do.
+    that a `MergedIterations` is likely to do.
     """
 
     steps: int = 5
@@ -58,7 +58,7 @@ class NewtonSchulz:
         """Return how a parameter group with these settings iterates."""
         return cls(settings["ns_steps"], settings["ns_coefficients"], settings["ns_dtype"], deflated)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Coefficients]:
         """Return (a, b, c) of each iteration."""
         table = COEFFICIENTS[self.coefficients]
         return [table[min(k, len(table) - 1)] for k in range(self.steps)]
@@ -135,7 +135,7 @@ def gram_count(length: int, width: int, steps: int, dtype: torch.dtype) -> int:
     return -(-steps // GRAM_SPAN[dtype])
 
 
-def fresh_at(length: int, width: int, rows: Sequence[Row], dtype: torch.dtype) -> set[int]:
+def fresh_at(length: int, width: int, rows: Sequence[Coefficients], dtype: torch.dtype) -> set[int]:
     """The iterations that form R from X, where noise in R grows least while R is carried along between them.
 
     Polar Express has its steepest rows first: through three of them noise grows eight times as much as with Jordan's.
@@ -144,7 +144,7 @@ def fresh_at(length: int, width: int, rows: Sequence[Row], dtype: torch.dtype) -
 
 
 @cache
-def _cuts(rows: tuple[Row, ...], most: int) -> tuple[int, ...]:
+def _cuts(rows: tuple[Coefficients, ...], most: int) -> tuple[int, ...]:
     """At most so many places between rows, each as late as the smallest possible growth allows."""
     slopes = [math.log(a * a) for a, _, _ in rows]
     for bound in sorted({sum(slopes[i:j]) for i in range(len(rows)) for j in range(i, len(rows))}):
@@ -161,7 +161,7 @@ def _cuts(rows: tuple[Row, ...], most: int) -> tuple[int, ...]:
 
 def schedule(
     ns: NewtonSchulz, length: int, width: int, dtype: torch.dtype, selective: bool
-) -> tuple[list[Step], set[int]]:
+) -> tuple[list[Iteration], set[int]]:
     """The steps for matrices of a shape and products of a kind, and which of the steps form R from X."""
     rows = ns.rows()
     fresh = fresh_at(length, width, rows, dtype)
@@ -170,16 +170,16 @@ def schedule(
     return with_start(rows, fresh)
 
 
-def with_start(rows: Sequence[Row], fresh: set[int]) -> tuple[list[Step], set[int]]:
+def with_start(rows: Sequence[Coefficients], fresh: set[int]) -> tuple[list[Iteration], set[int]]:
     """The same iterations with the first ones as one step, and which steps form R; unchanged where none is known."""
-    start = STARTS.get(tuple(rows[:3]))
-    if start is None:
+    merged = MERGED.get(tuple(rows[:3]))
+    if merged is None:
         return list(rows), fresh
-    return [start, *rows[3:]], {0} | {k - 2 for k in {3, *fresh} if 3 <= k < len(rows)}
+    return [merged, *rows[3:]], {0} | {k - 2 for k in {3, *fresh} if 3 <= k < len(rows)}
 
 
 def iterate(
-    X: Tensor, steps: Sequence[Step], products: Products, *, weight: Tensor | None = None, scale: float = 1.0,
+    X: Tensor, steps: Sequence[Iteration], products: Products, *, weight: Tensor | None = None, scale: float = 1.0,
     fresh: set[int] | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """All steps on a stack X (B, l, s), l >= s, which stands for X / |X|: returns |X| times the result.
@@ -200,7 +200,7 @@ def iterate(
             R = products.gram(X, weight)
         assert R is not None
         carried = k + 1 < len(steps) and k + 1 not in fresh
-        if isinstance(step, Start):
+        if isinstance(step, MergedIterations):
             assert not carried, "a start takes as many iterations as R may be carried through"
             Z = _begin(R, step, products, scale)
         else:
@@ -218,18 +218,18 @@ def iterate(
     return products.times(X, Q, None if out is X else out)
 
 
-def _begin(R: Tensor, start: Start, products: Products, scale: float) -> Tensor:
+def _begin(R: Tensor, merged: MergedIterations, products: Products, scale: float) -> Tensor:
     """The factor of the first iterations, by squares where |R|, and so every eigenvalue, is within reach; else in full.
 
     Which way a matrix goes is decided where the matrix is: the products of the other way find nothing to do for it.
     R is overwritten, and never more than three other stacks are held.
     """
-    unit = start.reach * scale**2
+    unit = merged.max_eigenvalue * scale**2
     small = products.within(R, unit)
     rest: Only = (small, False)
-    so_far = Q = _by_squares(R, start, products, unit, (small, True))
-    for k, row in enumerate(start.rows):
-        last = k + 1 == len(start.rows)
+    so_far = Q = _by_squares(R, merged, products, unit, (small, True))
+    for k, row in enumerate(merged.coefficients):
+        last = k + 1 == len(merged.coefficients)
         Z = products.quadratic(R, *_scaled(row, scale), only=rest, out=None if k else Q)
         if not last:
             T = products.product(R, Z, rest)
@@ -240,10 +240,10 @@ def _begin(R: Tensor, start: Start, products: Products, scale: float) -> Tensor:
     return so_far
 
 
-def _by_squares(R: Tensor, start: Start, products: Products, unit: float, only: Only) -> Tensor:
+def _by_squares(R: Tensor, merged: MergedIterations, products: Products, unit: float, only: Only) -> Tensor:
     """The polynomial of a start, for R kept times unit / reach."""
     E = [R]
-    steps = start.centred()
+    steps = merged.centred()
     for k, (a, b, c, d) in enumerate(steps):
         if k == 0:
             E.append(products.quadratic(R, a, d / unit, c / unit**2, only=only))
@@ -254,7 +254,7 @@ def _by_squares(R: Tensor, start: Start, products: Products, unit: float, only: 
     return E[-1]
 
 
-def _scaled(row: Row, scale: float) -> Row:
+def _scaled(row: Coefficients, scale: float) -> Coefficients:
     """The coefficients for an R that is kept times scale^2."""
     a, b, c = row
     return a, b / scale**2, c / scale**4

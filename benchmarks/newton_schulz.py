@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from benchmarks import measure
 from benchmarks.step import versions
 from cosmos_lab.runlog import commit
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
+from cosmos_optim.linalg.coefficients import Iteration
 from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,
     NewtonSchulz,
     Products,
     TorchProducts,
-    fresh_at,
+    choose_gram_steps,
     iterate,
-    with_start,
+    merge_first_iterations,
 )
 
 # (batch, long side, short side): the shapes of LLaMA-1B and of the smaller ones.
@@ -45,17 +47,17 @@ def starts(batch: int, long: int, short: int, device: torch.device) -> dict[str,
 
 
 Variant = tuple[str, Products, torch.dtype, set[int]]
-SHORT = "chosen, after deflation"
+MERGED = "chosen, after deflation"
 
 
 def variants(long: int, short: int, ns: NewtonSchulz, device: torch.device) -> list[Variant]:
-    """Name, products, dtype, fresh iterations."""
+    """Return name, products, dtype and the iterations that form the Gram matrix from X."""
     always = set(range(ns.steps))
     if device.type != "cuda":
         single = torch.float32
         return [("torch direct", TorchProducts(), single, always), ("torch gram", TorchProducts(), single, {0})]
     half, brain = torch.float16, torch.bfloat16
-    chosen = fresh_at(long, short, ns.rows(), half)
+    chosen = choose_gram_steps(long, short, ns.coefficients_of_steps(), half)
     rows: list[Variant] = [
         ("torch direct bf16", TorchProducts(), brain, always), ("torch direct fp16", TorchProducts(), half, always),
     ]  # fmt: skip
@@ -64,7 +66,7 @@ def variants(long: int, short: int, ns: NewtonSchulz, device: torch.device) -> l
                  ("halves gram fp16, restart", SymmetricProducts(), half, {0, -(-ns.steps // 2)}),
                  ("halves gram fp16, none", SymmetricProducts(), half, {0}),
                  ("chosen", SymmetricProducts(), half, chosen),
-                 (SHORT, SymmetricProducts(), half, chosen)]  # fmt: skip
+                 (MERGED, SymmetricProducts(), half, chosen)]  # fmt: skip
     return rows
 
 
@@ -72,17 +74,19 @@ def measured(batch: int, long: int, short: int, ns: NewtonSchulz, device: torch.
     """All variants of one shape."""
     found = []
     inputs = starts(batch, long, short, device)
-    rows = ns.rows()
-    for name, products, dtype, when in variants(long, short, ns, device):
-        steps, fresh = with_start(rows, when) if name == SHORT else (rows, when)
+    coefficients = ns.coefficients_of_steps()
+    for name, products, dtype, chosen in variants(long, short, ns, device):
+        iterations, gram_steps = list[Iteration](coefficients), chosen
+        if name == MERGED:
+            iterations, gram_steps = merge_first_iterations(coefficients, chosen)
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
         X = (inputs["random"] * scale).to(dtype)
-        run = lambda X=X, t=steps, p=products, s=scale, f=fresh: iterate(X, t, p, scale=s, fresh=f)  # noqa: E731
-        ms = measure.median(run, device)
+        run = partial(iterate, iterations=iterations, products=products, scale=scale, gram_steps=gram_steps)
+        ms = measure.median(partial(run, X), device)
         errors = {}
         for kind, start in inputs.items():
-            exact = iterate(start[:1].double(), rows, TorchProducts())
-            Y = iterate((start[:1] * scale).to(dtype), steps, products, scale=scale, fresh=fresh).double() / scale
+            exact = iterate(start[:1].double(), coefficients, TorchProducts())
+            Y = run((start[:1] * scale).to(dtype)).double() / scale
             errors[kind] = float((Y - exact).norm() / exact.norm())
         shape = [batch, long, short]
         found.append({"shape": shape, "variant": name, "ms": ms, "per_matrix_ms": ms / batch, "error": errors})

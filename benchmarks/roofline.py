@@ -7,7 +7,7 @@ import torch
 from benchmarks.measure import median
 from benchmarks.shapes import Llama
 from cosmos_optim.linalg.coefficients import MergedIterations
-from cosmos_optim.linalg.newton_schulz import NewtonSchulz, fresh_at, with_start
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz, choose_gram_steps, merge_first_iterations
 
 
 def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
@@ -16,13 +16,15 @@ def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     Counted for residuals without a leading direction, as those of random gradients are (`MergedIterations`).
     """
     long, short = max(m, n), min(m, n)
-    rows = NewtonSchulz(steps).rows()
-    taken, fresh = with_start(rows, fresh_at(long, short, rows, torch.float16))
+    coefficients = NewtonSchulz(steps).coefficients_of_steps()
+    gram_steps = choose_gram_steps(long, short, coefficients, torch.float16)
+    iterations, gram_steps = merge_first_iterations(coefficients, gram_steps)
     square, gram, full = short**3, long * short**2, 2 * long * short**2
-    # Each iteration makes Z; a carried one also R <- R Z Z and Q <- Q Z; each fresh one R = X'X and, later, X <- X Q.
-    factors = sum(len(step.squares) if isinstance(step, MergedIterations) else 1 for step in taken)
-    carried = len(taken) - len(fresh)
-    return float(factors * square + 3 * carried * square + len(fresh) * (gram + full))
+    # Every iteration computes Z. One that forms R from X also computes R = X'X and, later, X <- X Q; any other one
+    # computes R <- R Z Z and Q <- Q Z.
+    factors = sum(len(step.squares) if isinstance(step, MergedIterations) else 1 for step in iterations)
+    updates = len(iterations) - len(gram_steps)
+    return float(factors * square + 3 * updates * square + len(gram_steps) * (gram + full))
 
 
 def cosmos_flops(model: Llama, rank: int = 32, steps: int = 5) -> dict[str, float]:

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.syrk import ALL, Only
 from cosmos_optim.linalg.coefficients import COEFFICIENTS, MERGED, MergedIterations
 from cosmos_optim.linalg.newton_schulz import (
+    EVERY_MATRIX,
     HALF_SCALE,
     NewtonSchulz,
+    Selection,
     TorchProducts,
-    fresh_at,
+    choose_gram_steps,
     iterate,
+    merge_first_iterations,
     newton_schulz,
-    with_start,
 )
 
 EXACT = 1e-10  # float64, the same polynomial in another order
@@ -46,14 +47,14 @@ def test_equals_the_printed_formula(
 ) -> None:
     """Tall, wide, square, long (the Gram form in float32), vectors, batches."""
     X, ns = torch.randn(shape, dtype=torch.float64), NewtonSchulz(5, coefficients)
-    assert error(newton_schulz(X.to(dtype), ns), printed(X, ns.rows())) < bound
+    assert error(newton_schulz(X.to(dtype), ns), printed(X, ns.coefficients_of_steps())) < bound
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e18])
 def test_size_does_not_matter(size: float) -> None:
     """X / |X| first: no square of an entry is ever formed in float32."""
     X = torch.randn(12, 8)
-    expected = printed(X.double(), NewtonSchulz().rows())
+    expected = printed(X.double(), NewtonSchulz().coefficients_of_steps())
     assert error(newton_schulz(X * size, NewtonSchulz()), expected) < SINGLE
 
 
@@ -70,8 +71,8 @@ def test_more_steps_repeat_the_last_row() -> None:
     """Polar Express has eight rows and a last one whose fixed point is 1."""
     a, b, c = COEFFICIENTS["polar-express"][-1]
     assert (a + b + c, a + 3 * b + 5 * c) == (1.0, 0.0)
-    assert len(NewtonSchulz(11, "polar-express").rows()) == 11
-    assert NewtonSchulz(11, "polar-express").rows()[8:] == [(a, b, c)] * 3
+    assert len(NewtonSchulz(11, "polar-express").coefficients_of_steps()) == 11
+    assert NewtonSchulz(11, "polar-express").coefficients_of_steps()[8:] == [(a, b, c)] * 3
 
 
 def test_polar_express_covers_its_interval() -> None:
@@ -101,14 +102,14 @@ class Rounded(TorchProducts):
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
-        d: float = 0.0, D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+        d: float = 0.0, D: Tensor | None = None, only: Selection = EVERY_MATRIX, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return self._for(only, self._round(super().quadratic(R, a, b, c, d, D)), out)
 
-    def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:
+    def product(self, A: Tensor, B: Tensor, only: Selection = EVERY_MATRIX, out: Tensor | None = None) -> Tensor:
         return self._for(only, self._round(super().product(A, B)), out)
 
-    def _for(self, only: Only, value: Tensor, out: Tensor | None = None) -> Tensor:
+    def _for(self, only: Selection, value: Tensor, out: Tensor | None = None) -> Tensor:
         """What is not asked for is NaN, or stays as it was."""
         flags, want = only
         other = torch.full_like(value, math.nan) if out is None else out
@@ -136,12 +137,14 @@ SPECTRA = {
 }
 
 
-def half_error(spectrum: str, coefficients: str, fresh: set[int], length: int = 256, shortened: bool = False) -> float:
-    """The error of five iterations in float16 on a length x 96 matrix, infinite where they break down."""
-    X, rows = with_spectrum(SPECTRA[spectrum].double(), length), NewtonSchulz(5, coefficients).rows()
+def half_error(
+    spectrum: str, coefficients: str, gram_steps: set[int], length: int = 256, merged: bool = False
+) -> float:
+    """Return the error of five iterations in float16 on a length x 96 matrix; infinite if they break down."""
+    X, rows = with_spectrum(SPECTRA[spectrum].double(), length), NewtonSchulz(5, coefficients).coefficients_of_steps()
     start = (X / X.norm() * HALF_SCALE).half().float()[None]
-    steps, fresh = with_start(rows, fresh) if shortened else (list(rows), fresh)
-    Y = iterate(start, steps, Rounded(torch.float16), scale=HALF_SCALE, fresh=fresh)[0]
+    steps, gram_steps = merge_first_iterations(rows, gram_steps) if merged else (list(rows), gram_steps)
+    Y = iterate(start, steps, Rounded(torch.float16), scale=HALF_SCALE, gram_steps=gram_steps)[0]
     found = error(Y / HALF_SCALE, printed(X, rows))
     return found if math.isfinite(found) else math.inf
 
@@ -149,9 +152,9 @@ def half_error(spectrum: str, coefficients: str, fresh: set[int], length: int = 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 def test_the_gram_form_survives_half_precision(spectrum: str, coefficients: str) -> None:
-    """With R made afresh as `fresh_at` says; zero singular values included."""
-    fresh = fresh_at(256, 96, NewtonSchulz(5, coefficients).rows(), torch.float16)
-    assert half_error(spectrum, coefficients, fresh) < HALF
+    """With R made afresh as `choose_gram_steps` says; zero singular values included."""
+    gram_steps = choose_gram_steps(256, 96, NewtonSchulz(5, coefficients).coefficients_of_steps(), torch.float16)
+    assert half_error(spectrum, coefficients, gram_steps) < HALF
 
 
 def test_why_the_gram_matrix_is_made_afresh() -> None:
@@ -162,16 +165,16 @@ def test_why_the_gram_matrix_is_made_afresh() -> None:
 
 def test_when_the_gram_matrix_is_made_afresh() -> None:
     """Near-square matrices and float64 always; long ones as rarely as their precision allows."""
-    five, four, express = (NewtonSchulz(*ns).rows() for ns in ((5,), (4,), (5, "polar-express")))
-    assert fresh_at(100, 100, five, torch.float16) == {0, 1, 2, 3, 4}
-    assert fresh_at(267, 100, five, torch.float64) == {0, 1, 2, 3, 4}
-    assert fresh_at(267, 100, five, torch.float32) == {0}
-    assert fresh_at(267, 100, five, torch.float16) == {0, 3}
-    assert fresh_at(267, 100, four, torch.float16) == {0, 2}
-    assert fresh_at(267, 100, five, torch.bfloat16) == {0, 2, 4}
-    assert fresh_at(267, 100, express, torch.float16) == {0, 2}  # its first rows are the steepest
-    assert fresh_at(267, 100, express, torch.bfloat16) == {0, 1, 3}
-    assert fresh_at(267, 100, NewtonSchulz(40).rows(), torch.float16) == set(range(0, 40, 3))
+    five, four, express = (NewtonSchulz(*ns).coefficients_of_steps() for ns in ((5,), (4,), (5, "polar-express")))
+    assert choose_gram_steps(100, 100, five, torch.float16) == {0, 1, 2, 3, 4}
+    assert choose_gram_steps(267, 100, five, torch.float64) == {0, 1, 2, 3, 4}
+    assert choose_gram_steps(267, 100, five, torch.float32) == {0}
+    assert choose_gram_steps(267, 100, five, torch.float16) == {0, 3}
+    assert choose_gram_steps(267, 100, four, torch.float16) == {0, 2}
+    assert choose_gram_steps(267, 100, five, torch.bfloat16) == {0, 2, 4}
+    assert choose_gram_steps(267, 100, express, torch.float16) == {0, 2}  # its first rows are the steepest
+    assert choose_gram_steps(267, 100, express, torch.bfloat16) == {0, 1, 3}
+    assert choose_gram_steps(267, 100, NewtonSchulz(40).coefficients_of_steps(), torch.float16) == set(range(0, 40, 3))
 
 
 @pytest.mark.parametrize("merged", MERGED.values())
@@ -197,20 +200,20 @@ def test_a_start_is_the_product_of_the_factors(merged: MergedIterations) -> None
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_three_iterations_as_one(spectrum: str, length: int) -> None:
     """Half precision loses as much as with one after the other; beyond reach, as much as R carried through three."""
-    fresh = fresh_at(length, 96, NewtonSchulz().rows(), torch.float16)
-    together = half_error(spectrum, "ns5", fresh, length, shortened=True)
-    apart = max(half_error(spectrum, "ns5", when, length) for when in (fresh, {0, 3}))
+    gram_steps = choose_gram_steps(length, 96, NewtonSchulz().coefficients_of_steps(), torch.float16)
+    together = half_error(spectrum, "ns5", gram_steps, length, merged=True)
+    apart = max(half_error(spectrum, "ns5", when, length) for when in (gram_steps, {0, 3}))
     assert together < min(HALF, 1.5 * apart + 1e-3)
 
 
 def test_each_matrix_gets_its_own() -> None:
     """One within reach, one beyond, one that is not a number: the others do not see it."""
-    rows = NewtonSchulz().rows()
-    steps, fresh = with_start(rows, {0, 1, 2, 3, 4})
+    rows = NewtonSchulz().coefficients_of_steps()
+    steps, gram_steps = merge_first_iterations(rows, {0, 1, 2, 3, 4})
     X = torch.stack([with_spectrum(SPECTRA[name].double(), 96) for name in ("flat", "a spike", "flat")])
     start = X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True) * HALF_SCALE
     start[2, 0, 0] = math.nan
-    Y = iterate(start.float(), steps, Rounded(torch.float32), scale=HALF_SCALE, fresh=fresh) / HALF_SCALE
+    Y = iterate(start.float(), steps, Rounded(torch.float32), scale=HALF_SCALE, gram_steps=gram_steps) / HALF_SCALE
     short, full = (error(Y[i], printed(X[i], rows)) for i in (0, 1))
     assert 1e-5 < short < 2e-3  # the polynomial's 6e-4, times the slope of two more iterations
     assert full < SINGLE
@@ -219,24 +222,24 @@ def test_each_matrix_gets_its_own() -> None:
 
 def test_when_three_become_one() -> None:
     """Known coefficients, three iterations or more; R is made afresh afterwards."""
-    rows = NewtonSchulz(7).rows()
+    rows = NewtonSchulz(7).coefficients_of_steps()
     merged = MERGED[tuple(rows[:3])]
-    assert with_start(rows[:5], {0, 1, 2, 3, 4}) == ([merged, *rows[3:5]], {0, 1, 2})
-    assert with_start(rows[:5], {0, 3}) == ([merged, *rows[3:5]], {0, 1})
-    assert with_start(rows[:4], {0, 2}) == ([merged, rows[3]], {0, 1})
-    assert with_start(rows[:3], {0}) == ([merged], {0})
-    assert with_start(rows[:2], {0, 1}) == (rows[:2], {0, 1})
-    assert with_start(rows, {0, 3, 5}) == ([merged, *rows[3:]], {0, 1, 3})
-    express = NewtonSchulz(5, "polar-express").rows()
-    assert with_start(express, {0, 3}) == (express, {0, 3})
+    assert merge_first_iterations(rows[:5], {0, 1, 2, 3, 4}) == ([merged, *rows[3:5]], {0, 1, 2})
+    assert merge_first_iterations(rows[:5], {0, 3}) == ([merged, *rows[3:5]], {0, 1})
+    assert merge_first_iterations(rows[:4], {0, 2}) == ([merged, rows[3]], {0, 1})
+    assert merge_first_iterations(rows[:3], {0}) == ([merged], {0})
+    assert merge_first_iterations(rows[:2], {0, 1}) == (rows[:2], {0, 1})
+    assert merge_first_iterations(rows, {0, 3, 5}) == ([merged, *rows[3:]], {0, 1, 3})
+    express = NewtonSchulz(5, "polar-express").coefficients_of_steps()
+    assert merge_first_iterations(express, {0, 3}) == (express, {0, 3})
 
 
 def test_the_result_may_overwrite_the_argument() -> None:
     """`out=X` is honoured once X is not needed any more, and left alone where it is."""
-    rows = NewtonSchulz().rows()
+    rows = NewtonSchulz().coefficients_of_steps()
     X = torch.nn.functional.normalize(torch.randn(2, 8 * 6, dtype=torch.float64)).view(2, 8, 6)
-    once = iterate(X, rows, TorchProducts(), fresh={0})
-    assert torch.equal(iterate(X, rows, TorchProducts(), fresh={0}, out=X), once)
+    once = iterate(X, rows, TorchProducts(), gram_steps={0})
+    assert torch.equal(iterate(X, rows, TorchProducts(), gram_steps={0}, out=X), once)
     expected = iterate(X, rows, TorchProducts())
     result = iterate(X, rows, TorchProducts(), out=X)
     assert result.data_ptr() == X.data_ptr()

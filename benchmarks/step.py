@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks import measure
+from benchmarks.optimizers import ROWS
 from benchmarks.roofline import cosmos_bytes, cosmos_flops, rates, roofline
-from benchmarks.rows import ROWS
 from benchmarks.shapes import MODELS, parameters
 from cosmos_lab.runlog import commit
 

@@ -55,7 +55,7 @@ def test_newton_schulz_equals_the_published_formula(
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e18])
 def test_the_scale_of_the_matrix_does_not_change_the_result(size: float) -> None:
-    """Use sizes whose squares overflow or underflow in float32: X is divided by |X| first."""
+    """Use sizes with squares that overflow or underflow in float32: X is divided by |X| first."""
     X = torch.randn(12, 8)
     expected = published(X.double(), NewtonSchulz().coefficients_of_steps())
     assert error(newton_schulz(X * size, NewtonSchulz()), expected) < SINGLE

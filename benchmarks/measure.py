@@ -1,4 +1,4 @@
-"""Timing, memory and profile of an optimizer's step, on a GPU by events, on a CPU by the clock."""
+"""Measure the time, memory and kernels of an optimizer's step, on a GPU or a CPU. Times are wall-clock times."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def once(f: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds of one call, the device idle before and after."""
+def time_once(f: Callable[[], Any], device: torch.device) -> float:
+    """Return the milliseconds of one call, with the device idle before and after."""
     synchronize(device)
     begin = time.perf_counter()
     f()
@@ -28,15 +28,15 @@ def once(f: Callable[[], Any], device: torch.device) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def median(f: Callable[[], Any], device: torch.device, repeat: int = 10, warm: int = 3) -> float:
-    """The median of several calls in milliseconds."""
+def median_time(f: Callable[[], Any], device: torch.device, repeat: int = 10, warm: int = 3) -> float:
+    """Return the median of several calls in milliseconds."""
     for _ in range(warm):
         f()
-    return statistics.median(once(f, device) for _ in range(repeat))
+    return statistics.median(time_once(f, device) for _ in range(repeat))
 
 
 def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
-    """Bytes of every storage the states hold, views counted once."""
+    """Return the bytes of all storages that the states hold, each counted once."""
     storages = {}
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -48,7 +48,7 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
 
 
 def transient_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
-    """The most memory a step has beyond what is there before and after it."""
+    """Return the most memory that a step allocates in addition to what exists before it, or None on a CPU."""
     if device.type != "cuda":
         return None
     gc.collect()
@@ -61,13 +61,13 @@ def transient_bytes(step: Callable[[], Any], device: torch.device) -> int | None
 
 
 def graph_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
-    """GPU memory that recorded steps keep for their work buffers between steps."""
+    """Return the GPU memory that CUDA graphs keep for their work buffers between steps."""
     return sum(o.cuda_graph.bytes for o in optimizers if hasattr(o, "cuda_graph"))
 
 
 @contextmanager
-def unrecorded(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Without recorded steps, inside which the profiler's time stamps are half as long again as the kernels take."""
+def without_cuda_graphs(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Disable CUDA graphs inside: in a graph, the profiler shows 1.5 times the real time of a kernel."""
     graphs = [(o.cuda_graph, o.cuda_graph.enabled) for o in optimizers if hasattr(o, "cuda_graph")]
     for graph, _ in graphs:
         graph.enabled = False
@@ -79,7 +79,7 @@ def unrecorded(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
 
 
 def synchronizations(step: Callable[[], Any], device: torch.device) -> int | None:
-    """How often a step makes the host wait for the device."""
+    """Return how often a step makes the host wait for the device, or None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.set_sync_debug_mode("warn")
@@ -92,7 +92,8 @@ def synchronizations(step: Callable[[], Any], device: torch.device) -> int | Non
     return sum("synchroniz" in str(w.message) for w in seen)
 
 
-# The first kind that fits: "_momentum" is a thin product, "_moment" is not.
+# Kinds of kernels, each with parts of kernel names. The first match wins: "_momentum" is a thin product, other names
+# with "_moment" are not.
 KINDS = {
     "symmetric products": ("_symmetric",),
     "small products": ("f32f32_f32f32", "sgemm"),
@@ -109,7 +110,7 @@ KINDS = {
 
 
 def profile(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Milliseconds of device time by kind of kernel (they may overlap), and by kernel the largest."""
+    """Return milliseconds of device time by kind of kernel, and of the 40 largest kernels. Kernels may overlap."""
     if device.type != "cuda":
         return {}
     from torch.profiler import ProfilerActivity
@@ -136,7 +137,7 @@ def profile(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
 
 
 def kind_of(kernel: str) -> str:
-    """The kind a kernel's name belongs to."""
+    """Return the kind of a kernel by its name."""
     for kind, marks in KINDS.items():
         if any(mark in kernel for mark in marks):
             return kind

@@ -1,7 +1,8 @@
-"""Newton-Schulz by shape and variant: `python -m benchmarks.newton_schulz`.
+"""Measure Newton-Schulz by shape and variant: `python -m benchmarks.newton_schulz`.
 
-Variants are (products, dtype, when the Gram matrix is made afresh, whether the first three iterations are taken as one
-where that is exact enough); errors are against float64 on a random matrix and on one of condition 1e6.
+A variant is (products, dtype, iterations that form the Gram matrix from X, whether the first three iterations are
+merged if that is accurate enough). Errors are against float64, on a random matrix and on one of condition 1e6.
+Shapes: X (batch, long, short).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,15 @@ from benchmarks import measure
 from benchmarks.step import versions
 from cosmos_lab.run.run_log import commit
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
+from cosmos_optim.linalg.coefficients import Iteration
 from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,
     NewtonSchulz,
     Products,
     TorchProducts,
-    fresh_at,
+    choose_gram_steps,
     iterate,
-    with_start,
+    merge_first_iterations,
 )
 
 # (batch, long side, short side): the shapes of LLaMA-1B and of the smaller ones.
@@ -34,8 +37,8 @@ SHAPES = [(16, 2048, 2048), (8, 5461, 2048), (48, 1024, 1024), (24, 2736, 1024),
 CPU_SHAPES = [(2, 256, 256), (2, 688, 256)]
 
 
-def starts(batch: int, long: int, short: int, device: torch.device) -> dict[str, Tensor]:
-    """Random matrices, and one with singular values over six decades, all of norm 1 in float64 or float32."""
+def sample_matrices(batch: int, long: int, short: int, device: torch.device) -> dict[str, Tensor]:
+    """Return random matrices (float32), and one with singular values over six decades (float64), all of norm 1."""
     flat = torch.randn(batch, long, short, device=device)
     left = torch.linalg.qr(torch.randn(long, short, device=device, dtype=torch.float64))[0]
     right = torch.linalg.qr(torch.randn(short, short, device=device, dtype=torch.float64))[0]
@@ -45,44 +48,46 @@ def starts(batch: int, long: int, short: int, device: torch.device) -> dict[str,
 
 
 Variant = tuple[str, Products, torch.dtype, set[int]]
-SHORT = "chosen, after deflation"
+MERGED = "chosen, after deflation"
 
 
 def variants(long: int, short: int, ns: NewtonSchulz, device: torch.device) -> list[Variant]:
-    """Name, products, dtype, fresh iterations."""
+    """Return name, products, dtype and the iterations that form the Gram matrix from X."""
     always = set(range(ns.steps))
     if device.type != "cuda":
         single = torch.float32
         return [("torch direct", TorchProducts(), single, always), ("torch gram", TorchProducts(), single, {0})]
     half, brain = torch.float16, torch.bfloat16
-    chosen = fresh_at(long, short, ns.rows(), half)
-    rows: list[Variant] = [
+    chosen = choose_gram_steps(long, short, ns.coefficients_of_steps(), half)
+    found: list[Variant] = [
         ("torch direct bf16", TorchProducts(), brain, always), ("torch direct fp16", TorchProducts(), half, always),
     ]  # fmt: skip
     if supports(torch.empty(1, 16, -(-short // 8) * 8, device=device, dtype=half)):
-        rows += [("halves direct fp16", SymmetricProducts(), half, always),
+        found += [("halves direct fp16", SymmetricProducts(), half, always),
                  ("halves gram fp16, restart", SymmetricProducts(), half, {0, -(-ns.steps // 2)}),
                  ("halves gram fp16, none", SymmetricProducts(), half, {0}),
                  ("chosen", SymmetricProducts(), half, chosen),
-                 (SHORT, SymmetricProducts(), half, chosen)]  # fmt: skip
-    return rows
+                 (MERGED, SymmetricProducts(), half, chosen)]  # fmt: skip
+    return found
 
 
-def measured(batch: int, long: int, short: int, ns: NewtonSchulz, device: torch.device) -> list[dict[str, Any]]:
-    """All variants of one shape."""
+def measure_shape(batch: int, long: int, short: int, ns: NewtonSchulz, device: torch.device) -> list[dict[str, Any]]:
+    """Return the time and the error of all variants for one shape."""
     found = []
-    inputs = starts(batch, long, short, device)
-    rows = ns.rows()
-    for name, products, dtype, when in variants(long, short, ns, device):
-        steps, fresh = with_start(rows, when) if name == SHORT else (rows, when)
+    inputs = sample_matrices(batch, long, short, device)
+    coefficients = ns.coefficients_of_steps()
+    for name, products, dtype, chosen in variants(long, short, ns, device):
+        iterations, gram_steps = list[Iteration](coefficients), chosen
+        if name == MERGED:
+            iterations, gram_steps = merge_first_iterations(coefficients, chosen)
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
         X = (inputs["random"] * scale).to(dtype)
-        run = lambda X=X, t=steps, p=products, s=scale, f=fresh: iterate(X, t, p, scale=s, fresh=f)  # noqa: E731
-        ms = measure.median(run, device)
+        run = partial(iterate, iterations=iterations, products=products, scale=scale, gram_steps=gram_steps)
+        ms = measure.median_time(partial(run, X), device)
         errors = {}
-        for kind, start in inputs.items():
-            exact = iterate(start[:1].double(), rows, TorchProducts())
-            Y = iterate((start[:1] * scale).to(dtype), steps, products, scale=scale, fresh=fresh).double() / scale
+        for kind, X in inputs.items():
+            exact = iterate(X[:1].double(), coefficients, TorchProducts())
+            Y = run((X[:1] * scale).to(dtype)).double() / scale
             errors[kind] = float((Y - exact).norm() / exact.norm())
         shape = [batch, long, short]
         found.append({"shape": shape, "variant": name, "ms": ms, "per_matrix_ms": ms / batch, "error": errors})
@@ -90,7 +95,7 @@ def measured(batch: int, long: int, short: int, ns: NewtonSchulz, device: torch.
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Measure, print, save."""
+    """Measure all shapes, print a table and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=5)
@@ -101,7 +106,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     print(f"{'batch x shape':<18}{'variant':<28}{'ms':>9}{'per matrix':>12}{'random':>10}{'steep':>10}")
     for shape in SHAPES if device.type == "cuda" else CPU_SHAPES:
-        for row in measured(*shape, ns, device):
+        for row in measure_shape(*shape, ns, device):
             rows.append(row)
             e = row["error"]
             print(f"{'x'.join(map(str, shape)):<18}{row['variant']:<28}{row['ms']:>9.2f}{row['per_matrix_ms']:>12.3f}"

@@ -1,7 +1,8 @@
-"""Where the time of a step goes, from results of `benchmarks.step --profile`: `python -m benchmarks.plot FILE... OUT`.
+"""Plot the device time of a step by kind of kernel: `python -m benchmarks.plot FILE... OUT`.
 
-Several files: rows of all but the last are called "before". Kernels of two chunks overlap, so the parts of a bar may
-add up to more than the step; the line is the step itself.
+The files come from `benchmarks.step --profile`. With several files, the rows of all except the last are labelled
+"before". Kernels of two chunks overlap, so the parts of a bar may add up to more than the step. The black line is the
+time of the step itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", "muon")) -> None:
-    """One bar of device time by kind for each profiled row, the step as a line, and the roofline."""
+    """Draw one bar of device time by kind for each profiled row, the step as a line, and the roofline."""
     import matplotlib
 
     matplotlib.use("Agg")

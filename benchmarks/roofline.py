@@ -1,39 +1,45 @@
-"""What arithmetic and memory traffic allow: counted from the shapes, over rates measured in the same run."""
+"""The least time of a COSMOS step: flops and bytes counted from shapes, divided by rates measured in the same run.
+
+Shapes: a matrix is m x n, `long` and `short` are its sides.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from benchmarks.measure import median
+from benchmarks.measure import median_time
 from benchmarks.shapes import Llama
-from cosmos_optim.linalg.coefficients import Start
-from cosmos_optim.linalg.newton_schulz import NewtonSchulz, fresh_at, with_start
+from cosmos_optim.linalg.coefficients import MergedIterations
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz, choose_gram_steps, merge_first_iterations
 
 
 def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
-    """Flops of Newton-Schulz with exactly half of each symmetric product, in the form the library chooses for COSMOS.
+    """Return the flops of Newton-Schulz with half of each symmetric product, in the form that COSMOS uses.
 
-    Counted for residuals without a leading direction, as those of random gradients are (`Start`).
+    The first iterations are merged (`MergedIterations`), as for residuals of random gradients, which have no leading
+    direction.
     """
     long, short = max(m, n), min(m, n)
-    rows = NewtonSchulz(steps).rows()
-    taken, fresh = with_start(rows, fresh_at(long, short, rows, torch.float16))
+    coefficients = NewtonSchulz(steps).coefficients_of_steps()
+    gram_steps = choose_gram_steps(long, short, coefficients, torch.float16)
+    iterations, gram_steps = merge_first_iterations(coefficients, gram_steps)
     square, gram, full = short**3, long * short**2, 2 * long * short**2
-    # Each iteration makes Z; a carried one also R <- R Z Z and Q <- Q Z; each fresh one R = X'X and, later, X <- X Q.
-    factors = sum(len(step.squares) if isinstance(step, Start) else 1 for step in taken)
-    carried = len(taken) - len(fresh)
-    return float(factors * square + 3 * carried * square + len(fresh) * (gram + full))
+    # Every iteration computes Z. One that forms R from X also computes R = X'X and, later, X <- X Q; any other one
+    # computes R <- R Z Z and Q <- Q Z.
+    factors = sum(len(step.squares) if isinstance(step, MergedIterations) else 1 for step in iterations)
+    updates = len(iterations) - len(gram_steps)
+    return float(factors * square + 3 * updates * square + len(gram_steps) * (gram + full))
 
 
 def cosmos_flops(model: Llama, rank: int = 32, steps: int = 5) -> dict[str, float]:
-    """Flops of a step: Newton-Schulz, and the thin products at one multiplication each (not three parts)."""
+    """Return the flops of a step: Newton-Schulz, and thin products counted as one product each, not as three parts."""
     shapes = model.matrices()
     thin = sum(2.0 * m * n * rank * 7 for m, n in shapes)
     return {"newton_schulz": sum(newton_schulz_flops(m, n, steps) for m, n in shapes), "thin": thin}
 
 
 def cosmos_bytes(model: Llama, momentum_bytes: int = 4) -> float:
-    """Fewest bytes of a step: G once to judge it and three times to use it, M, X, B and W as the passes need them."""
+    """Return the least bytes of a step: G once for the check and three times for products; M, X, B and W as needed."""
     elements = sum(m * n for m, n in model.matrices())
     others = sum(torch.Size(s).numel() for s in model.others())
     passes = 4 * 4 + 3 * momentum_bytes + 2 + 2 + 2 + 8  # G x 4, M read twice and written, X, B read twice, W
@@ -41,21 +47,21 @@ def cosmos_bytes(model: Llama, momentum_bytes: int = 4) -> float:
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """Flops per second of large half-precision products, and bytes per second of a large copy."""
+    """Measure the flops per second of large half-precision products, and the bytes per second of a large copy."""
     large = device.type == "cuda"
     batch, size = (16, 2048) if large else (1, 512)
     dtype = torch.float16 if large else torch.float32
     A = torch.randn(batch, size, size, device=device).to(dtype)
     out = torch.empty_like(A)
-    product = median(lambda: [torch.bmm(A, A, out=out) for _ in range(10)], device)
+    product = median_time(lambda: [torch.bmm(A, A, out=out) for _ in range(10)], device)
     x = torch.randn(1 << 28 if large else 1 << 24, device=device)
     y = torch.empty_like(x)
-    copy = median(lambda: [y.copy_(x) for _ in range(4)], device)
+    copy = median_time(lambda: [y.copy_(x) for _ in range(4)], device)
     return {"flops": 20 * batch * size**3 / product * 1e3, "bytes": 8 * x.numel() * 4 / copy * 1e3}
 
 
 def roofline(model: Llama, rate: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of arithmetic, of traffic, and of both one after the other."""
+    """Return the milliseconds of arithmetic, of memory traffic, and of both one after the other."""
     flops = sum(cosmos_flops(model).values()) / rate["flops"] * 1e3
     traffic = cosmos_bytes(model) / rate["bytes"] * 1e3
     return {"arithmetic_ms": flops, "traffic_ms": traffic, "sum_ms": flops + traffic}

@@ -1,4 +1,4 @@
-"""The parameters of the LLaMA models of the paper, as shapes: what an optimizer sees of a model."""
+"""The shapes of the parameters of the paper's LLaMA models. A matrix is (out, in)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Llama:
-    """Decoder with four width x width matrices, gate and up (mlp x width) and down (width x mlp) in each layer."""
+    """A decoder with four width x width matrices, gate and up (mlp x width) and down (width x mlp) in each layer."""
 
     width: int
     mlp: int
@@ -18,12 +18,12 @@ class Llama:
     vocab: int = 32000
 
     def matrices(self) -> list[tuple[int, int]]:
-        """The hidden matrices, (out, in)."""
+        """Return the shapes of the hidden matrices, (out, in)."""
         d, f = self.width, self.mlp
         return [(d, d), (d, d), (d, d), (d, d), (f, d), (f, d), (d, f)] * self.depth
 
     def others(self) -> list[tuple[int, ...]]:
-        """Embedding, head and norms."""
+        """Return the shapes of embedding, head and norms."""
         return [(self.vocab, self.width), (self.vocab, self.width), *[(self.width,)] * (2 * self.depth + 1)]
 
 
@@ -37,7 +37,7 @@ MODELS = {
 
 
 def parameters(model: Llama, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """(hidden matrices, the rest) with random values and gradients, the same for everyone who asks."""
+    """Return (hidden matrices, others) with random values and gradients, equal in every call."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(shape: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,8 @@
-"""One optimizer step, timed: `python -m benchmarks.step --model llama-1b --against adamw,muon-torch`.
+"""Measure the step of optimizers: `python -m benchmarks.step --model llama-1b --against adamw,muon-torch`.
 
-Every row is measured in the same run on the same machine: the first steps in this process (with compilation, until the
-step is recorded), a first step of a new optimizer (basis included, nothing to compile), then the median of many.
+All optimizers are measured in the same process, one after the other. Each has three numbers: the first steps, which
+compile kernels and capture the CUDA graph; the first step of a second optimizer, which computes bases but compiles
+nothing; and the median of many later steps.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from typing import Any
 import torch
 
 from benchmarks import measure
+from benchmarks.optimizers import BUILDERS
 from benchmarks.roofline import cosmos_bytes, cosmos_flops, rates, roofline
-from benchmarks.rows import ROWS
 from benchmarks.shapes import MODELS, parameters
 from cosmos_lab.run.run_log import commit
 
 GIB = 2**30
-# Steps until all is as ever: one takes the first bases, two follow, the fourth is recorded, the fifth replays it.
+# Steps until a step always costs the same: the first computes the bases, two run eagerly, the fourth is captured as a
+# CUDA graph, the fifth launches it.
 WARM_UP = 5
 
 
 class Stepper:
-    """An optimizer (or two) over the parameters of a model, built anew on demand."""
+    """One or two optimizers over the parameters of a model; a call runs one step of each."""
 
     def __init__(self, name: str, model: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.build = ROWS[name]
+        self.build = BUILDERS[name]
         self.hidden, self.rest = parameters(MODELS[model], device, dtype)
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.renew()
+        self.rebuild()
 
-    def renew(self) -> None:
-        """A new optimizer, without state."""
+    def rebuild(self) -> None:
+        """Replace the optimizers by new ones without state."""
         self.optimizers = []
         gc.collect()
         self.optimizers = self.build(self.hidden, self.rest)
@@ -49,15 +51,15 @@ class Stepper:
             optimizer.step()
 
 
-def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """All numbers of one optimizer."""
+def measure_optimizer(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return all numbers of one optimizer."""
     step = Stepper(name, args.model, device, getattr(torch, args.dtype))
-    warm_up = sum(measure.once(step, device) for _ in range(WARM_UP)) / 1e3
-    step.renew()
-    first = measure.once(step, device)
+    warm_up = sum(measure.time_once(step, device) for _ in range(WARM_UP)) / 1e3
+    step.rebuild()
+    first = measure.time_once(step, device)
     for _ in range(args.warm):
         step()
-    times = sorted(measure.once(step, device) for _ in range(args.steps))
+    times = sorted(measure.time_once(step, device) for _ in range(args.steps))
     host = statistics.median(_host_time(step, device) for _ in range(5))
     result: dict[str, Any] = {
         "name": name, "median_ms": statistics.median(times), "min_ms": times[0], "max_ms": times[-1],
@@ -66,7 +68,7 @@ def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, 
         "syncs": measure.synchronizations(step, device),
     }  # fmt: skip
     if args.profile:
-        with measure.unrecorded(step.optimizers):
+        with measure.without_cuda_graphs(step.optimizers):
             result["profile"] = measure.profile(step, device)
     del step
     gc.collect()
@@ -76,7 +78,7 @@ def row(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, 
 
 
 def _host_time(step: Any, device: torch.device) -> float:
-    """Milliseconds until the call returns."""
+    """Return the milliseconds until the call returns."""
     measure.synchronize(device)
     begin = time.perf_counter()
     step()
@@ -84,7 +86,7 @@ def _host_time(step: Any, device: torch.device) -> float:
 
 
 def table(rows: list[dict[str, Any]], bound: dict[str, float]) -> str:
-    """The rows as text."""
+    """Format the rows as a text table."""
     widths = (9, 9, 9, 9, 9, 8, 8, 11, 8, 6)
     heads = ("median", "min", "max", "first", "warm-up", "host", "state", "transient", "graph", "syncs")
     units = ("ms", "ms", "ms", "ms", "s", "ms", "GiB", "GiB", "GiB", "")
@@ -108,7 +110,7 @@ def table(rows: list[dict[str, Any]], bound: dict[str, float]) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """What ran."""
+    """Return the versions of torch, Triton and Python, and the device."""
     try:
         import triton
 
@@ -120,27 +122,27 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Measure, print, save."""
+    """Measure all optimizers, print a table and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-1b", choices=MODELS)
-    parser.add_argument("--rows", default="cosmos,cosmos-4,cosmos-bf16,muon", help="our rows")
-    parser.add_argument("--against", default="adamw,muon-torch", help="others' rows")
+    parser.add_argument("--rows", default="cosmos,cosmos-4,cosmos-bf16,muon", help="this library's optimizers")
+    parser.add_argument("--against", default="adamw,muon-torch", help="other optimizers")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="where the time goes, in the JSON")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--profile", action="store_true", help="add the device time by kind of kernel to the JSON")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     names = [name for name in f"{args.rows},{args.against}".split(",") if name]
-    unknown = sorted(set(names) - set(ROWS))
+    unknown = sorted(set(names) - set(BUILDERS))
     if unknown:
-        parser.error(f"no such rows: {unknown}; there are {sorted(ROWS)}")
+        parser.error(f"unknown optimizers {unknown}: choose from {sorted(BUILDERS)}")
     rate = rates(device)
     rows = []
     for name in names:
-        rows.append(row(name, args, device))
+        rows.append(measure_optimizer(name, args, device))
         print(f"{name}: {rows[-1]['median_ms']:.2f} ms", flush=True)
     bound = roofline(MODELS[args.model], rate)
     print(table(rows, bound))

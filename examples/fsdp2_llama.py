@@ -1,11 +1,11 @@
-"""Train a small LLaMA with COSMOS under FSDP2, on CPUs or GPUs alike.
+"""Train a small LLaMA with COSMOS under FSDP2, on CPUs or GPUs.
 
     torchrun --nproc-per-node 2 examples/fsdp2_llama.py
     torchrun --nproc-per-node 8 examples/fsdp2_llama.py --replicas 2 --width 1024 --depth 16   # HSDP on a GPU node
 
-Nothing in it is made for COSMOS but one line: `Cosmos(model)` after `fully_shard`. The optimizer reads from the
-parameters how they are sharded. Checkpoints are torch.distributed.checkpoint's; run it again with more or fewer
-processes and the same --checkpoints folder, and it goes on where it stopped.
+Only one line is specific to COSMOS: `Cosmos(model)` after `fully_shard`. The optimizer reads from the parameters how
+they are sharded. Checkpoints are those of torch.distributed.checkpoint: run the script again with more or fewer
+processes and the same --checkpoints folder, and it continues after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) -> the same."""
+        """Return a tensor of the same shape as x, (batch, time, width)."""
         q, k, v = (f(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for f in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         out: Tensor = self.o(y.transpose(1, 2).flatten(2))
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Turn pairs of features by an angle that grows with the position."""
+    """Rotate pairs of features by an angle that grows with the position."""
     half = x.shape[-1] // 2
     frequency = 10000 ** -(torch.arange(half, device=x.device) / half)
     angle = torch.arange(x.shape[-2], device=x.device)[:, None] * frequency
@@ -61,7 +61,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind a norm."""
+    """Attention and SwiGLU, each after a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) -> the same."""
+        """Return a tensor of the same shape as x, (batch, time, width)."""
         x = x + self.attention(self.norm1(x))
         y = self.norm2(x)
         out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -90,7 +90,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of the next byte."""
+        """Return the mean loss of the next byte."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -98,7 +98,7 @@ class Llama(nn.Module):
 
 
 def shard(model: Llama, device: torch.device, replicas: int) -> Llama:
-    """FSDP2 over all processes, or HSDP: `replicas` copies, each sharded over its part of the processes."""
+    """Shard by FSDP2 over all processes, or by HSDP: `replicas` copies, each sharded over a part of the processes."""
     world = dist.get_world_size()
     if replicas > 1:
         mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
@@ -116,13 +116,13 @@ def shard(model: Llama, device: torch.device, replicas: int) -> Llama:
 
 
 def text() -> Tensor:
-    """A megabyte of Python."""
+    """Return a megabyte of Python, as bytes."""
     files = sorted(Path(nn.__file__).parent.glob("modules/*.py"))
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
 
 
 def batch(data: Tensor, size: int, length: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random pieces, others on every rank and at every step, the same when a run is repeated."""
+    """Return random inputs and targets: different for each rank and step, equal if the run is repeated."""
     generator = torch.Generator().manual_seed(step * 100_003 + dist.get_rank())
     starts = torch.randint(len(data) - length - 1, (size,), generator=generator).tolist()
     pieces = torch.stack([data[s : s + length + 1] for s in starts]).to(device)
@@ -133,7 +133,7 @@ def batch(data: Tensor, size: int, length: int, step: int, device: torch.device)
 
 
 def save(folder: Path, step: int, model: nn.Module, opt: Cosmos) -> None:
-    """Write beside, then rename: a save that is killed leaves the checkpoint before it whole."""
+    """Write to another folder, then rename it: if the process is killed, the previous checkpoint stays complete."""
     target = folder / f"step_{step:06d}"
     part = target.with_suffix(".part")
     if dist.get_rank() == 0:
@@ -148,7 +148,7 @@ def save(folder: Path, step: int, model: nn.Module, opt: Cosmos) -> None:
 
 
 def resume(folder: Path, model: nn.Module, opt: Cosmos) -> int:
-    """Load the newest whole checkpoint, whatever number of processes wrote it; returns its step."""
+    """Load the newest complete checkpoint, written by any number of processes, and return its step."""
     found = sorted(p for p in folder.glob("step_*") if p.suffix != ".part")
     if not found:
         return 0
@@ -162,13 +162,13 @@ def resume(folder: Path, model: nn.Module, opt: Cosmos) -> int:
 
 
 def train(args: argparse.Namespace, device: torch.device) -> list[float]:
-    """The loop; returns the losses."""
+    """Train, and return the losses."""
     torch.manual_seed(0)
     model = shard(Llama(args.width, args.depth).to(device), device, args.replicas)
     opt = Cosmos(model, lr=args.lr, adam_lr=4 * args.lr, weight_decay=0.1)
     begin = resume(Path(args.checkpoints), model, opt) if args.checkpoints else 0
-    speak = dist.get_rank() == 0
-    if speak:
+    prints = dist.get_rank() == 0
+    if prints:
         size = sum(p.numel() for p in model.parameters())
         print(f"{size:,} parameters on {dist.get_world_size()} x {device.type}, from step {begin}; "
               f"optimizer state here: {opt.state_bytes() / 2**20:.1f} MiB")  # fmt: skip
@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / dist.get_world_size())
-        if speak and (step % 10 == 0 or step + 1 == args.steps):
+        if prints and (step % 10 == 0 or step + 1 == args.steps):
             print(f"step {step:4d}   loss {losses[-1]:.3f}")
         if args.checkpoints and (step + 1) % args.every == 0:
             save(Path(args.checkpoints), step + 1, model, opt)
@@ -197,20 +197,20 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--batch", type=int, default=8, help="sequences on each process")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--replicas", type=int, default=1, help="more than one: HSDP")
-    parser.add_argument("--checkpoints", default="", help="folder; none are written without")
+    parser.add_argument("--replicas", type=int, default=1, help="copies of the model; more than one is HSDP")
+    parser.add_argument("--checkpoints", default="", help="folder for checkpoints; by default none are written")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     args = parser.parse_args(argv)
-    own = not dist.is_initialized()
+    owns_group = not dist.is_initialized()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if own:
+    if owns_group:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     losses = train(args, device)
-    if own:
-        dist.barrier()  # nobody closes its connections while another still waits for it
+    if owns_group:
+        dist.barrier()  # no process may close its connections while another one still needs them
         dist.destroy_process_group()
     return losses
 

@@ -1,4 +1,4 @@
-"""Train a character model on this file's own text with Cosmos or AdamW: `python examples/quickstart.py [adamw]`."""
+"""Train a character model on the text of this file with Cosmos or AdamW: `python examples/quickstart.py [adamw]`."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ CONTEXT, WIDTH, BATCH, STEPS = 16, 64, 64, 200
 
 
 class CharacterModel(nn.Module):
-    """The last `CONTEXT` characters predict the next one."""
+    """A model that predicts the next character from the last `CONTEXT` characters."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class CharacterModel(nn.Module):
         self.head = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, vocabulary) of the character after tokens (batch, CONTEXT)."""
+        """Return logits (batch, vocabulary) of the character after tokens (batch, CONTEXT)."""
         x = self.mix(self.embed(tokens).flatten(1))
         return self.head(self.down(nn.functional.gelu(self.norm(x))))
 
 
 def build_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """The two-line change."""
+    """Return AdamW or Cosmos; only the constructor differs."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
     return Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)

@@ -1,4 +1,7 @@
-"""Problems for the laws: what hypothesis draws, and how a rule is run on it without an optimizer."""
+"""Problems for the laws: what hypothesis draws, and how to run a rule on it without an optimizer.
+
+Shapes: G (steps, batch, m, n) gradients; the state of a rule has a leading batch dimension.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +15,16 @@ from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules import cosmos
 from cosmos_optim.rules.rule import Rule, Settings
 
-# The paper's, but for the rank, which is drawn.
+# The paper's options, except the rank, which is drawn.
 PAPER = {name: value for name, value in cosmos.PAPER.items() if name != "rank"}
-# Options worth drawing; {} are the defaults. `gamma` has no default of its own: the optimizer resolves it.
+# Options to draw from; {} is the defaults. `gamma` has no default here because the optimizer chooses it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
     "cosmos": [{}, PAPER, {"row_beta2": None}, {"nesterov": False}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
     "muon": [{}, {"nesterov": False}, {"scaling": "original"}, {"normalize": True}],
     "normuon": [{}, {"nesterov": False}],
     "soap": [{}, {"frequency": 2}, {"squares": "momentum"}],
     "galore": [{}, {"update_gap": 2}],
-    # O'GU is diagonal at the first step, its other entries rounding noise: epsilon must stand above that noise.
+    # O'GU is diagonal at the first step and its other entries are rounding noise: epsilon must exceed that noise.
     "cosmos-two-sided": [
         {"eps": 0.01},
         {"eps": 0.01, **PAPER},
@@ -34,7 +37,7 @@ OPTIONS: Mapping[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Gradients `(steps, batch, m, n)`, a seed for what a law draws itself, and the options of the rule."""
+    """Gradients (steps, batch, m, n), a rank, a seed for what a law draws itself, and the number of an option."""
 
     drawn: Tensor
     rank: int
@@ -42,32 +45,32 @@ class Problem:
     option: int
 
     def gradients(self, rule: Rule) -> Tensor:
-        """The gradients, cut to a shape for which the rule's full bases are defined: G'G of full rank, GG' too."""
+        """Return the gradients, cut so that G'G (two-sided: GG' too) has full rank if the rule has full bases."""
         m, n = self.drawn.shape[-2:]
         if rule.name == "soap-two-sided":
             return self.drawn[..., : min(m, n), : min(m, n)]
         return self.drawn[..., : min(m, n)] if rule.name == "soap" else self.drawn
 
     def hyper(self, rule: Rule, **more: Any) -> dict[str, Any]:
-        """The rule's hyper-parameters for this problem."""
+        """Return the rule's hyper-parameters for this problem, replaced by `more`."""
         options = OPTIONS.get(rule.name, [{}])
-        return settled(rule, self.rank) | options[self.option % len(options)] | more
+        return default_hyper(rule, self.rank) | options[self.option % len(options)] | more
 
 
-def settled(rule: Rule, rank: int) -> dict[str, Any]:
-    """The defaults, with a small rank and a number for gamma where the rule has them."""
+def default_hyper(rule: Rule, rank: int) -> dict[str, Any]:
+    """Return the defaults, with a small rank and a number for gamma if the rule has them."""
     h = dict(rule.defaults)
     return h | {k: v for k, v in {"rank": rank, "gamma": 0.3}.items() if k in h}
 
 
 def random(seed: int, *shape: int) -> Tensor:
-    """Gaussian numbers in fp64."""
+    """Return Gaussian numbers in fp64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Small gradients of every shape; the rank never exceeds a side, where the basis would be arbitrary."""
+    """Draw small gradients of every shape; the rank never exceeds a side, because the basis would be arbitrary then."""
     m, n = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     batch, steps = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     seed = draw(st.integers(0, 10_000))
@@ -75,8 +78,8 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(G, draw(st.integers(1, min(m, n))), seed, draw(st.integers(0, 9)))
 
 
-def fresh(rule: Rule, G: Tensor, h: Settings) -> Any:
-    """The state before the first step, for a stack of matrices `G`."""
+def initial_state(rule: Rule, G: Tensor, h: Settings) -> Any:
+    """Return the state before the first step, for a stack of matrices G."""
     m, n = (G[0].numel(), 1) if rule.elementwise else G.shape[-2:]
     state = {}
     for name, slot in rule.slots(m, n, h).items():
@@ -86,7 +89,7 @@ def fresh(rule: Rule, G: Tensor, h: Settings) -> Any:
 
 
 def advance(rule: Rule, G: Tensor, state: Any, step: int, h: Settings) -> tuple[Tensor, Any]:
-    """One step of the rule, with its first basis at step 1."""
+    """Run one step of the rule; step 1 also computes its first basis."""
     alg = Algebra(*G.shape[-2:])
     if step == 1 and rule.start is not None:
         state = rule.start(G, state, alg=alg)
@@ -95,8 +98,8 @@ def advance(rule: Rule, G: Tensor, state: Any, step: int, h: Settings) -> tuple[
 
 
 def run(rule: Rule, G: Tensor, h: Settings) -> tuple[Tensor, Any]:
-    """The directions of all steps, stacked, and the final state."""
-    state, directions = fresh(rule, G[0], h), []
+    """Return the directions of all steps, stacked, and the final state."""
+    state, directions = initial_state(rule, G[0], h), []
     for step, gradient in enumerate(G, start=1):
         D, state = advance(rule, gradient, state, step, h)
         directions.append(D)

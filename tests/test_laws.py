@@ -1,8 +1,10 @@
-"""Laws that hold for any gradients. `LAWS` says which rule obeys which, and those run.
+"""Laws that hold for any gradients. The table `LAWS` says which rule obeys which law; the tests run those pairs.
 
-A law is a function of a rule and a problem; its name is the name in `LAWS`. Short laws draw their problems
-from hypothesis (shapes down to 1, a batch, several steps, options of the rule), in fp64, on `rule.direction` itself;
-long laws run 1,000 steps in fp32 on ill-conditioned gradients. Some also run on the optimizer classes.
+A law is a function of a rule and a problem, and its name is the name in `LAWS`. Short laws draw their problems from
+hypothesis (shapes down to 1, a batch, several steps, options of the rule), in fp64, and call `rule.direction`. Long
+laws run 1,000 steps in fp32 on ill-conditioned gradients. Some laws also run on the optimizer classes.
+
+Shapes: G (steps, batch, m, n) gradients, D of the same shape directions, U (batch, n, r) basis, S (batch, r, r).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,39 +19,39 @@ from torch import Tensor
 from cosmos_optim import OPTIMIZERS
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import Rule
-from tests.law_problems import Problem, advance, fresh, problems, random, run, settled
+from tests.law_problems import Problem, advance, default_hyper, initial_state, problems, random, run
 
-EXACT = 1e-7  # fp64, but a law compares two roundings of the first basis, whose gap is whatever hypothesis draws
+EXACT = 1e-7  # fp64, but a law compares two roundings of the first basis, and hypothesis may draw a small gap
 ROUNDING = 1e-12  # fp64, no cancellation: a norm against a norm
-ORTHONORMAL = 1e-5  # what fp32 must hold over 1,000 steps (a Gram matrix of unit columns rounds to ~1e-6)
+ORTHONORMAL = 1e-5  # fp32 over 1,000 steps (a Gram matrix of unit columns rounds to about 1e-6)
 SECOND_MOMENT = 1e-6  # asymmetry and negative eigenvalues of S, relative to its trace
 LONG_STEPS = 1000
 EXAMPLES = 12
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Largest relative Frobenius distance of corresponding matrices (0 against 0 is 0)."""
+    """Return the largest relative Frobenius distance of corresponding matrices; between two zero matrices it is 0."""
     gap = torch.linalg.matrix_norm(actual - expected)
     return float((gap / torch.linalg.matrix_norm(expected).clamp(min=1e-300)).max())
 
 
 def row_permutation(rule: Rule, problem: Problem) -> None:
-    """direction(P G) = P direction(G)."""
+    """Assert direction(P G) = P direction(G) for a permutation P."""
     h, G = problem.hyper(rule), problem.gradients(rule)
     order = torch.randperm(G.shape[-2], generator=torch.Generator().manual_seed(problem.seed))
     assert distance(run(rule, G[..., order, :], h)[0], run(rule, G, h)[0][..., order, :]) < EXACT
 
 
 def odd(rule: Rule, problem: Problem) -> None:
-    """direction(-G) = -direction(G)."""
+    """Assert direction(-G) = -direction(G)."""
     h, G = problem.hyper(rule), problem.gradients(rule)
     assert distance(run(rule, -G, h)[0], -run(rule, G, h)[0]) < EXACT
 
 
 def scale_invariance(rule: Rule, problem: Problem) -> None:
-    """direction(c G) = direction(G) for c > 0 at eps = 0, gradients with zero rows included (0/0 is 0).
+    """Assert direction(c G) = direction(G) for c > 0 and eps = 0, also for gradients with zero rows (0/0 is 0).
 
-    c is a power of two, so that both sides round alike: without epsilon a rule may divide noise by noise.
+    c is a power of two, so that both sides round equally: without epsilon a rule may divide noise by noise.
     """
     h = problem.hyper(rule, eps=0.0)
     G = problem.gradients(rule).clone()
@@ -62,7 +64,7 @@ def scale_invariance(rule: Rule, problem: Problem) -> None:
 
 
 def unit_rms(rule: Rule, problem: Problem) -> None:
-    """The direction has root mean square 1, and is 0 while the gradient has always been 0."""
+    """Assert that the direction has root mean square 1, or is 0 if the gradient has always been 0."""
     h = problem.hyper(rule, **({"normalize": True} if rule.name == "muon" else {}))
     rms = run(rule, problem.gradients(rule), h)[0].square().mean(dim=(-2, -1)).sqrt()
     assert (rms - 1).abs().max() < ROUNDING
@@ -70,9 +72,9 @@ def unit_rms(rule: Rule, problem: Problem) -> None:
 
 
 def residual_orthogonal(rule: Rule, problem: Problem) -> None:
-    """The Muon half has no part in the one-sided basis, and the SOAP half has no part outside it."""
+    """Assert that the Muon half has no part in the one-sided basis, and the SOAP half has no part outside it."""
     h, G = problem.hyper(rule), problem.gradients(rule)
-    D, state = run(rule, G, h | {"gamma": 1e12})  # the Muon half exceeds the other by far, unless it is guarded away
+    D, state = run(rule, G, h | {"gamma": 1e12})  # the Muon half exceeds the other by far, unless the guard removes it
     U = state.U
     outside = D[-1] - D[-1] @ U @ U.mT
     held = torch.linalg.matrix_norm(outside) > 0.5 * torch.linalg.matrix_norm(D[-1])
@@ -85,7 +87,7 @@ def residual_orthogonal(rule: Rule, problem: Problem) -> None:
 
 
 def batched_equals_single(rule: Rule, problem: Problem) -> None:
-    """A stack of matrices moves as each would alone."""
+    """Assert that a stack of matrices has the directions of its matrices alone."""
     h, G = problem.hyper(rule), problem.gradients(rule)
     D, _ = run(rule, G, h)
     for i in range(G.shape[1]):
@@ -93,16 +95,16 @@ def batched_equals_single(rule: Rule, problem: Problem) -> None:
 
 
 def deterministic(rule: Rule, problem: Problem) -> None:
-    """The same call gives the same bits, which also shows that it wrote into nothing it was given."""
+    """Assert that the same call gives the same bits, which also shows that it does not change its arguments."""
     h, G = problem.hyper(rule), problem.gradients(rule)
-    state = run(rule, G[:-1], h)[1] if len(G) > 1 else fresh(rule, G[0], h)
+    state = run(rule, G[:-1], h)[1] if len(G) > 1 else initial_state(rule, G[0], h)
     (first, one), (second, two) = (advance(rule, G[-1], state, len(G), h) for _ in range(2))
     assert torch.equal(first, second)
     assert all(x is y is None or torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
 
 def grad_untouched(rule: Rule, problem: Problem) -> None:
-    """The gradient is read, never written."""
+    """Assert that the gradient is never written."""
     G = problem.gradients(rule).clone()
     kept = G.clone()
     run(rule, G, problem.hyper(rule))
@@ -111,15 +113,15 @@ def grad_untouched(rule: Rule, problem: Problem) -> None:
 
 @cache
 def long_run(name: str) -> list[dict[str, Tensor]]:
-    """States of 1,000 fp32 steps on gradients of condition number 1e6 whose frames turn, sampled every 50 steps."""
+    """Return states of 1,000 fp32 steps, every 50, on gradients of condition 1e6 with changing singular vectors."""
     rule, (m, n) = RULES[name], (48, 32)
-    h = settled(rule, rank=8) | {"ns_steps": 1}  # the bases do not depend on Newton-Schulz
+    h = default_hyper(rule, rank=8) | {"ns_steps": 1}  # the bases do not depend on Newton-Schulz
     strength = torch.logspace(0, -6, n)
     frames = [torch.linalg.qr(random(i, m if i % 2 else n, n))[0].float() for i in range(40)]
     state, samples = None, []
     for step in range(1, LONG_STEPS + 1):
         G = (frames[2 * (step * 7 % 20) + 1] * strength @ frames[2 * (step * 3 % 20)].mT).unsqueeze(0)
-        state = state or fresh(rule, G, h)
+        state = state or initial_state(rule, G, h)
         _, state = advance(rule, G, state, step, h)
         if step % 50 == 0 or step < 5:
             samples.append({k: v for k, v in state._asdict().items() if k in "UOPSR"})
@@ -127,7 +129,7 @@ def long_run(name: str) -> list[dict[str, Tensor]]:
 
 
 def orthonormal_basis(rule: Rule) -> None:
-    """U'U = I (and O, P likewise) all along."""
+    """Assert U'U = I, and the same for O and P, in all samples."""
     bases = [s[k] for s in long_run(rule.name) for k in "UOP" if k in s]
     assert bases
     for U in bases:
@@ -135,7 +137,7 @@ def orthonormal_basis(rule: Rule) -> None:
 
 
 def psd_second_moment(rule: Rule) -> None:
-    """S (and R) is symmetric and has no eigenvalue below zero, to 1e-6 of its trace."""
+    """Assert that S and R are symmetric and have no negative eigenvalue, to 1e-6 of the trace."""
     moments = [s[k].double() for s in long_run(rule.name) for k in "SR" if k in s]
     assert moments
     for S in moments:
@@ -168,7 +170,7 @@ LAWS: dict[str, set[str]] = {
     "cosmos-two-sided": COSMOS,
     "muon": EVERY_RULE | {"row_permutation", "unit_rms"},
     "normuon": EVERY_RULE | {"row_permutation", "unit_rms"},
-    # Not "row_permutation": if G has fewer than n directions, Adam divides noise by noise in the rest.
+    # Not "row_permutation": if G has fewer than n directions, Adam divides noise by noise in the others.
     "soap": EVERY_RULE | {"orthonormal_basis"},
     "soap-two-sided": EVERY_RULE | {"orthonormal_basis"},
     "galore": EVERY_RULE | {"row_permutation"},
@@ -178,12 +180,12 @@ LAWS: dict[str, set[str]] = {
 
 
 def laws_of_rules(laws: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(rule, law) pairs to run."""
+    """Return the (rule, law) pairs to run."""
     return [(name, law) for name in RULES for law in sorted(LAWS[name]) if law in laws]
 
 
 def test_every_rule_and_every_law_is_in_the_table() -> None:
-    """A rule without laws, or a misspelt law, would silently not run."""
+    """A rule without laws, or a law with a spelling error, would silently not run."""
     assert LAWS.keys() == RULES.keys()
     assert set().union(*LAWS.values()) == SHORT_LAWS.keys() | LONG_LAWS.keys()
 
@@ -192,7 +194,7 @@ def test_every_rule_and_every_law_is_in_the_table() -> None:
 @settings(max_examples=EXAMPLES)
 @given(problem=problems())
 def test_every_rule_obeys_its_laws(name: str, law: str, problem: Problem) -> None:
-    """Each declared law, on whatever hypothesis draws."""
+    """Run each law of the table on the problems that hypothesis draws."""
     SHORT_LAWS[law](RULES[name], problem)
 
 
@@ -200,7 +202,7 @@ def test_every_rule_obeys_its_laws(name: str, law: str, problem: Problem) -> Non
 @settings(max_examples=EXAMPLES)
 @given(problem=problems())
 def test_cosmos_rotates_with_the_input_space(name: str, problem: Problem) -> None:
-    """direction(G Q) = direction(G) Q for an orthogonal Q: the basis follows the gradient, no coordinate is special."""
+    """Compare direction(G Q) with direction(G) Q for an orthogonal Q: no coordinate of the inputs is special."""
     rule, G = RULES[name], problem.gradients(RULES[name])
     h = problem.hyper(rule)
     Q = torch.linalg.qr(random(problem.seed + 1, G.shape[-1], G.shape[-1]))[0]
@@ -209,13 +211,13 @@ def test_cosmos_rotates_with_the_input_space(name: str, problem: Problem) -> Non
 
 @pytest.mark.parametrize(("name", "law"), laws_of_rules(LONG_LAWS))
 def test_every_rule_obeys_its_laws_over_many_steps(name: str, law: str) -> None:
-    """Each declared law that needs many steps."""
+    """Run each law of the table that needs many steps."""
     LONG_LAWS[law](RULES[name])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_leaves_gradients_alone_and_repeats_itself(name: str) -> None:
-    """On the classes: `p.grad` keeps its object and bits; two runs end in the same bits."""
+def test_an_optimizer_does_not_change_gradients_and_is_deterministic(name: str) -> None:
+    """Use the classes: `p.grad` keeps its object and bits, and two runs end in the same bits."""
     ends = []
     for _ in range(2):
         p = torch.nn.Parameter(random(0, 10, 6).float())
@@ -235,7 +237,7 @@ UNIT_RMS = {name: {} for name, made in OPTIMIZERS.items() if "unit_rms" in LAWS[
 
 @pytest.mark.parametrize(("name", "options"), (UNIT_RMS | {"muon": {"normalize": True}}).items())
 def test_the_root_mean_square_of_an_update_is_lr(name: str, options: dict[str, Any]) -> None:
-    """On the classes: a step moves the weights by root mean square lr; a zero gradient moves nothing."""
+    """Use the classes; a zero gradient must not change the weights."""
     p = torch.nn.Parameter(random(0, 10, 6))
     opt = OPTIMIZERS[name]([("w", p)], lr=1e-2, **options)
     before = p.detach().clone()

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, in order, and what it shows and names is true."""
+"""The README's Python blocks run unchanged and in order, and its plan, links and option table are true."""
 
 import importlib.util
 import math
@@ -17,19 +17,21 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of one language, each moved to its own line so that a traceback names the README's."""
+    """Return the fenced blocks of one language, padded so that tracebacks show the README's line numbers."""
     found = [(m.start(2), m[2]) for m in FENCE.finditer(README) if m[1] == language]
     return ["\n" * README[:start].count("\n") + code for start, code in found]
 
 
-def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One namespace for all blocks, as for a reader who pastes them one after the other; the loss must fall."""
+def test_the_readme_code_runs_and_its_loss_falls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run all blocks in one namespace, like a reader who pastes them one after the other."""
     monkeypatch.chdir(tmp_path)
     first, *rest = blocks("python")
     space: dict[str, object] = {}
     exec(compile(first, "README.md", "exec"), space)
     shown = capsys.readouterr().out.strip()
-    assert shown == blocks("text")[0].strip(), "the README shows another plan than its code prints"
+    assert shown == blocks("text")[0].strip(), "the plan in the README differs from the one that its code prints"
     loss = space["loss"]
     assert isinstance(loss, torch.Tensor)
     assert loss.item() < LEARNED * math.log(256)
@@ -37,21 +39,21 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         exec(compile(code, "README.md", "exec"), space)
 
 
-def test_the_first_screen_says_how_to_start() -> None:
-    """Before the first heading below the title: both commands and the quickstart."""
+def test_the_first_screen_shows_how_to_start() -> None:
+    """Look for both commands and the quickstart before the first heading below the title."""
     first = README.split("\n## ")[0]
     assert "make demo" in first and "make test" in first
     assert "from cosmos_optim import Cosmos, param_groups, plan" in first
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", README))))
-def test_links_lead_somewhere(link: str) -> None:
-    """Every file that the README names is there."""
+def test_every_linked_file_exists(link: str) -> None:
+    """Check each file that the README links to."""
     assert (ROOT / link).exists()
 
 
-def test_options_exist_with_these_defaults() -> None:
-    """The table of options against the optimizer itself."""
+def test_the_option_table_shows_the_true_defaults() -> None:
+    """Compare the table of options with the optimizer's parameter group."""
     group = Cosmos([torch.nn.Parameter(torch.ones(2, 2))]).param_groups[0] | {"two_sided": False}
     rows = re.findall(r"^\| (`[a-z_`, ]+`) \| (.+?) \| .* \|$", README.split("## Options")[1].split("\n## ")[0], re.M)
     shown = {}
@@ -63,8 +65,8 @@ def test_options_exist_with_these_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosmos", "adamw"])
-def test_the_example_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`examples/quickstart.py`, with fewer steps."""
+def test_the_quickstart_example_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `examples/quickstart.py` with fewer steps."""
     spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples" / "quickstart.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)

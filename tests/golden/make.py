@@ -1,4 +1,4 @@
-"""Writes tests/golden/cosmos_oracle.npz: short trajectories of the numpy oracle, so that its numbers are pinned too.
+"""Write tests/golden/cosmos_oracle.npz: short trajectories of the numpy oracle, to notice if its numbers change.
 
 Run from the repository root: PYTHONPATH=. python tests/golden/make.py
 Arrays of each case: W0 (m, n), G (t, m, n), W (t, m, n); `hyper` is the JSON of the oracle's arguments.
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 def arrays(name: str) -> dict[str, np.ndarray]:
-    """The arrays of one case, computed by the oracle."""
+    """Return the arrays of one case, computed by the oracle."""
     (m, n), hyper = CASES[name]
     seed = list(CASES).index(name)
     G = gradients(STEPS, m, n, hyper["rank"], seed)

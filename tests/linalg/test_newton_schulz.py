@@ -1,4 +1,7 @@
-"""Newton-Schulz against the formula as it is printed, and its Gram form against rounding."""
+"""Newton-Schulz against the published formula in float64, and its Gram form against rounding.
+
+Letters as in `linalg.newton_schulz`: X (B, l, s) the matrices, R = X'X, Z the factor of one iteration.
+"""
 
 import math
 
@@ -6,59 +9,60 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.syrk import ALL, Only
-from cosmos_optim.linalg.coefficients import COEFFICIENTS, STARTS, Start
+from cosmos_optim.linalg.coefficients import COEFFICIENTS, MERGED, Coefficients, MergedIterations
 from cosmos_optim.linalg.newton_schulz import (
+    EVERY_MATRIX,
     HALF_SCALE,
     NewtonSchulz,
+    Selection,
     TorchProducts,
-    fresh_at,
+    choose_gram_steps,
     iterate,
+    merge_first_iterations,
     newton_schulz,
-    with_start,
 )
 
 EXACT = 1e-10  # float64, the same polynomial in another order
-SINGLE = 2e-4  # float32: 2^-24 times the steepest way through five rows (slope 22 at 1 in Polar Express, 3.44 at 0)
-HALF = 5e-2  # float16 with one restart at this small size (2e-2 at 2048); plain bfloat16 products lose up to 1e-1
+SINGLE = 2e-4  # float32: 2^-24 times the steepest slopes of five iterations (Polar Express: 22 at 1; Jordan: 3.44 at 0)
+HALF = 5e-2  # float16 with R formed twice, at this small size (2e-2 at 2048); plain bfloat16 products lose up to 1e-1
 SHAPES = [(7, 5), (5, 7), (6, 6), (48, 16), (1, 9), (9, 1), (2, 3, 8, 4)]
 
 
-def printed(X: Tensor, rows: list[tuple[float, float, float]]) -> Tensor:
-    """X <- aX + (bA + cA^2) X with A = XX', from X / |X|."""
+def published(X: Tensor, coefficients: list[Coefficients]) -> Tensor:
+    """Run X <- aX + (bA + cA^2) X with A = XX', starting from X / |X|."""
     X = X / torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    for a, b, c in rows:
+    for a, b, c in coefficients:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X
 
 
 def error(X: Tensor, reference: Tensor) -> float:
-    """|X - reference| / |reference|."""
+    """Return |X - reference| / |reference|."""
     return float((X.double() - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, EXACT), (torch.float32, SINGLE)])
-def test_equals_the_printed_formula(
+def test_newton_schulz_equals_the_published_formula(
     shape: tuple[int, ...], coefficients: str, dtype: torch.dtype, bound: float
 ) -> None:
-    """Tall, wide, square, long (the Gram form in float32), vectors, batches."""
+    """Use tall, wide, square and long matrices (the Gram form in float32), vectors and batches."""
     X, ns = torch.randn(shape, dtype=torch.float64), NewtonSchulz(5, coefficients)
-    assert error(newton_schulz(X.to(dtype), ns), printed(X, ns.rows())) < bound
+    assert error(newton_schulz(X.to(dtype), ns), published(X, ns.coefficients_of_steps())) < bound
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e18])
-def test_size_does_not_matter(size: float) -> None:
-    """X / |X| first: no square of an entry is ever formed in float32."""
+def test_the_scale_of_the_matrix_does_not_change_the_result(size: float) -> None:
+    """Use sizes with squares that overflow or underflow in float32: X is divided by |X| first."""
     X = torch.randn(12, 8)
-    expected = printed(X.double(), NewtonSchulz().rows())
+    expected = published(X.double(), NewtonSchulz().coefficients_of_steps())
     assert error(newton_schulz(X * size, NewtonSchulz()), expected) < SINGLE
 
 
-def test_zero_stays_zero() -> None:
-    """Also beside a matrix that is not."""
+def test_a_zero_matrix_stays_zero_and_does_not_affect_others() -> None:
+    """Stack a zero matrix and a random one."""
     X = torch.randn(2, 6, 4)
     X[0] = 0
     Y = newton_schulz(X, NewtonSchulz())
@@ -66,26 +70,26 @@ def test_zero_stays_zero() -> None:
     assert torch.equal(Y[1], newton_schulz(X[1], NewtonSchulz()))
 
 
-def test_more_steps_repeat_the_last_row() -> None:
-    """Polar Express has eight rows and a last one whose fixed point is 1."""
+def test_steps_beyond_the_table_repeat_its_last_coefficients() -> None:
+    """Use Polar Express, with eight iterations, the last of which has the fixed point 1."""
     a, b, c = COEFFICIENTS["polar-express"][-1]
     assert (a + b + c, a + 3 * b + 5 * c) == (1.0, 0.0)
-    assert len(NewtonSchulz(11, "polar-express").rows()) == 11
-    assert NewtonSchulz(11, "polar-express").rows()[8:] == [(a, b, c)] * 3
+    assert len(NewtonSchulz(11, "polar-express").coefficients_of_steps()) == 11
+    assert NewtonSchulz(11, "polar-express").coefficients_of_steps()[8:] == [(a, b, c)] * 3
 
 
-def test_polar_express_covers_its_interval() -> None:
-    """Eight rows bring every singular value of [1e-3, 1] to 1; the first five never leave [0, 1.01 times 1 + error]."""
+def test_polar_express_moves_all_singular_values_from_1e_minus_3_up_to_1() -> None:
+    """Map the interval [1e-3, 1] through all eight polynomials; none may leave (0, 2.03)."""
     x = torch.logspace(-3, 0, 2000, dtype=torch.float64)
     for a, b, c in COEFFICIENTS["polar-express"]:
         x = a * x + b * x**3 + c * x**5
         assert x.min() > 0
-        assert x.max() < 2.03  # |p| <= 2 - l for an optimal row, times the safety factor
+        assert x.max() < 2.03  # |p| <= 2 - l for an optimal polynomial on [l, 1], times the safety factor
     assert (x - 1).abs().max() < 1e-3
 
 
 class Rounded(TorchProducts):
-    """Products as tensor cores make them: half-precision operands and results, float32 sums."""
+    """Products as tensor cores compute them: operands and results in half precision, sums in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -101,15 +105,15 @@ class Rounded(TorchProducts):
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
-        d: float = 0.0, D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+        d: float = 0.0, D: Tensor | None = None, only: Selection = EVERY_MATRIX, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return self._for(only, self._round(super().quadratic(R, a, b, c, d, D)), out)
 
-    def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:
+    def product(self, A: Tensor, B: Tensor, only: Selection = EVERY_MATRIX, out: Tensor | None = None) -> Tensor:
         return self._for(only, self._round(super().product(A, B)), out)
 
-    def _for(self, only: Only, value: Tensor, out: Tensor | None = None) -> Tensor:
-        """What is not asked for is NaN, or stays as it was."""
+    def _for(self, only: Selection, value: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the selected matrices of `value`; the others are those of `out`, or NaN without `out`."""
         flags, want = only
         other = torch.full_like(value, math.nan) if out is None else out
         return value if flags is None else torch.where((flags == want).view(-1, 1, 1), value, other)
@@ -119,7 +123,7 @@ class Rounded(TorchProducts):
 
 
 def with_spectrum(values: Tensor, length: int) -> Tensor:
-    """A length x n matrix with these singular values."""
+    """Return a length x n matrix with these singular values."""
     n = len(values)
     left = torch.linalg.qr(torch.randn(length, n, dtype=torch.float64))[0]
     right = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
@@ -136,108 +140,110 @@ SPECTRA = {
 }
 
 
-def half_error(spectrum: str, coefficients: str, fresh: set[int], length: int = 256, shortened: bool = False) -> float:
-    """The error of five iterations in float16 on a length x 96 matrix, infinite where they break down."""
-    X, rows = with_spectrum(SPECTRA[spectrum].double(), length), NewtonSchulz(5, coefficients).rows()
+def half_error(
+    spectrum: str, coefficients: str, gram_steps: set[int], length: int = 256, merged: bool = False
+) -> float:
+    """Return the error of five iterations in float16 on a length x 96 matrix; infinite if they break down."""
+    X, table = with_spectrum(SPECTRA[spectrum].double(), length), NewtonSchulz(5, coefficients).coefficients_of_steps()
     start = (X / X.norm() * HALF_SCALE).half().float()[None]
-    steps, fresh = with_start(rows, fresh) if shortened else (list(rows), fresh)
-    Y = iterate(start, steps, Rounded(torch.float16), scale=HALF_SCALE, fresh=fresh)[0]
-    found = error(Y / HALF_SCALE, printed(X, rows))
+    iterations, gram_steps = merge_first_iterations(table, gram_steps) if merged else (list(table), gram_steps)
+    Y = iterate(start, iterations, Rounded(torch.float16), scale=HALF_SCALE, gram_steps=gram_steps)[0]
+    found = error(Y / HALF_SCALE, published(X, table))
     return found if math.isfinite(found) else math.inf
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
-def test_the_gram_form_survives_half_precision(spectrum: str, coefficients: str) -> None:
-    """With R made afresh as `fresh_at` says; zero singular values included."""
-    fresh = fresh_at(256, 96, NewtonSchulz(5, coefficients).rows(), torch.float16)
-    assert half_error(spectrum, coefficients, fresh) < HALF
+def test_the_gram_form_is_accurate_in_half_precision(spectrum: str, coefficients: str) -> None:
+    """Form R from X at the iterations that `choose_gram_steps` chooses; some singular values are zero."""
+    gram_steps = choose_gram_steps(256, 96, NewtonSchulz(5, coefficients).coefficients_of_steps(), torch.float16)
+    assert half_error(spectrum, coefficients, gram_steps) < HALF
 
 
-def test_why_the_gram_matrix_is_made_afresh() -> None:
-    """Carried through all iterations, rounding around the small eigenvalues of R grows with the slope squared."""
+def test_half_precision_is_inaccurate_if_the_gram_matrix_is_never_formed_again() -> None:
+    """Update R through all iterations: rounding at its small eigenvalues grows with the square of the slope."""
     assert half_error("a spike", "polar-express", {0}) > 10 * HALF
     assert half_error("a few", "polar-express", {0, 3}) > HALF > half_error("a few", "polar-express", {0, 2})
 
 
-def test_when_the_gram_matrix_is_made_afresh() -> None:
-    """Near-square matrices and float64 always; long ones as rarely as their precision allows."""
-    five, four, express = (NewtonSchulz(*ns).rows() for ns in ((5,), (4,), (5, "polar-express")))
-    assert fresh_at(100, 100, five, torch.float16) == {0, 1, 2, 3, 4}
-    assert fresh_at(267, 100, five, torch.float64) == {0, 1, 2, 3, 4}
-    assert fresh_at(267, 100, five, torch.float32) == {0}
-    assert fresh_at(267, 100, five, torch.float16) == {0, 3}
-    assert fresh_at(267, 100, four, torch.float16) == {0, 2}
-    assert fresh_at(267, 100, five, torch.bfloat16) == {0, 2, 4}
-    assert fresh_at(267, 100, express, torch.float16) == {0, 2}  # its first rows are the steepest
-    assert fresh_at(267, 100, express, torch.bfloat16) == {0, 1, 3}
-    assert fresh_at(267, 100, NewtonSchulz(40).rows(), torch.float16) == set(range(0, 40, 3))
+def test_gram_steps_depend_on_aspect_precision_and_coefficients() -> None:
+    """Near-square matrices and float64 form R at every iteration, long ones as rarely as their precision allows."""
+    five, four, express = (NewtonSchulz(*ns).coefficients_of_steps() for ns in ((5,), (4,), (5, "polar-express")))
+    assert choose_gram_steps(100, 100, five, torch.float16) == {0, 1, 2, 3, 4}
+    assert choose_gram_steps(267, 100, five, torch.float64) == {0, 1, 2, 3, 4}
+    assert choose_gram_steps(267, 100, five, torch.float32) == {0}
+    assert choose_gram_steps(267, 100, five, torch.float16) == {0, 3}
+    assert choose_gram_steps(267, 100, four, torch.float16) == {0, 2}
+    assert choose_gram_steps(267, 100, five, torch.bfloat16) == {0, 2, 4}
+    assert choose_gram_steps(267, 100, express, torch.float16) == {0, 2}  # its first polynomials are the steepest
+    assert choose_gram_steps(267, 100, express, torch.bfloat16) == {0, 1, 3}
+    assert choose_gram_steps(267, 100, NewtonSchulz(40).coefficients_of_steps(), torch.float16) == set(range(0, 40, 3))
 
 
-@pytest.mark.parametrize("start", STARTS.values())
-def test_a_start_is_the_product_of_the_factors(start: Start) -> None:
-    """To 6e-4 within its reach, as it is written and as it is computed."""
-    x = torch.linspace(0, start.reach, 20001, dtype=torch.float64)
+@pytest.mark.parametrize("merged", MERGED.values())
+def test_merged_iterations_equal_the_product_of_their_factors(merged: MergedIterations) -> None:
+    """Compare to 6e-4 up to `max_eigenvalue`, both in the form F_k of the docstring and as computed by `centred`."""
+    x = torch.linspace(0, merged.max_eigenvalue, 20001, dtype=torch.float64)
     exact, R = torch.ones_like(x), x
-    for a, b, c in start.rows:
+    for a, b, c in merged.coefficients:
         Z = a + b * R + c * R * R
         exact, R = exact * Z, R * Z * Z
-    F = [x / start.reach]
-    for k, (a, b, c) in enumerate(start.squares):
-        F.append(a + b * F[-2 if k + 1 == len(start.squares) else 0] + c * F[-1] ** 2)
+    F = [x / merged.max_eigenvalue]
+    for k, (a, b, c) in enumerate(merged.squares):
+        F.append(a + b * F[-2 if k + 1 == len(merged.squares) else 0] + c * F[-1] ** 2)
     assert ((F[-1] - exact) / exact).abs().max() < 6e-4
     E = F[:1]
-    for k, (a, b, c, d) in enumerate(start.centred()):
-        E.append(a + b * E[-1] + c * E[-1] ** 2 + d * E[-2 if k + 1 == len(start.squares) else 0])
+    for k, (a, b, c, d) in enumerate(merged.centred()):
+        E.append(a + b * E[-1] + c * E[-1] ** 2 + d * E[-2 if k + 1 == len(merged.squares) else 0])
     assert (E[-1] - F[-1]).abs().max() < EXACT
     assert all(abs(float(e[0])) < EXACT for e in E[:-1])
 
 
 @pytest.mark.parametrize("length", [96, 256])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_three_iterations_as_one(spectrum: str, length: int) -> None:
-    """Half precision loses as much as with one after the other; beyond reach, as much as R carried through three."""
-    fresh = fresh_at(length, 96, NewtonSchulz().rows(), torch.float16)
-    together = half_error(spectrum, "ns5", fresh, length, shortened=True)
-    apart = max(half_error(spectrum, "ns5", when, length) for when in (fresh, {0, 3}))
-    assert together < min(HALF, 1.5 * apart + 1e-3)
+def test_merging_three_iterations_loses_no_accuracy_in_half_precision(spectrum: str, length: int) -> None:
+    """Compare with separate iterations, and with R updated through three, as for matrices above `max_eigenvalue`."""
+    gram_steps = choose_gram_steps(length, 96, NewtonSchulz().coefficients_of_steps(), torch.float16)
+    merged = half_error(spectrum, "ns5", gram_steps, length, merged=True)
+    separate = max(half_error(spectrum, "ns5", when, length) for when in (gram_steps, {0, 3}))
+    assert merged < min(HALF, 1.5 * separate + 1e-3)
 
 
-def test_each_matrix_gets_its_own() -> None:
-    """One within reach, one beyond, one that is not a number: the others do not see it."""
-    rows = NewtonSchulz().rows()
-    steps, fresh = with_start(rows, {0, 1, 2, 3, 4})
+def test_iterations_are_merged_for_each_matrix_by_its_own_norm() -> None:
+    """Stack one matrix below `max_eigenvalue`, one above and one with a NaN, which must not affect the others."""
+    five = NewtonSchulz().coefficients_of_steps()
+    iterations, gram_steps = merge_first_iterations(five, {0, 1, 2, 3, 4})
     X = torch.stack([with_spectrum(SPECTRA[name].double(), 96) for name in ("flat", "a spike", "flat")])
     start = X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True) * HALF_SCALE
     start[2, 0, 0] = math.nan
-    Y = iterate(start.float(), steps, Rounded(torch.float32), scale=HALF_SCALE, fresh=fresh) / HALF_SCALE
-    short, full = (error(Y[i], printed(X[i], rows)) for i in (0, 1))
-    assert 1e-5 < short < 2e-3  # the polynomial's 6e-4, times the slope of two more iterations
-    assert full < SINGLE
+    Y = iterate(start.float(), iterations, Rounded(torch.float32), scale=HALF_SCALE, gram_steps=gram_steps) / HALF_SCALE
+    merged, separate = (error(Y[i], published(X[i], five)) for i in (0, 1))
+    assert 1e-5 < merged < 2e-3  # the polynomial's 6e-4, times the slope of two more iterations
+    assert separate < SINGLE
     assert Y[2].isnan().any()
 
 
-def test_when_three_become_one() -> None:
-    """Known coefficients, three iterations or more; R is made afresh afterwards."""
-    rows = NewtonSchulz(7).rows()
-    start = STARTS[tuple(rows[:3])]
-    assert with_start(rows[:5], {0, 1, 2, 3, 4}) == ([start, *rows[3:5]], {0, 1, 2})
-    assert with_start(rows[:5], {0, 3}) == ([start, *rows[3:5]], {0, 1})
-    assert with_start(rows[:4], {0, 2}) == ([start, rows[3]], {0, 1})
-    assert with_start(rows[:3], {0}) == ([start], {0})
-    assert with_start(rows[:2], {0, 1}) == (rows[:2], {0, 1})
-    assert with_start(rows, {0, 3, 5}) == ([start, *rows[3:]], {0, 1, 3})
-    express = NewtonSchulz(5, "polar-express").rows()
-    assert with_start(express, {0, 3}) == (express, {0, 3})
+def test_the_first_three_iterations_merge_if_their_coefficients_are_known() -> None:
+    """R is formed from X after the merged iterations; fewer than three iterations stay as they are."""
+    table = NewtonSchulz(7).coefficients_of_steps()
+    merged = MERGED[tuple(table[:3])]
+    assert merge_first_iterations(table[:5], {0, 1, 2, 3, 4}) == ([merged, *table[3:5]], {0, 1, 2})
+    assert merge_first_iterations(table[:5], {0, 3}) == ([merged, *table[3:5]], {0, 1})
+    assert merge_first_iterations(table[:4], {0, 2}) == ([merged, table[3]], {0, 1})
+    assert merge_first_iterations(table[:3], {0}) == ([merged], {0})
+    assert merge_first_iterations(table[:2], {0, 1}) == (table[:2], {0, 1})
+    assert merge_first_iterations(table, {0, 3, 5}) == ([merged, *table[3:]], {0, 1, 3})
+    express = NewtonSchulz(5, "polar-express").coefficients_of_steps()
+    assert merge_first_iterations(express, {0, 3}) == (express, {0, 3})
 
 
-def test_the_result_may_overwrite_the_argument() -> None:
-    """`out=X` is honoured once X is not needed any more, and left alone where it is."""
-    rows = NewtonSchulz().rows()
+def test_the_result_is_the_same_if_it_overwrites_the_argument() -> None:
+    """Pass `out=X`: it is used if X is not needed any more, and ignored otherwise."""
+    table = NewtonSchulz().coefficients_of_steps()
     X = torch.nn.functional.normalize(torch.randn(2, 8 * 6, dtype=torch.float64)).view(2, 8, 6)
-    once = iterate(X, rows, TorchProducts(), fresh={0})
-    assert torch.equal(iterate(X, rows, TorchProducts(), fresh={0}, out=X), once)
-    expected = iterate(X, rows, TorchProducts())
-    result = iterate(X, rows, TorchProducts(), out=X)
+    once = iterate(X, table, TorchProducts(), gram_steps={0})
+    assert torch.equal(iterate(X, table, TorchProducts(), gram_steps={0}, out=X), once)
+    expected = iterate(X, table, TorchProducts())
+    result = iterate(X, table, TorchProducts(), out=X)
     assert result.data_ptr() == X.data_ptr()
     assert torch.equal(result, expected)

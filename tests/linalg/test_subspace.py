@@ -1,4 +1,7 @@
-"""The first basis of the tracked subspace, with plain torch; tests/cuda has the same by kernels."""
+"""The first basis of the tracked subspace, with plain torch; tests/cuda tests the same with kernels.
+
+Shapes: G (B, m, n) gradient, U (B, n, r) basis.
+"""
 
 import pytest
 import torch
@@ -8,33 +11,33 @@ from cosmos_optim.linalg import subspace
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.subspace import first_basis
 
-# Single precision; the gaps below are wide enough for the steps that are made.
+# Single precision. The gaps of the spectra are wide enough for START_STEPS power steps.
 ANGLE = 1e-4
 ORTHONORMAL = 2e-6
-# Of the energy that r columns can hold: what a spectrum without a gap leaves after eight steps.
+# Share of the energy that r columns can hold and that is missing after eight steps if the spectrum has no gap.
 LOST = 1e-3
-# An eigenvalue of a small matrix, in roundings of the largest: of the products, and of a dozen sweeps.
+# Error of the eigenvalues of a small matrix, in roundings of the largest one: from products and a dozen Jacobi sweeps.
 ROUNDINGS = 64
 
 
 def gradient(m: int, n: int, values: Tensor) -> Tensor:
-    """A stack of one matrix with these singular values."""
+    """Return a stack of one m x n matrix with these singular values."""
     left, right = (torch.linalg.qr(torch.randn(1, s, len(values), dtype=torch.float64))[0] for s in (m, n))
     return ((left * values.double()) @ right.mT).float()
 
 
 def gap(r: int, others: int) -> Tensor:
-    """r singular values, and others far below."""
+    """Return r singular values between 2 and 1, and `others` far below."""
     return torch.cat([torch.linspace(2, 1, r), torch.full((others,), 0.01)])
 
 
 def basis_of(G: Tensor, r: int) -> Tensor:
-    """The basis that a rule starts with."""
+    """Return the basis that a rule starts with."""
     return first_basis(G, r, Algebra(*G.shape[-2:]), like=torch.zeros(len(G), G.shape[-1], r))
 
 
 def check(U: Tensor, G: Tensor, directions: int) -> None:
-    """Orthonormal columns, the first of them the leading eigenvectors in their order."""
+    """Assert that U is orthonormal and begins with the leading eigenvectors in their order."""
     exact, first = torch.linalg.svd(G.double())[2][:, :directions].mT, U[..., :directions].double()
     assert float((U.mT @ U - torch.eye(U.shape[-1])).abs().max()) < ORTHONORMAL
     assert float(torch.linalg.vector_norm(exact - first @ (first.mT @ exact))) < ANGLE
@@ -43,14 +46,14 @@ def check(U: Tensor, G: Tensor, directions: int) -> None:
 
 @pytest.mark.parametrize(("m", "n", "r"), [(80, 90, 16), (20, 256, 5), (70, 512, 64)])
 def test_the_first_basis_spans_the_leading_eigenvectors_up_to_a_gap(m: int, n: int, r: int) -> None:
-    """Also for a matrix with fewer rows than the iteration has columns."""
+    """Include a matrix with fewer rows than the iteration has columns."""
     G = gradient(m, n, gap(r, m - r))
     check(basis_of(G, r), G, r)
 
 
 @pytest.mark.parametrize(("m", "n"), [(6, 14), (14, 6), (9, 9), (1, 5)])
 def test_eigh_gram_by_the_smaller_side_equals_the_eigenvectors_of_the_gram_matrix(m: int, n: int) -> None:
-    """By the smaller of P'P and PP': the same eigenvalues, the same vectors if those are not 0."""
+    """Compare all eigenvalues, and the vectors of those that are not 0."""
     P = torch.randn(3, m, n)
     values, vectors = Algebra(m, n).eigh_gram(P)
     exact, right = torch.linalg.eigh((P.mT @ P).double())
@@ -63,16 +66,16 @@ def test_eigh_gram_by_the_smaller_side_equals_the_eigenvectors_of_the_gram_matri
 
 @pytest.mark.parametrize("rows", [5, 40])
 def test_a_whole_basis_begins_with_the_directions_of_the_gradient(rows: int) -> None:
-    """SOAP's: the directions of the gradient first, then any that complete them."""
+    """Use r = n, as SOAP does: the other columns may be any that complete the basis."""
     G = gradient(rows, 60, torch.linspace(2, 1, rows))
     U = basis_of(G, 60)
     check(U, G, rows)
-    assert float(U[..., rows:].abs().max()) < 0.9  # a unit vector may lie in a dead input
+    assert float(U[..., rows:].abs().max()) < 0.9  # a unit vector could be a dead input
 
 
 @pytest.mark.parametrize("power", [0.5, 1, 2, 4])
 def test_a_spectrum_without_a_gap_loses_little_energy(power: float) -> None:
-    """If a few directions hold nearly everything, random columns are as good as dependent after one product."""
+    """Include steep spectra: if a few directions hold nearly everything, one product makes random columns dependent."""
     values = torch.arange(1, 201, dtype=torch.float64) ** -power
     G = gradient(200, 220, values)
     held = float((G @ basis_of(G, 32)).double().square().sum() / values[:32].square().sum())
@@ -80,13 +83,13 @@ def test_a_spectrum_without_a_gap_loses_little_energy(power: float) -> None:
 
 
 def test_a_zero_gradient_gives_orthonormal_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any orthonormal columns."""
+    """Any orthonormal columns will do."""
     monkeypatch.setitem(subspace.START_STEPS, torch.float32, 1)
     check(basis_of(torch.zeros(1, 24, 34), 16), torch.zeros(1, 24, 34), 0)
 
 
 def test_random_columns_are_made_once_for_each_size() -> None:
-    """Thin ones; those of a whole space are not kept."""
+    """Only thin ones are cached; those of a whole space are too large."""
     subspace._columns_on_host.cache_clear()
     for _ in range(2):
         basis_of(torch.randn(2, 50, 44), 4)

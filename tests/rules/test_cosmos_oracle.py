@@ -1,4 +1,7 @@
-"""COSMOS against the fp64 numpy oracle: every option, every shape, parameters and state, over 20 steps."""
+"""COSMOS against the fp64 numpy oracle: every option, every shape, parameters and state, over 20 steps.
+
+Shapes: W0 (m, n) first weights, G (20, m, n) gradients, a path (20, m, n) the weights after each step.
+"""
 
 from typing import Any
 
@@ -13,7 +16,7 @@ from tests.oracles.linalg import unit_rms
 from tests.oracles.soap import Soap
 
 STEPS = 20
-# fp64 against fp64: 1e-16 a step, grown by Newton-Schulz (3.4^5) and by the inverse gap of the spectrum.
+# fp64 against fp64: 1e-16 per step, amplified by Newton-Schulz (3.4^5) and by the inverse gap of the spectrum.
 TOLERANCE = 1e-10
 # The basis at the end is the product of 20 power steps; V and S are quadratic in it.
 STATE_TOLERANCE = 1e-9
@@ -65,12 +68,12 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative Frobenius distance."""
+    """Return the relative Frobenius distance."""
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def run_oracle(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[np.ndarray, Oracle]:
-    """The oracle's W after each step, and the oracle."""
+    """Return the oracle's W after each step, and the oracle."""
     oracle, W, path = Oracle(lr=LR, **hyper), W0, []
     for gradient in G:
         W = oracle.step(W, gradient)
@@ -81,7 +84,7 @@ def run_oracle(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[np.ndarray,
 def run_ours(
     W0: np.ndarray, G: np.ndarray, kind: type[Cosmos] = CosmosPaper, **hyper: Any
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Our W after each step, and the final state."""
+    """Return our W after each step, and the final state."""
     p = torch.nn.Parameter(torch.from_numpy(W0.copy()))
     opt = kind([("w", p)], lr=LR, ns_dtype=torch.float64, **hyper)
     path = []
@@ -94,19 +97,19 @@ def run_ours(
 
 
 def problem(shape: tuple[int, int], rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Start and gradients of one comparison."""
+    """Return the first weights and the gradients of one comparison."""
     return np.random.default_rng(100 + seed).normal(size=shape), gradients(STEPS, *shape, rank=rank, seed=seed)
 
 
 def assert_same_path(ours: np.ndarray, oracle: np.ndarray, W0: np.ndarray, tolerance: float = TOLERANCE) -> None:
-    """The displacement from W0 agrees at every step."""
+    """Assert that the displacements from W0 agree at every step."""
     worst = max(error(a - W0, b - W0) for a, b in zip(ours, oracle, strict=True))
     assert worst < tolerance, f"displacement differs by {worst:.2e}"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_path_and_state(name: str) -> None:
-    """Displacement at every step, and M, U, S, V (O, R) at the end, U and O up to the signs of their columns."""
+def test_cosmos_follows_the_oracle_in_weights_and_state(name: str) -> None:
+    """Compare displacements at every step, and the state at the end, with U and O up to the signs of their columns."""
     shape, options = CASES[name]
     hyper = COMMON | options
     W0, G = problem(shape, hyper["rank"])
@@ -130,8 +133,8 @@ def test_path_and_state(name: str) -> None:
     ("kind", "settings"),
     [(Cosmos, {"rank": 32, "nesterov": True, "row_beta2": 0.95}), (CosmosPaper, {"rank": 64})],
 )
-def test_defaults(kind: type[Cosmos], settings: dict[str, Any]) -> None:
-    """What a user gets who sets nothing but rates."""
+def test_the_defaults_follow_the_oracle(kind: type[Cosmos], settings: dict[str, Any]) -> None:
+    """Set the learning rate only, as a user may."""
     W0, G = problem((80, 72), settings["rank"])
     actual, state = run_ours(W0, G, kind)
     assert_same_path(actual, run_oracle(W0, G, gamma=LR / 2e-3, residual_guard=1e-5, **settings)[0], W0)
@@ -139,8 +142,8 @@ def test_defaults(kind: type[Cosmos], settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sides", [{}, TWO_SIDED], ids=["one-sided", "two-sided"])
-def test_stack_of_matrices(sides: dict[str, Any]) -> None:
-    """A 3-D parameter (E, m, n) moves as E matrices would alone."""
+def test_a_stack_of_matrices_follows_the_oracle_of_each_matrix(sides: dict[str, Any]) -> None:
+    """Use one parameter (E, m, n) and E oracles."""
     hyper = COMMON | sides
     problems = [problem((18, 10), 4, seed) for seed in range(3)]
     W0, G = (np.stack(x, axis=axis) for x, axis in zip(zip(*problems, strict=True), (0, 1), strict=True))
@@ -150,8 +153,8 @@ def test_stack_of_matrices(sides: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sides", [{}, TWO_SIDED], ids=["one-sided", "two-sided"])
-def test_guard_between(sides: dict[str, Any]) -> None:
-    """A threshold amid the residual energies: some steps lose the MUON half, others keep it, as in the oracle."""
+def test_the_residual_guard_acts_at_the_same_steps_as_in_the_oracle(sides: dict[str, Any]) -> None:
+    """Put the threshold between the residual energies: some steps lose the Muon half, others keep it."""
     rng = np.random.default_rng(7)
     W0, G = problem((24, 14), 4)
     G[5:] += 0.25 * rng.normal(size=G[5:].shape)  # from here on the residual holds most of the energy
@@ -159,19 +162,19 @@ def test_guard_between(sides: dict[str, Any]) -> None:
     paths = {guard: run_oracle(W0, G, **hyper | {"residual_guard": guard})[0] for guard in (0.0, 0.3, 2.0)}
     moves = {guard: np.diff(path, axis=0) for guard, path in paths.items()}
     assert error(moves[0.3][0], moves[0.0][0]) > 0.01, "the guard must act early"
-    assert error(moves[0.3][-1], moves[2.0][-1]) > 0.01, "and let go later"
+    assert error(moves[0.3][-1], moves[2.0][-1]) > 0.01, "the guard must not act later"
     assert_same_path(run_ours(W0, G, **hyper | {"residual_guard": 0.3})[0], paths[0.3], W0)
 
 
-def test_guard_changes_nothing_when_the_residual_is_real() -> None:
-    """A small threshold and no threshold give the same bits where the residual has energy."""
+def test_a_small_guard_changes_no_bit_if_the_residual_has_energy() -> None:
+    """Compare a small threshold with none."""
     W0, G = problem((24, 14), 4)
     on, off = (run_ours(W0, G, **COMMON | {"residual_guard": guard})[0] for guard in (1e-6, 0.0))
     assert np.array_equal(on, off)
 
 
-def test_gamma_zero_full_rank_is_normalized_soap() -> None:
-    """With gamma=0 and rank n the direction is NORM of one-sided SOAP's (V from G U), which has its own oracle."""
+def test_cosmos_with_gamma_zero_and_full_rank_is_normalized_soap() -> None:
+    """Compare with NORM of the direction of one-sided SOAP (V from G U), which has its own oracle."""
     W0, G = problem((24, 8), 8)
     actual, _ = run_ours(W0, G, rank=8, gamma=0.0)
     soap, W = Soap(lr=LR), W0
@@ -181,8 +184,8 @@ def test_gamma_zero_full_rank_is_normalized_soap() -> None:
 
 
 @pytest.mark.parametrize("sides", [{}, TWO_SIDED], ids=["one-sided", "two-sided"])
-def test_signs_of_the_basis_do_not_matter(sides: dict[str, Any]) -> None:
-    """U -> U diag(+-1) leaves A = P U' alone, so the comparison needs no sign convention for the update."""
+def test_the_signs_of_the_basis_do_not_change_the_update(sides: dict[str, Any]) -> None:
+    """Replace U by U diag(+-1): A = P U' stays the same, so comparisons of weights need no sign convention."""
     hyper = COMMON | sides
     W0, G = problem((24, 14), 4)
     expected, _ = run_oracle(W0, G, **hyper)

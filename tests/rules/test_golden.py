@@ -1,4 +1,7 @@
-"""`CosmosPaper` against recorded trajectories: those of the authors' released code, and those of our own oracle."""
+"""`CosmosPaper` against recorded trajectories: those of the authors' released code, and those of our own oracle.
+
+Shapes: W0 (m, n) first weights, G (t, m, n) gradients, W (t, m, n) weights after each step.
+"""
 
 import json
 import runpy
@@ -24,7 +27,7 @@ MAKER = ROOT / "tests" / "golden" / "make.py"
 
 
 def run(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Our W after each step and the final state."""
+    """Return our W after each step, and the final state."""
     p = torch.nn.Parameter(torch.from_numpy(W0.copy()))
     opt = CosmosPaper([("w", p)], ns_dtype=torch.float64, **hyper)
     path = []
@@ -36,13 +39,13 @@ def run(W0: np.ndarray, G: np.ndarray, **hyper: Any) -> tuple[list[np.ndarray], 
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative Frobenius distance."""
+    """Return the relative Frobenius distance."""
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("case", ["tall", "wide", "square"])
-def test_released_code(case: str, shared: Path) -> None:
-    """Displacement at every step; at the end U (up to signs), S and V."""
+def test_cosmos_follows_the_released_code(case: str, shared: Path) -> None:
+    """Compare displacements at every step, and U (up to signs), S and V at the end."""
     data = np.load(shared / "golden" / "official_nesterov.npz")
     h = dict(zip(data["hyper_names"].tolist(), data[f"{case}.hyper"].tolist(), strict=True))
     W0 = data[f"{case}.W0"]
@@ -68,13 +71,13 @@ def test_released_code(case: str, shared: Path) -> None:
 
 
 def own_cases() -> list[str]:
-    """Names in the committed file."""
+    """Return the names of the cases in the committed file."""
     return sorted({key.split(".")[0] for key in np.load(OWN).files})
 
 
 @pytest.mark.parametrize("case", own_cases())
-def test_own_trajectories(case: str) -> None:
-    """The committed trajectories of the oracle, replayed by the library."""
+def test_cosmos_follows_the_recorded_oracle(case: str) -> None:
+    """Run the library on the gradients of the committed trajectories."""
     data = np.load(OWN)
     W0, W = data[f"{case}.W0"], data[f"{case}.W"]
     hyper = json.loads(str(data[f"{case}.hyper"]))
@@ -83,8 +86,8 @@ def test_own_trajectories(case: str) -> None:
         assert error(actual - W0, expected - W0) < OWN_TOLERANCE
 
 
-def test_the_oracle_still_makes_the_committed_file() -> None:
-    """A change of the oracle shows here, not as a silent change of what is compared."""
+def test_the_oracle_still_produces_the_committed_file() -> None:
+    """A change of the oracle must fail here, instead of silently changing what the library is compared with."""
     maker, data = runpy.run_path(str(MAKER)), np.load(OWN)
     assert sorted(maker["CASES"]) == own_cases()
     for case in maker["CASES"]:

@@ -1,4 +1,7 @@
-"""The optimizers COSMOS is compared with, against their own fp64 numpy oracles, over 20 steps."""
+"""The optimizers that COSMOS is compared with, against their own fp64 numpy oracles, over 20 steps.
+
+Shapes: W0 (m, n) first weights, G (20, m, n) gradients.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +18,13 @@ from tests.oracles.muon import Muon, MuonNorm, NorMuon
 from tests.oracles.soap import Soap
 
 STEPS = 20
-# fp64 against fp64, grown by Newton-Schulz and by the inverse gaps of the spectrum.
+# fp64 against fp64, amplified by Newton-Schulz and by the inverse gaps of the spectrum.
 TOLERANCE = 1e-10
 
 LR = 3e-3
 TALL, WIDE, SQUARE = (24, 14), (12, 26), (16, 16)
 FP64 = {"ns_dtype": torch.float64}
-# O'GU is diagonal at the first step, its other entries rounding noise: epsilon must stand above that noise.
+# O'GU is diagonal at the first step, and its other entries are rounding noise: epsilon must exceed that noise.
 TWO_SIDED = {"two_sided": True, "eps": 1e-4}
 
 # (optimizer, options of both, oracle, options only we have, options only the oracle has, shapes)
@@ -41,7 +44,7 @@ CASES: dict[str, Case] = {
     "muon, normalized": ("muon", {"weight_decay": 0.3}, MuonNorm, FP64 | {"normalize": True}, {}, [TALL, WIDE]),
     "normuon": ("normuon", {}, NorMuon, FP64, {}, [TALL, WIDE]),
     "normuon, other": ("normuon", {"beta2": 0.8, "eps": 1e-2, "weight_decay": 0.3}, NorMuon, FP64, {}, [TALL]),
-    # A full basis is defined where G'G has full rank: m >= n (two-sided: m = n).
+    # A full basis is defined if G'G has full rank: m >= n (two-sided: m = n).
     "soap": ("soap", {"weight_decay": 0.3}, Soap, {}, {}, [TALL, SQUARE]),
     "soap, every 3": ("soap", {"frequency": 3}, Soap, {}, {}, [TALL]),
     "soap, box": ("soap", {"squares": "momentum"}, Soap, {}, {}, [TALL]),
@@ -54,8 +57,8 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize(("name", "shape"), [(name, shape) for name in CASES for shape in CASES[name][5]])
-def test_path(name: str, shape: tuple[int, int]) -> None:
-    """The displacement agrees at every step."""
+def test_each_optimizer_follows_its_oracle(name: str, shape: tuple[int, int]) -> None:
+    """Compare displacements at every step."""
     optimizer, common, make_oracle, ours, theirs, _ = CASES[name]
     rank = common.get("rank", min(shape))
     W = W0 = np.random.default_rng(5).normal(size=shape)
@@ -72,8 +75,8 @@ def test_path(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("two_sided", [False, True])
-def test_soap_goes_the_same_way_on_a_gpu(two_sided: bool) -> None:
-    """Bases are turned by Cholesky there and by reflections here."""
+def test_soap_on_a_gpu_equals_soap_on_a_cpu(two_sided: bool) -> None:
+    """On a GPU the bases are updated by Cholesky, on a CPU by Householder reflections."""
     start, eps = torch.randn(SQUARE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), 1e-4
     ends = []
     for device in ("cpu", "cuda"):

@@ -1,7 +1,9 @@
-"""Each baseline beside the public package that people use for it, over 20 steps of the same gradients.
+"""Each baseline against the public package that people use for it, over 20 steps of the same gradients.
 
-Where a package departs from our rule the test's docstring says how, and undoes the departure by the smallest means
-(an argument, the order of two calls, a sign), so that everything else is still compared to `TOLERANCE`.
+If a package differs from our rule, the test's docstring says how. The test removes that difference by the smallest
+change (an argument, the order of two calls, a sign), so that everything else is still compared to `TOLERANCE`.
+
+Shapes: weights and gradients are (m, n).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from cosmos_optim import OPTIMIZERS, SOAP, Adam, AdamMini, GaLore, Muon
 from tests.oracles.gradients import gradients
 
 STEPS = 20
-# What the comparison is meant to hold: displacement relative to displacement, at every step.
+# Difference of the displacements relative to the displacement, at every step.
 TOLERANCE = 1e-5
-# Newton-Schulz in bfloat16: 2^-8 a product, five iterations that each may triple it, other roundings on either side.
+# Newton-Schulz in bfloat16: 2^-8 per product, five iterations that each may triple it, different roundings in both.
 BFLOAT16 = 0.03
 
 LR = 3e-3
@@ -30,12 +32,12 @@ Shape = tuple[int, int]
 
 
 def package(name: str) -> Any:
-    """A package of the [test] extra, or a skip that says how to get it."""
+    """Import a package of the [test] extra, or skip the test and say how to install it."""
     return pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[test]'")
 
 
 def sequence(shape: Shape, rank: int | None = None) -> list[Tensor]:
-    """Gradients whose leading directions are well separated, in float64."""
+    """Return float64 gradients with well separated leading directions."""
     return [torch.from_numpy(g) for g in gradients(STEPS, *shape, rank=rank or min(shape), seed=3)]
 
 
@@ -51,7 +53,7 @@ def compare(
     tolerance: float = TOLERANCE,
     before: Callable[[torch.optim.Optimizer, nn.Parameter], None] | None = None,
 ) -> None:
-    """Run both from the same point; `before` is called once on theirs, with the first gradient in place."""
+    """Run both from the same weights. `before` is called once on theirs, after the first gradient is set."""
     W0 = start(tuple(grads[0].shape))
     p, q = nn.Parameter(W0.clone()), nn.Parameter(W0.clone())
     a, b = ours(p), theirs(q)
@@ -66,8 +68,8 @@ def compare(
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_adam_is_torchs_adamw(decay: float) -> None:
-    """No difference."""
+def test_adam_equals_torchs_adamw(decay: float) -> None:
+    """The two have no difference."""
     common = {"lr": LR, "betas": BETAS, "eps": 1e-8, "weight_decay": decay}
     compare(lambda p: Adam([p], **common), lambda p: torch.optim.AdamW([p], **common), sequence(TALL))
 
@@ -75,11 +77,14 @@ def test_adam_is_torchs_adamw(decay: float) -> None:
 @pytest.mark.parametrize("shape", [TALL, WIDE])
 @pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torchs_but_for_bfloat16(
+def test_muon_equals_torchs_muon_except_for_its_cast_to_bfloat16(
     shape: Shape, scaling: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.optim.Muon casts the momentum to bfloat16, normalizes it there and iterates there, on every device. With
-    that cast undone the two agree; with it, ours in bfloat16 (normalized before the cast) agrees to its rounding."""
+    """Compare once in bfloat16, and once in float64 with torch's cast removed.
+
+    torch.optim.Muon casts the momentum to bfloat16, then normalizes and iterates, on every device. Ours normalizes
+    before the cast, so in bfloat16 the two agree to rounding only.
+    """
     common = {"lr": LR, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov}
 
     def theirs(p: nn.Parameter) -> torch.optim.Optimizer:
@@ -109,10 +114,13 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(width, vocab, bias=False)
 
 
-def test_adam_mini_partitions_as_its_package_does() -> None:
-    """Queries and keys by head, values, output projection and MLP by row, embedding and head by token, biases by Adam:
-    no difference. A norm's weight has one second moment for the whole vector in the package and its own Adam here (a
-    vector's worth of state), so it is left out. The package never decays norms and biases: set in their group here."""
+def test_adam_mini_equals_its_package_in_all_blocks() -> None:
+    """Compare queries and keys by head, values, output projection and MLP by row, embedding and head by token.
+
+    Biases use Adam in both. A norm's weight has one second moment for the whole vector in the package and Adam here (a
+    state as large as the vector), so it is not compared. The package never decays norms and biases; here that is set in
+    their parameter group.
+    """
     adam_mini = package("adam_mini")
     heads, width = 4, 16
     model, other = Llama().double(), Llama().double()
@@ -139,10 +147,10 @@ def test_adam_mini_partitions_as_its_package_does() -> None:
 
 
 def galore_pair(scale: float, gap: int, decay: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Ours and galore-torch's with the same meaning.
+    """Return ours and galore-torch's with equal settings.
 
-    The package decays after the update, W <- (1 - lr wd)(W - lr D): ours with both rates divided accordingly. It adds
-    eps before the bias correction, which makes it eps / sqrt(1 - b2^t) in our form: 0 in both.
+    The package decays after the update, W <- (1 - lr wd)(W - lr D), so our rates are changed to match. It adds eps
+    before the bias correction, which is eps / sqrt(1 - b2^t) in our form, so eps is 0 in both.
     """
     galore_torch = package("galore_torch")
     kept = 1 - LR * decay
@@ -162,15 +170,19 @@ def galore_pair(scale: float, gap: int, decay: float) -> tuple[Callable[..., Any
 
 @pytest.mark.parametrize("shape", [TALL, WIDE])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_galore_before_the_first_renewal(shape: Shape, decay: float) -> None:
-    """No difference but eps and the order of decay (`galore_pair`): the sign of a projector's column cancels."""
+def test_galore_equals_its_package_until_the_projector_changes(shape: Shape, decay: float) -> None:
+    """Only eps and the order of decay differ (`galore_pair`): the sign of a projector's column cancels."""
     compare(*galore_pair(0.25, 200, decay), sequence(shape, rank=4))
 
 
 @pytest.mark.parametrize("shape", [TALL, WIDE])
-def test_galore_through_renewals(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package keeps whatever sign LAPACK gives a new singular vector, while the momentum still has the old one's.
-    Ours takes the sign that agrees with the old column. With the package's columns turned so, the two agree."""
+def test_galore_equals_its_package_if_new_projectors_keep_signs(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Give the package's new columns the sign that agrees with the old column, as ours does.
+
+    The package keeps the sign that LAPACK gives a new singular vector, while its momentum still has the old sign.
+    """
     projector = package("galore_torch").galore_projector.GaLoreProjector
     ours, theirs = galore_pair(1.0, 6, 0.0)
     original = projector.get_orthogonal_matrix
@@ -187,9 +199,9 @@ def test_galore_through_renewals(shape: Shape, monkeypatch: pytest.MonkeyPatch) 
 
 
 def soap_pair(frequency: int, decay: float = 0.0, cls: type | None = None) -> tuple[Callable[..., Any], ...]:
-    """Ours and pytorch-optimizer's with the same meaning, its first call, which only takes the basis, included.
+    """Return ours and pytorch-optimizer's with equal settings, and its extra first call, which only computes the basis.
 
-    Decay after the update and eps before the bias correction, as in `galore_pair`.
+    Decay comes after the update and eps before the bias correction, as in `galore_pair`.
     """
     cls = cls or package("pytorch_optimizer").SOAP
     kept = 1 - LR * decay
@@ -207,21 +219,24 @@ def soap_pair(frequency: int, decay: float = 0.0, cls: type | None = None) -> tu
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_soap_in_a_fixed_basis(decay: float) -> None:
-    """Before the first turn of the basis: no difference but eps and the order of decay."""
+def test_soap_equals_its_package_in_a_fixed_basis(decay: float) -> None:
+    """Only eps and the order of decay differ until the basis changes."""
     ours, theirs, before = soap_pair(STEPS + 1, decay)
     compare(ours, theirs, sequence(TALL), before=before)
 
 
 @pytest.mark.parametrize("frequency", [1, 4])
-def test_soap_with_a_turning_basis(frequency: int) -> None:
-    """The package turns the basis after the update, by gradients up to the one before; ours, as the paper's box, before
-    it, by gradients up to this one. With that call moved, the two agree. It also sorts the columns by their estimated
-    eigenvalues and runs QR in float32: the gradients have one order throughout, and the tolerance is above that."""
+def test_soap_equals_its_package_if_that_updates_the_basis_first(frequency: int) -> None:
+    """Move the package's update of the basis before the update of the weights.
+
+    The package updates the basis after the weights, with gradients up to the previous one. Ours does so before, with
+    gradients up to this one, as in the paper's box. The package also sorts columns by their estimated eigenvalues and
+    runs QR in float32: these gradients keep one order, and the tolerance is larger than that rounding.
+    """
     SoapOfPackage = package("pytorch_optimizer").SOAP
 
-    class Ahead(SoapOfPackage):
-        """The package's SOAP with its preconditioner updated before it is used."""
+    class BasisFirst(SoapOfPackage):
+        """The package's SOAP, with its preconditioner updated before it is used."""
 
         def update_pre_conditioner(self, grad: Tensor, state: Any, step: int, **kwargs: Any) -> None:
             if state["Q"] is None or kwargs.pop("now", False):
@@ -235,7 +250,7 @@ def test_soap_with_a_turning_basis(frequency: int) -> None:
                     self.update_pre_conditioner(p.grad, self.state[p], done - 1, now=True, **settings)
             return super().step(closure)
 
-    ours, theirs, before = soap_pair(frequency, cls=Ahead)
+    ours, theirs, before = soap_pair(frequency, cls=BasisFirst)
     rng = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(8, 8, generator=rng, dtype=torch.float64))[0]
     weights = torch.logspace(0, -2, 8, dtype=torch.float64)
@@ -243,7 +258,7 @@ def test_soap_with_a_turning_basis(frequency: int) -> None:
     compare(ours, theirs, grads, before=before)
 
 
-def test_every_optimizer_of_the_paper_has_a_public_oracle_or_is_new_here() -> None:
-    """COSMOS has the golden trajectories of its authors' file; NorMuon its numpy oracle alone."""
+def test_every_optimizer_but_three_is_compared_with_a_public_package() -> None:
+    """COSMOS is compared with recorded trajectories of its authors' code, NorMuon with its numpy oracle only."""
     tested = {"adam", "muon", "adam-mini", "galore", "soap"}
     assert set(OPTIMIZERS) - tested == {"cosmos", "cosmos-paper", "normuon"}

@@ -40,7 +40,14 @@ from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.streams import Streams
-from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, gram_count, iterate, schedule
+from cosmos_optim.linalg.newton_schulz import (
+    HALF_SCALE,
+    NewtonSchulz,
+    TorchProducts,
+    gram_count,
+    iterate,
+    iterations_for,
+)
 from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState, noise_floor
 from cosmos_optim.rules.muon import SCALINGS, MuonState, NorMuonState
 
@@ -151,7 +158,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
     """
     norm_sq, weight = norm_and_weight(X_sq, HALF_SCALE**2, LEAST_NORM_SQ)
     symmetric = supports(X)
-    steps, fresh = schedule(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
+    steps, fresh = iterations_for(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
     # The chunk's stream reads the result, so the result must be its memory: the other stream reuses its own too early.
     batch, long, short = X.shape
     out = X if len(fresh) > 1 else work_buffer(batch, long, short, torch.float16, X.device)
@@ -159,7 +166,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
     with streams.products():
         pool = streams.pool(newton_schulz_memory(batch, long, short, ns))
         products = SymmetricProducts(pool.like) if symmetric else TorchProducts()
-        return iterate(X, steps, products, weight=weight, scale=HALF_SCALE, fresh=fresh, out=out), norm_sq
+        return iterate(X, steps, products, weight=weight, scale=HALF_SCALE, gram_steps=fresh, out=out), norm_sq
 
 
 def newton_schulz_memory(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:

@@ -1,4 +1,4 @@
-"""The precision of the products in a step."""
+"""The precision of the matrix products in a step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Full float32 products inside, whatever the caller allows: TF32 or autocast would lose the small eigenvalues.
+    """Compute float32 products in full precision inside, and restore the caller's settings afterwards.
 
-    Torch has a switch for all products and one for each backend, and the first may not even be read where the second
-    ones were set. Both are afterwards as before; "none" makes a backend follow the switch above it.
+    With TF32 or autocast the small eigenvalues would be lost. Torch has one switch for all products and one for each
+    backend. If a backend's switch was set, reading the common one may raise an error. Setting a backend to "none" makes
+    it follow the common switch again.
     """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]

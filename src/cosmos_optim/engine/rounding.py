@@ -1,8 +1,11 @@
-"""Writing a float32 result into a narrower parameter, rounded to nearest or stochastically.
+"""Write a float32 result into a narrower parameter, rounded to nearest or stochastically.
 
-Stochastic rounding of x to bfloat16 adds a uniform integer from [0, 2^16) to the bits of the float32 and cuts the low
-16: the expectation is x, so that updates far below one unit in the last place are not lost. The integers are a hash of
-(element index, step count), not a generator's: replicas of a parameter draw the same ones without communication.
+Stochastic rounding of x to bfloat16 adds a uniform integer from [0, 2^16) to the bits of the float32 and clears the low
+16 bits. The expectation is x, so updates far below one unit in the last place are not lost. The integers are a hash of
+(element index, step count) instead of random numbers, so replicas of a parameter use the same ones without
+communication.
+
+Shapes: everything is elementwise; a seed is a 0-dim tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ _MIX2 = 0xC2B2AE35 - (1 << 32)
 
 
 def noise16(count: int, seed: Tensor) -> Tensor:
-    """`count` int32 in [0, 2^16), a hash of (index, seed); seed is a 0-dim tensor on the wanted device."""
+    """Return `count` int32 in [0, 2^16), a hash of (index, seed), on the device of the 0-dim tensor `seed`."""
     x = torch.arange(count, dtype=torch.int32, device=seed.device)
     x = x * 0x9E3779B + seed.to(torch.int32) * _MIX1
     for mix in (_MIX1, _MIX2):
@@ -28,7 +31,7 @@ def noise16(count: int, seed: Tensor) -> Tensor:
 
 
 def stochastic_bfloat16(x: Tensor, seed: Tensor) -> Tensor:
-    """x (float32) rounded up or down to bfloat16 with the probabilities that keep its mean.
+    """Round x (float32) up or down to bfloat16, with the probabilities that keep its mean.
 
     >>> x = torch.full((10000,), 1.0 + 2.0**-10)          # an eighth of the way from 1 to the next bfloat16
     >>> y = stochastic_bfloat16(x, torch.tensor(3)).float()
@@ -41,7 +44,7 @@ def stochastic_bfloat16(x: Tensor, seed: Tensor) -> Tensor:
 
 
 def write_(p: Tensor, value: Tensor, seed: Tensor | None = None) -> None:
-    """p <- value, to nearest, or stochastically when a seed is given and p is bfloat16."""
+    """Write p <- value, rounded to nearest, or stochastically if a seed is given and p is bfloat16."""
     if seed is not None and p.dtype is torch.bfloat16:
         value = stochastic_bfloat16(value.float(), seed)
     p.copy_(value)

@@ -1,19 +1,24 @@
-"""The polynomials of Newton-Schulz: rows (a, b, c) of one iteration each, and shorter ways through several of them."""
+"""The polynomials of Newton-Schulz: the coefficients of its iterations, and cheaper polynomials that merge several.
+
+Letters: R (..., s, s) is the Gram matrix X'X, Z = aI + bR + cR^2 the factor of one iteration X <- X Z, x a singular
+value of X. An iteration maps x to ax + bx^3 + cx^5.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Row = tuple[float, float, float]
+# (a, b, c) of one iteration.
+Coefficients = tuple[float, float, float]
 
-# K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024): a slope of 3.44 at 0, bought with
-# singular values that end between 0.7 and 1.2 rather than at 1.
-_NS5: tuple[Row, ...] = ((3.4445, -4.7750, 2.0315),)
+# K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). The slope at 0 is 3.44; in return,
+# singular values end between 0.7 and 1.2 instead of at 1.
+_NS5: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),)
 
 # N. Amsel, D. Persson, C. Musco, R. Gower, "The Polar Express" (arXiv 2505.16932, 2025): the best composition of
-# quintics on [1e-3, 1]. The last row repeats. The paper divides the arguments of all rows but the last by 1.01, so that
-# rounding cannot push a singular value out of the interval.
-_POLAR_EXPRESS: tuple[Row, ...] = (
+# quintics on [1e-3, 1]. The last coefficients repeat. The paper divides the arguments of all polynomials except the
+# last by 1.01, so that rounding cannot push a singular value out of the interval.
+_POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -26,32 +31,41 @@ _POLAR_EXPRESS: tuple[Row, ...] = (
 _SAFETY = 1.01
 
 
-def _cushioned(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """x -> p(x / 1.01) for all rows but the last."""
-    inner = tuple((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in rows[:-1])
-    return (*inner, rows[-1])
+def _with_safety_factor(table: tuple[Coefficients, ...]) -> tuple[Coefficients, ...]:
+    """Return the coefficients of p(x / 1.01) for all polynomials p except the last, which is not changed."""
+    inner = tuple((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in table[:-1])
+    return (*inner, table[-1])
 
 
-COEFFICIENTS: dict[str, tuple[Row, ...]] = {"ns5": _NS5, "polar-express": _cushioned(_POLAR_EXPRESS)}
+COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
+    "ns5": _NS5,
+    "polar-express": _with_safety_factor(_POLAR_EXPRESS),
+}
 
 
 @dataclass(frozen=True)
-class Start:
-    """The first iterations as one polynomial of R by repeated squares, where no eigenvalue of R exceeds `reach`.
+class MergedIterations:
+    """Several first iterations merged into one polynomial of R, computed by repeated squares.
 
-    F_0 = R / reach and F_k = a + b F_0 + c F_{k-1}^2, in the last one F_{k-2} for F_0: that is the product of all Z.
-    The coefficients have the smallest largest relative error on [0, reach] that a search found.
+    F_0 = R / max_eigenvalue and F_k = a + b F_0 + c F_{k-1}^2; the last one has F_{k-2} instead of F_0. The last F_k
+    approximates the product of the factors Z of all merged iterations, if no eigenvalue of R exceeds `max_eigenvalue`.
+    Of all coefficients that a search tried, these have the smallest maximum relative error on [0, max_eigenvalue].
+
+    Attributes:
+        coefficients: (a, b, c) of the iterations that are merged.
+        max_eigenvalue: the largest eigenvalue of R for which the polynomial is accurate.
+        squares: (a, b, c) of F_1, F_2, ...
     """
 
-    rows: tuple[Row, ...]
-    reach: float
-    squares: tuple[Row, ...]
+    coefficients: tuple[Coefficients, ...]
+    max_eigenvalue: float
+    squares: tuple[Coefficients, ...]
 
     def centred(self) -> list[tuple[float, float, float, float]]:
-        """(a, b, c, d) with E_k = a + b E_{k-1} + c E_{k-1}^2 + d E_0 for E_k = F_k - F_k(0); a = 0 but in the last.
+        """Return (a, b, c, d) of E_k = a + b E_{k-1} + c E_{k-1}^2 + d E_0 for E_k = F_k - F_k(0).
 
-        Squares double the relative error of what they square. Without its value at 0, which is most of it, half
-        precision keeps F_k much better.
+        The last one has E_{k-2} instead of E_0 and is F_k itself: only its a is not 0. Squares double the relative
+        error of what they square. Without its value at 0, which is most of it, half precision keeps F_k more exactly.
         """
         at_0, steps = [0.0], []
         for k, (a, b, c) in enumerate(self.squares):
@@ -61,12 +75,12 @@ class Start:
         return steps
 
 
-STARTS = {
-    start.rows: start
-    for start in [
-        Start(
+MERGED = {
+    merged.coefficients: merged
+    for merged in [
+        MergedIterations(
             _NS5 * 3,
-            0.29,  # where the relative error is 5.7e-4 at most
+            0.29,  # the relative error is at most 5.7e-4
             (
                 (31.98, -103.7453, 44.56008),
                 (10.74042, -20.79139, 0.02076773),
@@ -78,4 +92,5 @@ STARTS = {
     ]
 }
 
-Step = Row | Start
+# What `newton_schulz.iterate` takes one after the other.
+Iteration = Coefficients | MergedIterations

@@ -18,7 +18,7 @@ from cosmos_optim.linalg.newton_schulz import (
     HALF_SCALE,
     NewtonSchulz,
     TorchProducts,
-    fresh_at,
+    choose_gram_steps,
     gram_count,
     iterate,
     newton_schulz,
@@ -112,9 +112,9 @@ class ShardedAlgebra(Algebra):
         gain = torch.where(norm_sq > 0, scale * norm_sq.rsqrt(), torch.zeros_like(norm_sq)).to(X.dtype)
         is_wide = self.m < self.n
         Y = (X * gain).to(dtype)
-        rows = ns.rows()
-        fresh = fresh_at(max(self.m, self.n), min(self.m, self.n), rows, dtype)
-        Y = iterate(Y.mT if is_wide else Y, rows, _SummedProducts(team), scale=scale, fresh=fresh)
+        rows = ns.coefficients_of_steps()
+        fresh = choose_gram_steps(max(self.m, self.n), min(self.m, self.n), rows, dtype)
+        Y = iterate(Y.mT if is_wide else Y, rows, _SummedProducts(team), scale=scale, gram_steps=fresh)
         return (Y.mT if is_wide else Y).to(X.dtype) / scale
 
 

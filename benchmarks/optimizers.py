@@ -1,4 +1,4 @@
-"""The optimizers that are compared: each row builds one over the same parameters."""
+"""The optimizers that are compared. Each builder takes the hidden matrices (m, n) and the other parameters."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ def _groups(hidden: list[Tensor], rest: list[Tensor], rule: str) -> list[dict[st
 
 
 def cosmos(kind: type[Cosmos] = Cosmos, **hyper: Any) -> Build:
-    """COSMOS with these hyper-parameters."""
+    """Return a builder of COSMOS with these hyper-parameters."""
     return lambda hidden, rest: [kind(_groups(hidden, rest, "cosmos"), **hyper)]
 
 
 def muon(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """This library's MUON."""
+    """Build this library's Muon."""
     return [Muon(_groups(hidden, rest, "muon"))]
 
 
 def adamw(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """torch's fused AdamW for everything."""
+    """Build torch's fused AdamW for all parameters."""
     return [torch.optim.AdamW([*hidden, *rest], lr=1e-3, fused=hidden[0].is_cuda)]
 
 
 def muon_torch(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """torch's MUON, and its fused AdamW for the rest."""
+    """Build torch's Muon for the hidden matrices, and its fused AdamW for the others."""
     return [torch.optim.Muon(hidden, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, fused=hidden[0].is_cuda)]
 
 
-def loop(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """COSMOS with a group for each matrix: the plain loop that batching is measured against."""
+def cosmos_loop(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
+    """Build COSMOS with one group per matrix: the plain loop that batching is compared with."""
     groups = [{"params": [p], "rule": "cosmos"} for p in hidden]
     return [Cosmos([*groups, {"params": rest, "rule": "adam"}])]
 
 
-ROWS: dict[str, Build] = {
+BUILDERS: dict[str, Build] = {
     "cosmos": cosmos(),
     "cosmos-4": cosmos(ns_steps=4),
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
     "cosmos-eager": cosmos(cuda_graphs=False),
     "cosmos-paper": cosmos(CosmosPaper),
-    "cosmos-loop": loop,
+    "cosmos-loop": cosmos_loop,
     "muon": muon,
     "adamw": adamw,
     "muon-torch": muon_torch,

@@ -52,7 +52,7 @@ def _fixed_seed() -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of reference data beside the repository (`COSMOS_SHARED` names another place)."""
+    """Return the folder of reference data beside the repository (`COSMOS_SHARED` names another place)."""
     folder = Path(os.environ.get("COSMOS_SHARED", ROOT.parent / "shared"))
     if not folder.is_dir():
         pytest.skip(f"the reference data is not here: {folder} (set COSMOS_SHARED)")

@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """An error where the host waits for the device."""
+    """Raise an error if the host waits for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -54,12 +54,12 @@ def within(module: str, names: tuple[str, ...]) -> bool:
 
 @cache
 def tree_of(module: str) -> ast.Module:
-    """The parsed source of a module of ours."""
+    """Return the parsed source of a module of ours."""
     return ast.parse(FILES[module].read_text(), str(FILES[module]))
 
 
 def without_types(tree: ast.Module) -> ast.Module:
-    """The tree less its `if TYPE_CHECKING:` blocks, which never run."""
+    """Return the tree without its `if TYPE_CHECKING:` blocks, which never run."""
     body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING"))]
     return ast.Module(body, tree.type_ignores)
 
@@ -88,25 +88,25 @@ def attributes(tree: ast.Module) -> Iterator[str]:
 
 
 def imports_of(module: str, *, runtime: bool = False) -> set[str]:
-    """What a module of ours imports, or only what it imports when it runs."""
+    """Return what a module of ours imports, or only what it imports when it runs."""
     tree = without_types(tree_of(module)) if runtime else tree_of(module)
     return set(imports(tree, module, FILES[module].name == "__init__.py"))
 
 
 def names_of(module: str) -> set[str]:
-    """What a module of ours imports or spells out."""
+    """Return what a module of ours imports or spells out."""
     return imports_of(module) | set(attributes(tree_of(module)))
 
 
 def owner(name: str) -> str:
-    """The module of ours that an imported name comes from: `cosmos_optim.rules.cosmos.RULE` -> `...rules.cosmos`."""
+    """Return the module that an imported name comes from: `cosmos_optim.rules.cosmos.RULE` -> `...rules.cosmos`."""
     while name not in FILES:
         name = name.rpartition(".")[0]
     return name
 
 
 def room(module: str) -> int:
-    """The position of a module's room in `ORDER`."""
+    """Return the position of a module's room in `ORDER`."""
     first = module.removeprefix("cosmos_optim").removeprefix(".").partition(".")[0]
     assert first in ORDER, f"{module} is in no room: add {first!r} to ORDER in {__file__}"
     return ORDER.index(first)

@@ -8,7 +8,14 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 
 from cosmos_optim.cuda.kernels.syrk import ALL, Only, SymmetricProducts
 from cosmos_optim.cuda.memory_pool import ALIGN, MemoryPool, newton_schulz_bytes
-from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, fresh_at, iterate, with_start
+from cosmos_optim.linalg.newton_schulz import (
+    HALF_SCALE,
+    NewtonSchulz,
+    TorchProducts,
+    choose_gram_steps,
+    iterate,
+    merge_first_iterations,
+)
 from tests.cuda.reference import INTERPRETED
 
 CPU = torch.device("cpu")
@@ -74,14 +81,14 @@ class PooledTorchProducts(TorchProducts):
 def test_newton_schulz_fits_in_the_estimated_bytes(steps: int, shape: tuple[int, int], shortened: bool) -> None:
     """No product finds the pool full, and none overwrites what another still reads; also with the short start."""
     X = torch.nn.functional.normalize(torch.randn(3, *shape, dtype=torch.float64), dim=(1, 2))
-    rows = NewtonSchulz(steps=steps).rows()
-    fresh = fresh_at(*shape, rows, torch.float16)
+    rows = NewtonSchulz(steps=steps).coefficients_of_steps()
+    fresh = choose_gram_steps(*shape, rows, torch.float16)
     pool = MemoryPool(newton_schulz_bytes(3, *shape, 8, len(fresh), steps), CPU)
     products, out = PooledTorchProducts(pool), torch.empty_like(X)
-    now, when = with_start(rows, fresh) if shortened else (rows, fresh)
-    result = iterate(X, now, products, fresh=when, out=out)
+    now, when = merge_first_iterations(rows, fresh) if shortened else (rows, fresh)
+    result = iterate(X, now, products, gram_steps=when, out=out)
     assert products.outside == 0
-    torch.testing.assert_close(result, iterate(X, rows, TorchProducts(), fresh=fresh), rtol=FLOAT64, atol=FLOAT64)
+    torch.testing.assert_close(result, iterate(X, rows, TorchProducts(), gram_steps=fresh), rtol=FLOAT64, atol=FLOAT64)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU whole steps use the pool")
@@ -89,7 +96,9 @@ def test_symmetric_products_in_the_pool_equal_those_outside_of_it() -> None:
     """Bit for bit, under the interpreter."""
     X = (torch.nn.functional.normalize(torch.randn(2, 48, 32), dim=(1, 2)) * HALF_SCALE).half()
     pool = MemoryPool(newton_schulz_bytes(2, 48, 32, 2, 2, 5), CPU)
-    rows = NewtonSchulz().rows()
-    pooled = iterate(X, rows, SymmetricProducts(pool.like), scale=HALF_SCALE, fresh={0, 3}, out=torch.empty_like(X))
-    plain = iterate(X, rows, SymmetricProducts(), scale=HALF_SCALE, fresh={0, 3}, out=torch.empty_like(X))
+    rows = NewtonSchulz().coefficients_of_steps()
+    pooled, plain = (
+        iterate(X, rows, products, scale=HALF_SCALE, gram_steps={0, 3}, out=torch.empty_like(X))
+        for products in (SymmetricProducts(pool.like), SymmetricProducts())
+    )
     assert torch.equal(pooled, plain)

@@ -170,7 +170,7 @@ KINDS = [(Cosmos, {"rank": 4}), (CosmosPaper, {"rank": 4}), (Muon, {}), (NorMuon
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Lists every compilation: the kernel, and whether it was asked for ahead of the launch."""
+    """List every compilation: the kernel, and whether it was asked for ahead of the launch."""
     seen: list[tuple[str, bool]] = []
 
     def note(*, repr: str, is_manual_warmup: bool, **_: object) -> None:

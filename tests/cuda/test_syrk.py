@@ -13,7 +13,7 @@ from cosmos_optim.cuda.kernels.syrk import (
     supports,
     symmetric_product,
 )
-from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate, with_start
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate, merge_first_iterations
 from tests.cuda.reference import relative_error
 
 SUM = 1e-5  # float32 products in another order (the interpreter's operands are float32 here)
@@ -75,8 +75,8 @@ def test_newton_schulz_over_symmetric_products_equals_it_in_float64(fresh: set[i
     """Run the same loop over these products and over torch's, with every Gram matrix formed from X and with two."""
     X, tolerance = stack(device, 64, 24)
     X = (X.float() / torch.linalg.vector_norm(X.float(), dim=(1, 2), keepdim=True) * 32).to(X.dtype)
-    rows = NewtonSchulz().rows()
-    ours = iterate(X, rows, SymmetricProducts(), scale=32.0, fresh=fresh)
+    rows = NewtonSchulz().coefficients_of_steps()
+    ours = iterate(X, rows, SymmetricProducts(), scale=32.0, gram_steps=fresh)
     assert relative_error(ours, iterate(X.double(), rows, TorchProducts(), scale=32.0)) < FIVE_STEPS * tolerance
 
 
@@ -107,9 +107,9 @@ def test_only_a_matrix_without_a_leading_direction_takes_the_short_start(
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)
     weight = (32.0 / norm).square() if weighted else None
     start = (X if weighted else X * 32 / norm).to(torch.float16 if device.type == "cuda" else torch.float32)
-    rows = NewtonSchulz().rows()
-    steps, when = with_start(rows, fresh)
-    ours = iterate(start, steps, SymmetricProducts(), weight=weight, scale=32.0, fresh=when)
+    rows = NewtonSchulz().coefficients_of_steps()
+    steps, when = merge_first_iterations(rows, fresh)
+    ours = iterate(start, steps, SymmetricProducts(), weight=weight, scale=32.0, gram_steps=when)
     exact = iterate((X / norm).double() * 32, rows, TorchProducts(), scale=32.0)
     ours = ours * 32 / norm if weighted else ours
     assert relative_error(ours[0], exact[0]) < FIVE_STEPS * tolerance + SHORT_START

@@ -19,7 +19,7 @@ tyro = pytest.importorskip("tyro")
 
 @pytest.fixture
 def small(tiny_run: RunConfig) -> list[str]:
-    """Flags that turn any recipe into a run of a second."""
+    """Return flags that turn any recipe into a run of a second."""
     c = tiny_run
     return [
         "--model", "tiny", "--width", "64", "--depth", "1", "--mlp", "96", "--vocab-size", "64", "--data", c.data.data,

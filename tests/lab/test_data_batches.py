@@ -206,7 +206,7 @@ def test_bad_arguments_are_refused_by_name(source: TokenSource, arguments: dict[
 
 
 def splitmix64(x: int) -> int:
-    """The published generator's output for state x, in Python's integers."""
+    """Return the published generator's output for state x, in Python's integers."""
     mask = 2**64 - 1
     x = (x + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

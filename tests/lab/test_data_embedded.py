@@ -20,7 +20,7 @@ CACHED_SECONDS = 3.0  # The aim is 1 s.
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded data, made for real; the time of it is part of the promise."""
+    """Return the embedded data, made for real; the time of it is part of the promise."""
     folder = tmp_path_factory.mktemp("cache")
     start = time.monotonic()
     embedded.embedded_shards(folder)

@@ -28,7 +28,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def leftovers(cache: Path) -> list[str]:
-    """What a failed unpacking must not leave: anything but empty lock files."""
+    """Return what a failed unpacking must not leave: anything except empty lock files."""
     return sorted(str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.stat().st_size)
 
 

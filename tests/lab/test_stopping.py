@@ -36,7 +36,7 @@ def _known_handlers() -> Iterator[None]:
 
 
 def flags_of(config: RunConfig, *left_out: str) -> list[str]:
-    """The flags that make any recipe's run this one."""
+    """Return the flags that make any recipe's run this one."""
     words: list[str] = []
     for name, value in config.flat().items():
         flag = name.replace("_", "-")

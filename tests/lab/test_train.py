@@ -178,7 +178,7 @@ def test_micro_batches_fit_the_pass_and_divide_the_batch() -> None:
 
 @pytest.fixture
 def beyond(tmp_path: Path) -> str:
-    """Data with ids beyond the 512 of the preset "tiny", 513 in the text to validate with alone."""
+    """Write data with ids beyond the 512 of the preset "tiny", 513 in the text to validate with alone."""
     write_shard(tmp_path / "book_train.bin", np.arange(4000) % 513)
     write_shard(tmp_path / "book_val.bin", np.arange(1000) % 514)
     return str(tmp_path / "book")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def gpu_run(tiny_run: RunConfig) -> RunConfig:
-    """The tiny run on the GPU, without compilation."""
+    """Return the tiny run on the GPU, without compilation."""
     return tiny_run.replace(device="cuda", compile="off", diagnostics_every=0)
 
 

@@ -1,4 +1,4 @@
-"""Look at the gradients before anything is written: is one not finite, is one the first that is not zero?
+"""Look at the gradients before anything is written, for one that is not finite and for first ones.
 
 One pass over all gradients gives the largest |g| of each matrix (`grad_max`); everything else follows from these few
 numbers. On a GPU they stay there once every parameter has started, so a step makes the host wait for nothing.

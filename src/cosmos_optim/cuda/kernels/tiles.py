@@ -5,8 +5,7 @@ product keeps x1 y1 + x1 y2 + x2 y1. Tensor cores multiply the parts at full rat
 times as fast as float32 arithmetic. There are two kinds of parts:
 
 - float16 parts hold 22 bits, but only of numbers of moderate size. So a power of two first scales the largest entry to
-  about 2^10: the largest of the matrix if it is known, else of the tile. The error is about 2^-22; everything that
-  tracks the eigenbasis uses them.
+  about 2^10. The error is about 2^-22; everything that tracks the eigenbasis uses them.
 - bfloat16 parts hold 16 bits of any number. The error is about 2^-17; the momentum and the addition of P U' use them.
 
 The product of each tile starts a new sum, because tensor cores truncate what falls off the end of a long sum instead of

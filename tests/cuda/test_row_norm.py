@@ -64,7 +64,7 @@ def test_factors_of_rows_reach_both_parts_of_an_update(device: torch.device) -> 
     b, norm_sq = torch.rand(2, 1, 1).to(device), torch.rand(2, 1, 1).to(device).double() + 1
     gain, D_sq = torch.rand(2, m, 1).to(device) + 0.5, torch.rand(2, 33).to(device).double()
     given = {"P": P, "BU": BU, "row_gain": gain, "other_sq": D_sq, "target_norm": 9.0}
-    coefficients, parts = update_coefficients(b, norm_sq, 0.01, 0.9, **given)
+    coefficients, parts = update_coefficients(b, norm_sq, 0.01, 0.9, torch.ones(2, device=device), **given)
     assert parts is not None
     W = MatrixList.of([torch.randn(m, n).to(device) for _ in range(2)])
     before, B = W.stacked(torch.float64), torch.randn(2, m, 24).half().to(device)[:, :, :n]

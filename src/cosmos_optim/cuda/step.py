@@ -102,7 +102,7 @@ def cosmos_step_(
         v, rows, D_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
         sums = {"other_sq": total(D_sq)}
     k, PU = update_coefficients(
-        b, norm_sq, lr, decay, P=P, BU=BU, row_gain=rows, grad_max=grad_max, target_norm=unit, **sums)  # L10, L11
+        b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, target_norm=unit, **sums)# L10, L11
     update_(W, B, PU, U_wide, k, skip, seeds, rows)                                         #      W <- decay W - lr D
     return CosmosState(M, U, S, V, v)
 
@@ -131,8 +131,7 @@ def muon_step_(
     else:                                                                                   # L7   sqrt(m) B
         b = t.new_full((1, 1, 1), SCALINGS[scaling](m, n))
     target = 0.0 if b is not None else unit                                                 #      0: D keeps its size
-    k, _ = update_coefficients(
-        b, norm_sq, lr, decay, row_gain=rows, grad_max=grad_max, B_sq=B_sq, other_sq=D_sq, target_norm=target)
+    k, _ = update_coefficients(b, norm_sq, lr, decay, grad_max, B_sq=B_sq, other_sq=D_sq, target_norm=target)
     update_(W, B, None, None, k, skip, seeds, rows)                                         #      W <- decay W - lr D
     return MuonState(M) if v is None else NorMuonState(M, v)
 

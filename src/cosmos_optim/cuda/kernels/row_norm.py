@@ -46,20 +46,20 @@ def row_norm_sq(X: Tensor) -> Tensor:
 
 @jit
 def _even_rows(
-    p, b_row_sq, v, b, norm_sq, new, gain, d_sq, k, r, n, b_step, beta, one_minus_beta, eps,
-    BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, P: tl.constexpr,
+    p, b_row_sq, v, b, norm_sq, new, gain, d_sq, k, r, n, beta, one_minus_beta, eps,
+    BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
 ):  # fmt: skip
     block, batch, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
     at, inside = batch * k + row, row < k
     scale = 1.0 / tl.load(norm_sq + batch)
-    if B:
-        factor = tl.load(b + batch * b_step).to(tl.float64)
+    if THIN:
+        factor = tl.load(b + batch).to(tl.float64)
         scale = scale * factor * factor
     # `overlap` computes b_row_sq as the difference of two sums, which may be below zero by rounding.
     q = tl.load(b_row_sq + at, mask=inside, other=0.0).to(tl.float64)
     q = tl.where(q > 0, q * scale, 0.0)
-    if P:
+    if THIN:
         value = load_thin(p + batch.to(tl.int64) * k * r, row, tl.arange(0, R), k, r)
         q += tl.sum(value * value, axis=1).to(tl.float64)
     V = beta * tl.load(v + at, mask=inside, other=0.0) + one_minus_beta * (q / n).to(tl.float32)
@@ -80,11 +80,10 @@ def row_gains(
     Args:
         v: (B, m, 1) float32, the second moment so far.
         B_row_sq: norm_sq |B_i|^2 (B, m).
-        norm_sq: (B, 1, 1) float64, from `gains.norms`.
+        norm_sq: (B, 1, 1) float64, from `gains.norm_and_weight`.
         n: columns of D.
         beta, eps: of the second moment.
-        b: (B or 1, 1, 1), None for 1.
-        P: (B, m, r), None for 0.
+        b, P: (B, 1, 1) and (B, m, r), or both None, for 1 and 0.
     """
     batch, k, r = (*v.shape[:2], 16) if P is None else P.shape
     v, R = v.contiguous(), power_of_two(r)
@@ -93,7 +92,6 @@ def row_gains(
     D_sq = torch.empty(batch, blocks, dtype=torch.float64, device=v.device)
     _even_rows[(blocks, batch)](
         v if P is None else P.contiguous(), B_row_sq, v, v if b is None else b, norm_sq, new, gain, D_sq, k, r, n,
-        int(b is not None and b.numel() > 1), beta, 1 - beta, eps, BLOCK=block, R=R, B=b is not None, P=P is not None,
-        num_warps=4,
+        beta, 1 - beta, eps, BLOCK=block, R=R, THIN=P is not None, num_warps=4,
     )  # fmt: skip
     return new, gain, D_sq

@@ -136,7 +136,7 @@ def launch_products() -> None:
     project_transposed(G, split(Y, torch.float16, x_max=x_max), x_max, RANK, x_max)
     block_max = momentum_(M, G, 0.1, (half, wide), RANK, None, x_max)[2]
     parts = split(Y, torch.bfloat16)
-    residual(M, G, 0.9, 0.1, parts, wide, block_max, torch.float16)
+    residual(M, G, 0.9, 0.1, parts, wide, block_max)
     overlap(X, half, RANK)
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)
     power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)

@@ -116,7 +116,7 @@ def test_gradients_of_any_size_keep_their_precision(size: float, device: torch.d
     assert relative_error(project(X, half, 4, max_abs(X)), X.stacked(torch.float64) @ U.double()) < PRODUCT
     _, MU, block_max = momentum_(M, X, 0.1, (half, wide), 4, None, max_abs(X))
     minus = split(MU, torch.bfloat16, scale=-1.0)
-    buffer, norm_sq, scale = residual(M, X, 1.0, 0.0, minus, wide, block_max, torch.float16)
+    buffer, norm_sq, scale = residual(M, X, 1.0, 0.0, minus, wide, block_max)
     N = M.stacked(torch.float64)
     exact = N - (N @ U.double()) @ U.double().mT
     assert relative_error(buffer.double() / scale.double(), exact) < FLOAT16
@@ -162,7 +162,7 @@ def test_residual_equals_its_formula_in_float64(case: Case, a: float, b: float, 
     N = a * M.stacked(torch.float64) + b * G.stacked(torch.float64)
     P, block_max = -(N @ U.double()), torch.maximum(max_abs(M), max_abs(G))[:, None]
     parts = split(P.float(), torch.bfloat16), split(U, torch.bfloat16)
-    buffer, norm_sq, scale = residual(M, G, a, b, *parts, block_max, torch.float16)
+    buffer, norm_sq, scale = residual(M, G, a, b, *parts, block_max)
     exact = N + P @ U.double().mT
     assert buffer.shape == (2, max(m, n), min(m, n))
     assert buffer.stride(1) % 8 == 0

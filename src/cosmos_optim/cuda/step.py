@@ -89,7 +89,7 @@ def cosmos_step_(
     V, P, minus_NU, (P_sq, NU_sq) = soap_half(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
         extra_steps=int(nesterov))                                                          # L7, L8
-    X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max, torch.float16)     #      N - N U U'
+    X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max)                    #      N - N U U'
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      before the products
     B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L9
@@ -118,7 +118,7 @@ def muon_step_(
     unit = math.sqrt(m * n)
 
     _, _, M_max = momentum_(M, G, 1 - momentum, None, 1, skip)                              # L4
-    X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max, torch.float16)                 # L5   N
+    X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max)                                # L5   N
     B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L6   NS5(N / |N|)
 
     b = rows = B_sq = D_sq = v = None
@@ -152,7 +152,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
     steps, fresh = schedule(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
     # The chunk's stream reads the result, so the result must be its memory: the other stream reuses its own too early.
     batch, long, short = X.shape
-    out = X if len(fresh) > 1 else work_buffer(batch, long, short, torch.float16, X.device)
+    out = X if len(fresh) > 1 else work_buffer(batch, long, short, X.device)
     streams = Streams.of(X.device)
     with streams.products():
         pool = streams.pool(newton_schulz_memory(batch, long, short, ns))

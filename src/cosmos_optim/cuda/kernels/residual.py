@@ -67,14 +67,13 @@ def _residual(
         value = value * c
         inside = (i[:, None] < m) & (j[None, :] < n)
         squares += tl.where(inside, value * value, 0.0)
-        tl.store(target + i[:, None] * om + j[None, :] * on, value.to(out.dtype.element_ty), mask=inside)
+        tl.store(target + i[:, None] * om + j[None, :] * on, value.to(tl.float16), mask=inside)
     tl.store(norm_sq_parts + batch * tl.num_programs(0) + block, tl.sum(squares))
     tl.store(scale + batch, c)
 
 
 def residual(
     M: MatrixList, G: MatrixList, a: float, b: float, P: Tensor | None, U: Tensor | None, block_max: Tensor,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the work buffer X (B, long, short), |X|^2 by row blocks (B, blocks), and the factor c (B, 1, 1).
 
@@ -83,13 +82,12 @@ def residual(
         a, b: weights of M and G.
         P, U: in bfloat16 parts (2, B, m or n, R), or None for c (a M + b G); P has its sign.
         block_max: the largest |entry| of M and G by blocks (B, blocks), from `momentum_`.
-        dtype: of the work buffer.
     """
     (m, n), batch = M.shape, len(M)
     R = 16 if U is None else U.shape[-1]
     target = M.rows_source()
     how = (LAUNCH if target["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
-    X = work_buffer(batch, m, n, dtype, M.device)
+    X = work_buffer(batch, m, n, M.device)
     blocks = -(-m // how.rows)
     norm_sq_parts = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
@@ -105,7 +103,7 @@ def residual(
     return X, norm_sq_parts, c
 
 
-def work_buffer(batch: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an empty (B, max(m, n), min(m, n)) stack with rows that begin at multiples of 16 bytes."""
+def work_buffer(batch: int, m: int, n: int, device: torch.device) -> Tensor:
+    """Return an empty float16 stack (B, max(m, n), min(m, n)) with rows that begin at multiples of 16 bytes."""
     long, short = max(m, n), min(m, n)
-    return torch.empty(batch, long, -(-short // 8) * 8, dtype=dtype, device=device)[:, :, :short]
+    return torch.empty(batch, long, -(-short // 8) * 8, dtype=torch.float16, device=device)[:, :, :short]

@@ -11,12 +11,12 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
 from cosmos_optim.cuda.kernels.gather import can_gather, gather, scatter_
 from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
-from cosmos_optim.cuda.kernels.reductions import add_parts, norm_sq_and_max
+from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
 from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import soap_half
 from cosmos_optim.cuda.kernels.split_precision import split
 from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
-from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, orthonormal_columns, relative_error, sum_of_parts
+from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, add_parts, orthonormal_columns, relative_error, sum_of_parts
 
 # Rows and columns of a thin factor: less than a block, more than one, a rank that is not a power of two.
 SHAPES = [(20, 4), (75, 9), (70, 16)]

@@ -9,7 +9,6 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 from cosmos_optim.cuda.kernels.momentum import momentum_
 from cosmos_optim.cuda.kernels.project import overlap, project
 from cosmos_optim.cuda.kernels.project_transposed import project_transposed
-from cosmos_optim.cuda.kernels.reductions import add_parts
 from cosmos_optim.cuda.kernels.residual import residual
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split, split_both
 from cosmos_optim.cuda.kernels.update import update_
@@ -19,8 +18,10 @@ from tests.cuda.reference import (
     BFLOAT16,
     BFLOAT16_PARTS,
     FLOAT16,
+    add_parts,
     orthonormal_columns,
     relative_error,
+    stacked,
     sum_of_parts,
 )
 
@@ -55,7 +56,7 @@ def halves(U: Tensor) -> Tensor:
 
 def max_abs(X: MatrixList) -> Tensor:
     """Return the largest |entry| of each matrix."""
-    return X.stacked().abs().amax((1, 2))
+    return stacked(X).abs().amax((1, 2))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2**-20), (torch.bfloat16, 2**-14)])
@@ -94,7 +95,7 @@ def test_project_equals_the_product_in_float64(case: Case, device: torch.device)
     X = matrices(*case, device)
     U = orthonormal_columns(X.shape[1], 9, device)
     Y = project(X, halves(U), 9, max_abs(X))
-    assert relative_error(Y, X.stacked(torch.float64) @ U.double()) < PRODUCT
+    assert relative_error(Y, stacked(X, torch.float64) @ U.double()) < PRODUCT
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,7 +105,7 @@ def test_correlate_equals_the_product_in_float64(case: Case, device: torch.devic
     Y = torch.randn(2, X.shape[0], 9).to(device) * 1e-7
     y_max = Y.abs().amax((1, 2))
     C = project_transposed(X, split(Y, torch.float16, x_max=y_max), y_max, 9, max_abs(X))
-    assert relative_error(C, X.stacked(torch.float64).mT @ Y.double()) < PRODUCT
+    assert relative_error(C, stacked(X, torch.float64).mT @ Y.double()) < PRODUCT
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -113,11 +114,11 @@ def test_gradients_of_any_size_keep_their_precision(size: float, device: torch.d
     X, M = (matrices(20, 18, torch.float32, "rows", device, size) for _ in range(2))
     U = orthonormal_columns(18, 4, device)
     half, wide = split_both(U)
-    assert relative_error(project(X, half, 4, max_abs(X)), X.stacked(torch.float64) @ U.double()) < PRODUCT
+    assert relative_error(project(X, half, 4, max_abs(X)), stacked(X, torch.float64) @ U.double()) < PRODUCT
     _, MU, block_max = momentum_(M, X, 0.1, (half, wide), 4, None, max_abs(X))
     minus = split(MU, torch.bfloat16, scale=-1.0)
     buffer, norm_sq, scale = residual(M, X, 1.0, 0.0, minus, wide, block_max)
-    N = M.stacked(torch.float64)
+    N = stacked(M, torch.float64)
     exact = N - (N @ U.double()) @ U.double().mT
     assert relative_error(buffer.double() / scale.double(), exact) < FLOAT16
     found = add_parts(norm_sq) / scale.double().square()
@@ -130,27 +131,27 @@ def test_momentum_updates_m_and_returns_both_products_and_the_largest_entry(case
     G, M, alone = (matrices(*case, device) for _ in range(3))
     for x, y in zip(alone.tensors, M.tensors, strict=True):
         x.copy_(y)
-    before, gradient, U = M.stacked(torch.float64), G.stacked(), orthonormal_columns(G.shape[1], 9, device)
+    before, gradient, U = stacked(M, torch.float64), stacked(G), orthonormal_columns(G.shape[1], 9, device)
     GU, MU, block_max = momentum_(M, G, 0.1, split_both(U), 9, None, max_abs(G))
     exact = before + 0.1 * (gradient.double() - before)
-    assert relative_error(M.stacked(), exact) < (LERP if M.dtype is torch.float32 else BFLOAT16)
+    assert relative_error(stacked(M), exact) < (LERP if M.dtype is torch.float32 else BFLOAT16)
     assert relative_error(GU, gradient.double() @ U.double()) < PRODUCT
-    assert relative_error(MU, M.stacked(torch.float64) @ U.double()) < BFLOAT16_PARTS
+    assert relative_error(MU, stacked(M, torch.float64) @ U.double()) < BFLOAT16_PARTS
     assert torch.equal(block_max.amax(1), torch.maximum(max_abs(G), max_abs(M)))
     momentum_(alone, G, 0.1, None, 1, None)
-    assert torch.equal(alone.stacked(), M.stacked())
+    assert torch.equal(stacked(alone), stacked(M))
 
 
 def test_a_skipped_step_writes_neither_momentum_nor_parameters(device: torch.device) -> None:
     """The flag is read on the device."""
     skip = torch.tensor(True, device=device)
     G, M, W = (matrices(20, 18, torch.float32, "rows", device) for _ in range(3))
-    M_before, W_before = M.stacked(), W.stacked()
+    M_before, W_before = stacked(M), stacked(W)
     momentum_(M, G, 0.1, split_both(orthonormal_columns(18, 4, device)), 4, skip, max_abs(G))
     B = torch.ones(2, 20, 24, dtype=torch.float16, device=device)[:, :, :18]
     update_(W, B, None, None, torch.ones(2, 2, device=device), skip)
-    assert torch.equal(M.stacked(), M_before)
-    assert torch.equal(W.stacked(), W_before)
+    assert torch.equal(stacked(M), M_before)
+    assert torch.equal(stacked(W), W_before)
 
 
 @pytest.mark.parametrize("case", CASES[:4])
@@ -159,7 +160,7 @@ def test_residual_equals_its_formula_in_float64(case: Case, a: float, b: float, 
     """The buffer holds c (a M + b G + P U'), always tall, and comes with its squared norm."""
     M, G = matrices(*case, device), matrices(*case, device)
     (m, n), U = M.shape, orthonormal_columns(M.shape[1], 9, device)
-    N = a * M.stacked(torch.float64) + b * G.stacked(torch.float64)
+    N = a * stacked(M, torch.float64) + b * stacked(G, torch.float64)
     P, block_max = -(N @ U.double()), torch.maximum(max_abs(M), max_abs(G))[:, None]
     parts = split(P.float(), torch.bfloat16), split(U, torch.bfloat16)
     buffer, norm_sq, scale = residual(M, G, a, b, *parts, block_max)
@@ -176,19 +177,19 @@ def test_update_equals_its_formula_in_float64(case: Case, device: torch.device) 
     """Compute W <- decay W - b B + P U' with coefficients of each matrix."""
     W = matrices(*case, device)
     m, n = W.shape
-    before, U, P = W.stacked(torch.float64), orthonormal_columns(n, 9, device), torch.randn(2, m, 9).to(device)
+    before, U, P = stacked(W, torch.float64), orthonormal_columns(n, 9, device), torch.randn(2, m, 9).to(device)
     B = torch.randn(2, max(m, n), 48, device=device).half()[:, :, : min(m, n)]
     coefficients = torch.tensor([[0.9, 0.5], [0.8, -2.0]], device=device)
     update_(W, B, split(P, torch.bfloat16), split(U, torch.bfloat16), coefficients, None)
     decay, b = coefficients.double().view(2, 2, 1, 1).unbind(1)
     exact = decay * before - b * (B if m >= n else B.mT).double() + P.double() @ U.double().mT
-    assert relative_error(W.stacked(), exact) < (BFLOAT16_PARTS if W.dtype is torch.float32 else BFLOAT16)
+    assert relative_error(stacked(W), exact) < (BFLOAT16_PARTS if W.dtype is torch.float32 else BFLOAT16)
 
 
 def test_update_draws_the_same_stochastic_rounding_as_the_engine(device: torch.device) -> None:
     """A parameter must not depend on whether a kernel or torch rounds it."""
     W = MatrixList.of([torch.randn(20, 18).to(device, torch.bfloat16) for _ in range(2)])
-    before = W.stacked()
+    before = stacked(W)
     B = torch.randn(2, 20, 24, device=device).half()[:, :, :18]
     update_(W, B, None, None, torch.tensor([[1.0, 0.01]] * 2, device=device), None,
             torch.tensor([3, 4], dtype=torch.int32, device=device))  # fmt: skip

@@ -65,8 +65,3 @@ def norm_sq_and_max(X: Tensor) -> tuple[Tensor, Tensor]:
     max_abs_parts = torch.empty(batch, parts, dtype=torch.float32, device=X.device)
     _measure[(parts, batch)](X, norm_sq_parts, max_abs_parts, size, SPAN=span, BLOCK=block, num_warps=4)
     return norm_sq_parts, max_abs_parts
-
-
-def add_parts(parts: Tensor) -> Tensor:
-    """Add a sum by parts (B, ...): (B, 1, 1) in float64."""
-    return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)

@@ -133,9 +133,9 @@ def launch_products() -> None:
     half, wide = split_both(U)
     x_max, X = torch.ones(BATCH), torch.randn(BATCH, ROWS, COLS).half()
     project(G, half, RANK, x_max)
-    project_transposed(G, split(Y, torch.float16, x_max=x_max), x_max, RANK, x_max)
+    project_transposed(G, split(Y, x_max), x_max, RANK, x_max)
     block_max = momentum_(M, G, 0.1, (half, wide), RANK, None, x_max)[2]
-    parts = split(Y, torch.bfloat16)
+    parts = split_both(Y)[1]
     residual(M, G, 0.9, 0.1, parts, wide, block_max)
     overlap(X, half, RANK)
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)

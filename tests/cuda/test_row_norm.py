@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 
 from cosmos_optim.cuda.kernels.gains import update_coefficients
 from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
-from cosmos_optim.cuda.kernels.split_precision import split
+from cosmos_optim.cuda.kernels.split_precision import split_both
 from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.pointer_list import MatrixList
 from tests.cuda.reference import (
@@ -75,7 +75,7 @@ def test_factors_of_rows_reach_both_parts_of_an_update(device: torch.device) -> 
     assert parts is not None
     W = MatrixList.of([torch.randn(m, n).to(device) for _ in range(2)])
     before, B = stacked(W, torch.float64), torch.randn(2, m, 24).half().to(device)[:, :, :n]
-    update_(W, B, parts, split(U, torch.bfloat16), coefficients, None, None, gain)
+    update_(W, B, parts, split_both(U)[1], coefficients, None, None, gain)
     size = 0.01 * 9 / add_parts(D_sq).sqrt()
     thin = gain.double() * (size * b / norm_sq.sqrt() * BU - size * P)
     assert relative_error(sum_of_parts(parts, r), thin) < BFLOAT16_PARTS

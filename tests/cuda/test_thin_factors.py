@@ -14,7 +14,7 @@ from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
 from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
 from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import soap_half
-from cosmos_optim.cuda.kernels.split_precision import split
+from cosmos_optim.cuda.kernels.split_precision import split_both
 from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
 from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, add_parts, orthonormal_columns, relative_error, sum_of_parts
 
@@ -157,7 +157,7 @@ def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, extr
     assert relative_error(P, NU.double() / c1 / root * tracked.double()) < FLOAT32
     for x, parts in zip((P, NU), norm_sq_parts, strict=True):
         assert relative_error(parts.sum(1), norm_sq(x)) < FLOAT32
-    assert torch.equal(minus_NU, split(NU, torch.bfloat16, scale=-1.0))
+    assert torch.equal(minus_NU, split_both(-NU)[1])
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])

@@ -11,7 +11,7 @@ from cosmos_optim.cuda.kernels import jacobi
 from cosmos_optim.cuda.kernels.launch import power_of_two
 from cosmos_optim.cuda.kernels.project import project
 from cosmos_optim.cuda.kernels.project_transposed import project_transposed
-from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split
+from cosmos_optim.cuda.kernels.split_precision import split
 from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg.algebra import Algebra
@@ -28,14 +28,14 @@ class ListAlgebra(Algebra):
 
     def mm(self, X: Any, U: Tensor) -> Tensor:
         """Return X U."""
-        return project(X, split(U, torch.float16, scale=BASIS_SCALE), U.shape[-1], self.grad_max)
+        return project(X, split(U), U.shape[-1], self.grad_max)
 
     def tn(self, X: Any, Y: Tensor) -> Tensor:
         """Return X'Y, of a list or of a thin factor X."""
         if isinstance(X, Tensor):
             return self.un(X, Y)
         Y_max = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
-        return project_transposed(X, split(Y, torch.float16, x_max=Y_max), Y_max, Y.shape[-1], self.grad_max)
+        return project_transposed(X, split(Y, Y_max), Y_max, Y.shape[-1], self.grad_max)
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
         """Return A'B of thin factors."""

@@ -33,7 +33,7 @@ from cosmos_optim.cuda.kernels.residual import residual, work_buffer
 from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
 from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import soap_half
-from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split, split_both
+from cosmos_optim.cuda.kernels.split_precision import split, split_both
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
 from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
 from cosmos_optim.cuda.kernels.update import update_
@@ -74,7 +74,7 @@ def cosmos_step_(
     (m, n), guard, a = W.shape, residual_guard, b1 if nesterov else 1.0
     unit = math.sqrt(m * n)                                                                 # |D| if its RMS is 1
 
-    Y = project(G, split(U_old, torch.float16, scale=BASIS_SCALE), r, grad_max)             # L5   G U
+    Y = project(G, split(U_old), r, grad_max)                                               # L5   G U
     Y_sq, Y_max = norm_sq_and_max(Y)
     Y, Y_max, c = scale_for_power_step(Y, S, total(Y_sq), Y_max)                            #      G U / c
     HU = total(project_transposed(G, Y, Y_max, r, grad_max))                                #      G'G U / c

@@ -20,7 +20,15 @@ from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts, sum_parts
 from cosmos_optim.cuda.kernels.thin_qr import plan, supports, warps
-from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_thin, scale_down, scale_up, split_float16
+from cosmos_optim.cuda.kernels.tiles import (
+    dot_split_tile,
+    exponent,
+    load_thin,
+    scale_down,
+    scale_up,
+    split_float16,
+    store_float16_parts,
+)
 
 
 @jit
@@ -35,10 +43,8 @@ def _scaled(
     c = tl.where(c > 0, c, 1.0)
     scaled_max = max_parts(max_abs_parts, batch, parts, PARTS) / c
     value = load_thin(x + batch.to(tl.int64) * k * r, row, col, k, r) / c
-    y1, y2 = split_float16(value * scale_up(exponent(scaled_max)))
-    at, inside = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :], row[:, None] < k
-    tl.store(at, y1, mask=inside)
-    tl.store(at + part_stride, y2, mask=inside)
+    at = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
+    store_float16_parts(at, part_stride, value * scale_up(exponent(scaled_max)), row[:, None] < k)
     if block == 0:
         tl.store(scale + batch, c)
         tl.store(y_max + batch, scaled_max)

@@ -12,7 +12,7 @@ from cosmos_optim.cuda.kernels.launch import power_of_two
 from cosmos_optim.cuda.kernels.project import project
 from cosmos_optim.cuda.kernels.project_transposed import project_transposed
 from cosmos_optim.cuda.kernels.split_precision import split
-from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product
+from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.subspace import OVERSAMPLING
@@ -39,7 +39,8 @@ class ListAlgebra(Algebra):
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
         """Return A'B of thin factors."""
-        return thin_product(A, B)
+        r = A.shape[-1]
+        return thin_product_parts(A, B).sum(1)[:, :r, :r]
 
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Return orthonormal columns with the span of Y."""

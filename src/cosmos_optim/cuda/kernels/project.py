@@ -22,6 +22,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     dot_split_tile,
     exponent,
     load_full_columns,
+    load_parts,
     load_tile,
     matrix_start,
     rows_of_class,
@@ -78,7 +79,7 @@ def _masked_tile(
     """Return acc + the product over any columns j, some of which may not exist."""
     a = load_tile(start, i, j, m, n, sm, sn).to(tl.float32)
     at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
-    b1, b2 = tl.load(at, mask=held, other=0.0), tl.load(at + u_step, mask=held, other=0.0)
+    b1, b2 = load_parts(at, u_step, held)
     return dot_split_tile(a, e, b1, b2, acc, SINGLE_PART, False, FLOAT32_DOTS)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, jit, tl
-from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_tile, matrix_start, scale_down
+from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_parts, load_tile, matrix_start, scale_down
 from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(128, 32, warps=4, stages=4)
@@ -41,7 +41,7 @@ def _correlate(
             a = next_tile.to(tl.float32)
             next_tile = load_tile(start, i + BK, j, m, n, sm, sn)
         at = base + i[:, None] * R + c[None, :]
-        b1, b2 = tl.load(at, mask=i[:, None] < m, other=0.0), tl.load(at + y_step, mask=i[:, None] < m, other=0.0)
+        b1, b2 = load_parts(at, y_step, i[:, None] < m)
         acc = dot_split_tile(a, e, b1, b2, acc, SINGLE_PART, True, FLOAT32_DOTS)
     value = tl.trans(acc) * scale_down(exponent(tl.load(y_max + batch)))
     at = out + (batch.to(tl.int64) * n + j[:, None]) * r + c[None, :]

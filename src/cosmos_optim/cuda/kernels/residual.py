@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_tile, matrix_start
+from cosmos_optim.cuda.kernels.reductions import max_parts
+from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(64, 64, warps=4, stages=3)
@@ -26,8 +27,7 @@ UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=3)
 @jit
 def buffer_scale(block_max, batch, blocks, BLOCKS: tl.constexpr):
     """Return the power of two that scales the largest entry to [8, 16)."""
-    at = tl.arange(0, BLOCKS)
-    x_max = tl.max(tl.load(block_max + batch * blocks + at, mask=at < blocks, other=0.0))
+    x_max = max_parts(block_max, batch, blocks, BLOCKS)
     return ((257 - exponent(x_max)) << 23).to(tl.float32, bitcast=True)
 
 
@@ -46,8 +46,7 @@ def _residual(
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
     if THIN:
         at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
-        p1 = tl.load(at_p, mask=i[:, None] < m, other=0.0)
-        p2 = tl.load(at_p + p_step, mask=i[:, None] < m, other=0.0)
+        p1, p2 = load_parts(at_p, p_step, i[:, None] < m)
     target = out + batch.to(tl.int64) * out_stride
     squares = tl.zeros((BM, BN), dtype=tl.float32)
     # Triton prefetches only the operands of products, so the code loads the next tile explicitly.

@@ -174,7 +174,7 @@ def supports(r: int) -> bool:
 def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
     """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r.
 
-    Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
+    It is as exact as in float32. Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
     """
     batch, k, r = A.shape
     if not supports(r):
@@ -187,12 +187,6 @@ def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
         num_warps=warps(how["R"]),
     )  # fmt: skip
     return out
-
-
-def thin_product(A: Tensor, B: Tensor) -> Tensor:
-    """Return A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
-    r = A.shape[-1]
-    return thin_product_parts(A, B).sum(1)[:, :r, :r]
 
 
 def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:

@@ -75,6 +75,18 @@ def load_thin(x, row, col, k, r):
 
 
 @jit
+def store_thin(y, row, col, k, r, value):
+    """Store rows of a contiguous thin factor (k, r)."""
+    tl.store(y + row[:, None] * r + col[None, :], value, mask=(row[:, None] < k) & (col[None, :] < r))
+
+
+@jit
+def load_parts(x, part_stride, mask):
+    """Load the two parts of a thin block at the pointers x, 0 outside of the mask."""
+    return tl.load(x, mask=mask, other=0.0), tl.load(x + part_stride, mask=mask, other=0.0)
+
+
+@jit
 def split_float16(x):
     """Return the two float16 parts of x."""
     x1 = x.to(tl.float16)
@@ -171,8 +183,5 @@ def dot_parts(
 @jit
 def add_outer(acc, p1, p2, u, part_stride, mask, FLOAT32_DOTS: tl.constexpr):
     """Return acc + P U' of thin blocks in two parts: P (BM, R) loaded, U (BN, R) at the pointers u."""
-    u1 = tl.trans(tl.load(u, mask=mask, other=0.0))
-    u2 = tl.trans(tl.load(u + part_stride, mask=mask, other=0.0))
-    acc = dot_add(p2, u1, acc, FLOAT32_DOTS)
-    acc = dot_add(p1, u2, acc, FLOAT32_DOTS)
-    return dot_add(p1, u1, acc, FLOAT32_DOTS)
+    u1, u2 = load_parts(u, part_stride, mask)
+    return dot_parts(p1, p2, tl.trans(u1), tl.trans(u2), acc, False, False, FLOAT32_DOTS)

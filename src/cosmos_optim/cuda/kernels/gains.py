@@ -12,8 +12,6 @@ P.
 Shapes: factors (B, 1, 1), P and B U (B, m, r), g (B, m, 1); sums by parts (B, parts).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: a factor is a list of B tensors of one shape; its stack is (B, *shape).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from collections.abc import Sequence

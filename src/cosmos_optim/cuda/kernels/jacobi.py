@@ -7,8 +7,6 @@ matrix at a time, with hundreds of launches for each; here it is one launch, and
 Shapes: A and V (B, k, k), w (B, k); N is the next power of two of k.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -5,8 +5,6 @@ Reads G and M once and writes M once. If `skip` is True, M stays as it is.
 Shapes: G, M (m, n), U (n, r), G U and M U (m, r); B matrices each.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -9,8 +9,6 @@ The scale c keeps everything in the number range for gradients of any size, and 
 Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k is m or n.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -28,6 +26,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     scale_up,
     split_float16,
     store_float16_parts,
+    store_thin,
 )
 
 
@@ -90,7 +89,7 @@ def _power_sum(
         y = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
         y = beta * y + one_minus_beta * (load_thin(hu + base, row, col, k, r) / c + eps * x)
         norm_sq += tl.sum(y * y, axis=0)
-        tl.store(out + base + row[:, None] * r + col[None, :], y, mask=(row[:, None] < k) & (col[None, :] < r))
+        store_thin(out + base, row, col, k, r, y)
     tl.store(columns + (batch * parts + part) * R + col, norm_sq)
 
 

@@ -6,8 +6,6 @@
 Shapes: X (m, n), U (n, r), Y (m, r); B matrices each.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: X (m, n), Y (m, r), C (n, r); B matrices each.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -4,8 +4,6 @@ That saves a launch for every sum. Parts are float64, or float32 if the numbers 
 sum is float64, in a fixed order.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -7,8 +7,6 @@ that is always tall: for a wide matrix it holds X'.
 Shapes: M, G (m, n), P (m, r), U (n, r); the buffer is (B, max(m, n), min(m, n)).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -10,8 +10,6 @@ B = (buffer - (buffer U) U') / norm, see `gains`. `project.overlap` returns norm
 Shapes: v, g (B, m, 1), P (B, m, r), squared norms of rows (B, m).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

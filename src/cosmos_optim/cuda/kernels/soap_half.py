@@ -6,8 +6,6 @@ kernels need: |P|^2 and |N|^2 by row blocks, and -N in bfloat16 parts.
 Shapes: V, Y = G U, N = (momentum) U and P are (B, m, r); t is (B, 1, 1).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import math

@@ -5,8 +5,6 @@ those of c U, with a power of two c that keeps them normal numbers: 2^8 for a ba
 computed from the largest entry for any other factor.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -7,8 +7,6 @@ full product at s = 2048.
 Shapes: A, B (batch, K, s), C, D, E (batch, s, s). A tile of C is (BM, BN), summed over blocks of BK.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -20,8 +20,6 @@ Shapes: a tile is (BM, BK) of an (m, n) matrix; a thin factor is (k, r), padded 
 parts.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from cosmos_optim.cuda.kernels.launch import jit, tl

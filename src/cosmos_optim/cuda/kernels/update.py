@@ -3,8 +3,6 @@
 Shapes: W (m, n), B the work buffer (max(m, n), min(m, n)), P (m, r), U (n, r); B matrices each.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from torch import Tensor

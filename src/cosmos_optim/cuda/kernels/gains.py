@@ -64,9 +64,7 @@ def muon_gain(
     """Return target_norm / |B|, or 0 if |X|^2 <= guard (|X|^2 + |N U|^2), (B, 1, 1) float32.
 
     Args:
-        X_sq: |X_scale X|^2 by parts, as `residual` returns it.
-        X_scale: (B, 1, 1), its factor c.
-        NU_sq: |N U|^2 by parts.
+        X_sq, X_scale: |c X|^2 by parts and c (B, 1, 1), as `residual` returns them.
         B_sq: norm_sq |B|^2 by parts, as `overlap` returns it.
         norm_sq: (B, 1, 1) float64, from `norm_and_weight`.
         target_norm: gamma sqrt(m n), the norm of b B.

@@ -111,11 +111,6 @@ def _eigh(
     tl.store(vectors + batch * k * k + j[None, :] * k + rank[:, None], V, mask=inside)
 
 
-def supports(k: int) -> bool:
-    """Return whether the kernel takes (k, k) matrices."""
-    return k <= MAX_COLUMNS
-
-
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues in ascending order (B, k) and orthonormal eigenvectors (B, k, k) of symmetric A.
 

@@ -122,11 +122,8 @@ def momentum_(
     """Update M in place; return G U and M U (B, m, r), and the largest |entry| of G and M by row block (B, blocks).
 
     Args:
-        M, G: B matrices (m, n) each.
-        w: weight of G in the average.
         U: (B, n, r) in float16 parts times BASIS_SCALE, for G, and in bfloat16 parts, for M: (2, B, n, R) each. None
             updates M alone; the products are then empty.
-        r: columns of U.
         skip: a boolean scalar on the device, or None; if True, M is not written.
         grad_max: the largest |entry| of each G or a bound not far above it, (B,); not needed without U.
     """

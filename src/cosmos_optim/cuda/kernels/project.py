@@ -87,7 +87,6 @@ def project(X: MatrixList, U: Tensor, r: int, x_max: Tensor) -> Tensor:
     Args:
         X: B matrices (m, n).
         U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
-        r: columns of U.
         x_max: the largest |entry| of each matrix or a bound not far above it, (B,).
     """
     _, batch, n, R = U.shape
@@ -138,7 +137,6 @@ def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         X: float16 stack (B, m, n) of any strides.
         U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
-        r: columns of U.
     """
     _, batch, n, R = U.shape
     m = X.shape[1]

@@ -53,7 +53,6 @@ def project_transposed(X: MatrixList, Y: Tensor, y_max: Tensor, r: int, x_max: T
         X: B matrices (m, n).
         Y: (B, m, r) in float16 parts (2, B, m, R), scaled by `y_max`.
         y_max: the largest |entry| of each Y (B,).
-        r: columns of Y.
         x_max: the largest |entry| of each X or a bound not far above it, (B,).
     """
     _, batch, m, R = Y.shape

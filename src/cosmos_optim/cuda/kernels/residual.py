@@ -75,8 +75,6 @@ def residual(
     """Return the work buffer X (B, long, short), |X|^2 by row blocks (B, blocks), and the factor c (B, 1, 1).
 
     Args:
-        M, G: B matrices (m, n) each.
-        a, b: weights of M and G.
         P, U: in bfloat16 parts (2, B, m or n, R), or None for c (a M + b G); P has its sign.
         block_max: the largest |entry| of M and G by blocks (B, blocks), from `momentum_`.
     """

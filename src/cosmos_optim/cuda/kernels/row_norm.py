@@ -79,8 +79,6 @@ def row_gains(
         v: (B, m, 1) float32, the second moment so far.
         B_row_sq: norm_sq |B_i|^2 (B, m).
         norm_sq: (B, 1, 1) float64, from `gains.norm_and_weight`.
-        n: columns of D.
-        beta, eps: of the second moment.
         b, P: (B, 1, 1) and (B, m, r), or both None, for 1 and 0.
     """
     batch, k, r = (*v.shape[:2], 16) if P is None else P.shape

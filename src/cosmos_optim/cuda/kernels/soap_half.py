@@ -63,13 +63,9 @@ def soap_half(
     The squared norms are float64.
 
     Args:
-        V: second moment of the entries of Y.
-        Y: the gradient in the basis, G U.
-        N: the momentum in the basis, to be divided by root(V).
         tracked: (B, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
         t: (B, 1, 1) steps, counted from 1.
-        betas: decay of the momentum and of V.
-        eps: added to V or to its root.
+        betas: of the momentum and of V.
         eps_inside_root: whether eps is added to V inside of the root, as in the paper.
         extra_steps: N is an average over t + extra_steps steps (1 with Nesterov's blend, else 0).
     """

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import TensorDescriptor, false_flag, jit, tl
-
-# The matrices of a stack that a product computes: flags (batch,) and the value that a flag must have. No flags: all.
-Only = tuple[Tensor | None, bool]
-ALL: Only = (None, True)
+from cosmos_optim.linalg.newton_schulz import ALL, Only
 
 
 @jit(unaligned=("flag_ptr",), unspecialized=("wanted_flag",))
@@ -184,7 +181,6 @@ def symmetric_product(
 
     Args:
         A, B: half-precision stacks, see `supports`.
-        alpha, beta, delta, gamma: numbers.
         weight: a factor for each matrix, (batch, 1, 1) float32 on the device, or None.
         D, E: (batch, s, s) or None. Without D, gamma I and delta E are not added either.
         out: the result, with rows of a multiple of 16 bytes.

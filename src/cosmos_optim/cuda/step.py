@@ -29,12 +29,12 @@ from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
 from cosmos_optim.cuda.kernels.project import overlap, project
 from cosmos_optim.cuda.kernels.project_transposed import project_transposed
 from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
-from cosmos_optim.cuda.kernels.residual import residual, work_buffer
+from cosmos_optim.cuda.kernels.residual import residual
 from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
 from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import soap_half
 from cosmos_optim.cuda.kernels.split_precision import split, split_both
-from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
+from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, like, supports
 from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
 from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
@@ -152,7 +152,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
     steps, fresh = schedule(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
     # The chunk's stream reads the result, so the result must be its memory: the other stream reuses its own too early.
     batch, long, short = X.shape
-    out = X if len(fresh) > 1 else work_buffer(batch, long, short, X.device)
+    out = X if len(fresh) > 1 else like(X, long)
     streams = Streams.of(X.device)
     with streams.products():
         pool = streams.pool(newton_schulz_memory(batch, long, short, ns))

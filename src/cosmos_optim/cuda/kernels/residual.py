@@ -82,7 +82,9 @@ def residual(
     R = 16 if U is None else U.shape[-1]
     target = M.rows_source()
     how = (LAUNCH if target["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
-    X = work_buffer(batch, m, n, M.device)
+    long, short = max(m, n), min(m, n)
+    padded = -(-short // 8) * 8  # rows begin at multiples of 16 bytes
+    X = torch.empty(batch, long, padded, dtype=torch.float16, device=M.device)[:, :, :short]
     blocks = -(-m // how.rows)
     norm_sq_parts = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
@@ -96,9 +98,3 @@ def residual(
         M_ALIGNED=target["ALIGNED"], FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return X, norm_sq_parts, c
-
-
-def work_buffer(batch: int, m: int, n: int, device: torch.device) -> Tensor:
-    """Return an empty float16 stack (B, max(m, n), min(m, n)) with rows that begin at multiples of 16 bytes."""
-    long, short = max(m, n), min(m, n)
-    return torch.empty(batch, long, -(-short // 8) * 8, dtype=torch.float16, device=device)[:, :, :short]

@@ -98,14 +98,17 @@ KINDS = {
     "symmetric products": ("_symmetric",),
     "small products": ("f32f32_f32f32", "sgemm"),
     "full products": ("gemm", "nvjet", "cutlass", "sm90_xmma"),
-    "thin products": ("_project", "_correlate", "_momentum", "_overlap", "_split"),
+    "thin products": ("_project", "_momentum", "_overlap", "_split"),
     "thin factors": (
-        "_moment", "_adapt", "_scaled", "_power_sum", "_measure", "_finish", "_muon_gain", "_norms", "_move", "_eigh",
+        "_second_moment", "_soap_half", "_scale_for_power_step", "_power_sum", "_norm_sq_and_max",
+        "_update_coefficients", "_muon_gain", "_norm_and_weight", "_row_gains", "_row_norm_sq", "_copy_factors", "_eigh",
     ),
     "residual and update": ("_residual", "_update"),
     "adam": ("FusedAdam", "fused_adam"),
     "magnitudes of the gradients": ("LpNorm", "lpnorm"),
-    "orthonormal columns": ("_columns", "_gram", "_factor", "_apply", "potrf", "trsm", "cholesky", "trtri"),
+    "orthonormal columns": (
+        "_column_norms", "_gram", "_inverse_factor", "_apply_factor", "potrf", "trsm", "cholesky", "trtri",
+    ),
 }
 
 

@@ -123,7 +123,7 @@ def launch_products() -> None:
     from cosmos_optim.cuda.kernels.residual import residual
     from cosmos_optim.cuda.kernels.second_moment import second_moment
     from cosmos_optim.cuda.kernels.split_precision import split, split_both
-    from cosmos_optim.cuda.kernels.syrk import empty_norm_sq_parts, symmetric_product, tile_shape
+    from cosmos_optim.cuda.kernels.syrk import SymmetricProducts
     from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
     from cosmos_optim.cuda.kernels.update import update_
     from cosmos_optim.cuda.pointer_list import MatrixList
@@ -133,22 +133,21 @@ def launch_products() -> None:
     half, wide = split_both(U)
     x_max, X = torch.ones(BATCH), torch.randn(BATCH, ROWS, COLS).half()
     project(G, half, RANK, x_max)
-    project_transposed(G, split(Y, torch.float16, x_max=x_max), x_max, RANK, x_max)
+    project_transposed(G, split(Y, x_max), x_max, RANK, x_max)
     block_max = momentum_(M, G, 0.1, (half, wide), RANK, None, x_max)[2]
-    parts = split(Y, torch.bfloat16)
-    residual(M, G, 0.9, 0.1, parts, wide, block_max, torch.float16)
+    parts = split_both(Y)[1]
+    residual(M, G, 0.9, 0.1, parts, wide, block_max)
     overlap(X, half, RANK)
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)
     power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)
     orthonormalize(U, U)
     second_moment(S, thin_product_parts(U, U), thin_product_parts(Y, Y), 0.9, 0.0)
-    for size in (2048, 1024):
-        tiles = tile_shape(size, size)
-        weight = torch.full((BATCH, 1, 1), 0.5)
-        R = symmetric_product(X, X, weight=weight, tiles=tiles, norm_sq_parts=empty_norm_sq_parts(X, tiles))
-        symmetric_product(R, R, alpha=0.5, beta=2.0, D=R, gamma=3.0, tiles=tiles)
     summed_in_product[(1,)](X, half, U, COLS, BM=128, BK=64, R=RANK, num_warps=8, num_stages=4)
     used_twice[(1,)](X, U, COLS, BM=128, BK=64, num_warps=8, num_stages=4)
+    for size in (2048, 1024):  # both tile shapes
+        X = torch.empty(BATCH, size, size, dtype=torch.float16)
+        products = SymmetricProducts()
+        products.quadratic(products.gram(X, torch.full((BATCH, 1, 1), 0.5)), 3.0, 2.0, 0.5)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from cosmos_optim.cuda.pointer_list import MatrixList
 from tests.interpreter import interpreted
 
 INTERPRETED = interpreted()
@@ -22,6 +23,16 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 def orthonormal_columns(n: int, r: int, device: torch.device) -> Tensor:
     """Return two random orthonormal bases (2, n, r)."""
     return torch.linalg.qr(torch.randn(2, n, r))[0].contiguous().to(device)
+
+
+def stacked(X: MatrixList, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a copy of a list of matrices as one tensor (B, m, n)."""
+    return torch.stack([x.to(dtype) for x in X.tensors])
+
+
+def add_parts(parts: Tensor) -> Tensor:
+    """Add a sum by parts (B, ...): (B, 1, 1) in double precision."""
+    return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)
 
 
 def sum_of_parts(parts: Tensor, r: int) -> Tensor:

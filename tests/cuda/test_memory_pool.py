@@ -6,11 +6,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.kernels.syrk import ALL, Only, SymmetricProducts
+from cosmos_optim.cuda.kernels.syrk import SymmetricProducts
 from cosmos_optim.cuda.memory_pool import ALIGN, MemoryPool, newton_schulz_bytes
 from cosmos_optim.linalg.newton_schulz import (
+    EVERY_MATRIX,
     HALF_SCALE,
     NewtonSchulz,
+    Selection,
     TorchProducts,
     choose_gram_steps,
     iterate,
@@ -63,12 +65,12 @@ class PooledTorchProducts(TorchProducts):
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
-        d: float = 0.0, D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+        d: float = 0.0, D: Tensor | None = None, only: Selection = EVERY_MATRIX, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         value = super().quadratic(R, a, b, c, d, D)
         return self._put(value) if out is None else out.copy_(value)
 
-    def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:
+    def product(self, A: Tensor, B: Tensor, only: Selection = EVERY_MATRIX, out: Tensor | None = None) -> Tensor:
         return self._put(super().product(A, B)) if out is None else out.copy_(super().product(A, B))
 
     def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:

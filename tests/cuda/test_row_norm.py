@@ -7,12 +7,19 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.cuda.kernels.gains import update_coefficients
-from cosmos_optim.cuda.kernels.reductions import add_parts
 from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
-from cosmos_optim.cuda.kernels.split_precision import split
+from cosmos_optim.cuda.kernels.split_precision import split_both
 from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.pointer_list import MatrixList
-from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, orthonormal_columns, relative_error, sum_of_parts
+from tests.cuda.reference import (
+    BFLOAT16_PARTS,
+    FLOAT32,
+    add_parts,
+    orthonormal_columns,
+    relative_error,
+    stacked,
+    sum_of_parts,
+)
 
 
 def work_buffer(wide: bool, device: torch.device) -> Tensor:
@@ -64,13 +71,13 @@ def test_factors_of_rows_reach_both_parts_of_an_update(device: torch.device) -> 
     b, norm_sq = torch.rand(2, 1, 1).to(device), torch.rand(2, 1, 1).to(device).double() + 1
     gain, D_sq = torch.rand(2, m, 1).to(device) + 0.5, torch.rand(2, 33).to(device).double()
     given = {"P": P, "BU": BU, "row_gain": gain, "other_sq": D_sq, "target_norm": 9.0}
-    coefficients, parts = update_coefficients(b, norm_sq, 0.01, 0.9, **given)
+    coefficients, parts = update_coefficients(b, norm_sq, 0.01, 0.9, torch.ones(2, device=device), **given)
     assert parts is not None
     W = MatrixList.of([torch.randn(m, n).to(device) for _ in range(2)])
-    before, B = W.stacked(torch.float64), torch.randn(2, m, 24).half().to(device)[:, :, :n]
-    update_(W, B, parts, split(U, torch.bfloat16), coefficients, None, None, gain)
+    before, B = stacked(W, torch.float64), torch.randn(2, m, 24).half().to(device)[:, :, :n]
+    update_(W, B, parts, split_both(U)[1], coefficients, None, None, gain)
     size = 0.01 * 9 / add_parts(D_sq).sqrt()
     thin = gain.double() * (size * b / norm_sq.sqrt() * BU - size * P)
     assert relative_error(sum_of_parts(parts, r), thin) < BFLOAT16_PARTS
     exact = 0.9 * before - gain.double() * size * b / norm_sq.sqrt() * B.double() + thin @ U.double().mT
-    assert relative_error(W.stacked(), exact) < BFLOAT16_PARTS
+    assert relative_error(stacked(W), exact) < BFLOAT16_PARTS

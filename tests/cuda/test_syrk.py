@@ -1,18 +1,15 @@
 """Symmetric products of which half is computed, compared with the full products."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim.cuda.kernels.syrk import (
-    SymmetricProducts,
-    TileShape,
-    empty_norm_sq_parts,
-    supports,
-    symmetric_product,
-)
+from cosmos_optim.cuda.kernels import syrk
+from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, TileShape, empty_norm_sq_parts, supports
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, TorchProducts, iterate, merge_first_iterations
 from tests.cuda.reference import relative_error
 
@@ -33,40 +30,49 @@ TILES = {"cpu": [TileShape(16, 32, 16), TileShape(16, 16, 16), TileShape(32, 16,
          "cuda": [TileShape(), TileShape(128, 128, 64, warps=4), TileShape(64, 128, 64, warps=4)]}  # fmt: skip
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.fixture(params=[0, 1, 2])
+def tiles(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> TileShape:
+    """Let all products run in tiles of one shape."""
+    shape = TILES[device.type][request.param]
+    monkeypatch.setattr(syrk, "tile_shape", lambda s, K: shape)
+    return shape
+
+
+def symmetric_product(A: Tensor, B: Tensor, **options: Any) -> Tensor:
+    """Return a product in new memory."""
+    return syrk.symmetric_product(A, B, **{"out": syrk.like(A, A.shape[2]), **options})
+
+
 @pytest.mark.parametrize("width", [40, 88])
 def test_a_gram_matrix_is_exact_and_symmetric_with_its_squared_norm(
-    tiles: int, width: int, device: torch.device
+    tiles: TileShape, width: int, device: torch.device
 ) -> None:
     """Compute weight X'X with a weight for each matrix."""
     X, tolerance = stack(device, 53, width * (8 if device.type == "cuda" else 1))
-    shape = TILES[device.type][tiles]
     weight = torch.tensor([1.0, 2.0], device=device).view(2, 1, 1)
-    R = symmetric_product(X, X, weight=weight, tiles=shape)
+    norm_sq_parts = empty_norm_sq_parts(X)
+    R = symmetric_product(X, X, weight=weight, norm_sq_parts=norm_sq_parts)
     exact = weight.double() * (X.double().mT @ X.double())
     assert relative_error(R, exact) < tolerance
     mirrored = R.mT == R
     if device.type == "cpu":  # a tile on the diagonal is numpy's product, which is as symmetric as this CPU's BLAS
-        block = torch.arange(width) // max(shape.BM, shape.BN)
+        block = torch.arange(width) // max(tiles.BM, tiles.BN)
         mirrored |= block[:, None] == block
         assert relative_error(R, R.mT) < tolerance
     assert mirrored.all()
-    norm_sq_parts = empty_norm_sq_parts(X, shape)
-    symmetric_product(X, X, weight=weight, tiles=shape, norm_sq_parts=norm_sq_parts)
     assert relative_error(norm_sq_parts.sum(1), exact.square().sum((1, 2))) < tolerance
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2])
-def test_polynomials_of_a_symmetric_matrix_equal_the_full_products(tiles: int, device: torch.device) -> None:
+def test_polynomials_of_a_symmetric_matrix_equal_the_full_products(tiles: TileShape, device: torch.device) -> None:
     """Compute aI + bR + cR^2, the same with another matrix added, and the product of two polynomials in R."""
     X, tolerance = stack(device, 60, 56)
-    R, shape = (X.mT @ X).contiguous(), TILES[device.type][tiles]
-    Z = symmetric_product(R, R, alpha=0.5, beta=-0.3, D=R, gamma=2.0, tiles=shape)
+    R = (X.mT @ X).contiguous()
+    Z = symmetric_product(R, R, alpha=0.5, beta=-0.3, D=R, gamma=2.0)
     wide = R.double()
     eye = torch.eye(56, dtype=torch.float64, device=device)
     assert relative_error(Z, 0.5 * wide @ wide - 0.3 * wide + 2 * eye) < tolerance
-    assert relative_error(symmetric_product(R, Z, tiles=shape), wide @ Z.double()) < tolerance
-    Y = symmetric_product(R, R, alpha=0.5, beta=-0.3, D=R, delta=1.5, E=Z, gamma=2.0, tiles=shape)
+    assert relative_error(symmetric_product(R, Z), wide @ Z.double()) < tolerance
+    Y = symmetric_product(R, R, alpha=0.5, beta=-0.3, D=R, delta=1.5, E=Z, gamma=2.0)
     assert relative_error(Y, Z.double() + 1.5 * Z.double()) < tolerance
 
 
@@ -80,16 +86,15 @@ def test_newton_schulz_over_symmetric_products_equals_it_in_float64(fresh: set[i
     assert relative_error(ours, iterate(X.double(), rows, TorchProducts(), scale=32.0)) < FIVE_STEPS * tolerance
 
 
-@pytest.mark.parametrize("tiles", [0, 1, 2])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_product_of_some_matrices_leaves_the_others_as_they_are(
-    tiles: int, wanted: bool, device: torch.device
+    tiles: TileShape, wanted: bool, device: torch.device
 ) -> None:
     """Flags on the device choose them."""
     X, tolerance = stack(device, 60, 56)
     flags = torch.tensor([True, False], device=device)
     out = torch.full((2, 56, 56), 7.0, dtype=X.dtype, device=device)
-    symmetric_product(X, X, tiles=TILES[device.type][tiles], out=out, only=(flags, wanted))
+    symmetric_product(X, X, out=out, only=(flags, wanted))
     computed, other = (0, 1) if wanted else (1, 0)
     assert relative_error(out[computed], X[computed].double().mT @ X[computed].double()) < tolerance
     assert bool((out[other] == 7).all())

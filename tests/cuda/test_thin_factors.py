@@ -11,12 +11,12 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
 from cosmos_optim.cuda.kernels.gather import can_gather, gather, scatter_
 from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
-from cosmos_optim.cuda.kernels.reductions import add_parts, norm_sq_and_max
+from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
 from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import soap_half
-from cosmos_optim.cuda.kernels.split_precision import split
+from cosmos_optim.cuda.kernels.split_precision import split_both
 from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
-from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, orthonormal_columns, relative_error, sum_of_parts
+from tests.cuda.reference import BFLOAT16_PARTS, FLOAT32, add_parts, orthonormal_columns, relative_error, sum_of_parts
 
 # Rows and columns of a thin factor: less than a block, more than one, a rank that is not a power of two.
 SHAPES = [(20, 4), (75, 9), (70, 16)]
@@ -157,7 +157,7 @@ def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, extr
     assert relative_error(P, NU.double() / c1 / root * tracked.double()) < FLOAT32
     for x, parts in zip((P, NU), norm_sq_parts, strict=True):
         assert relative_error(parts.sum(1), norm_sq(x)) < FLOAT32
-    assert torch.equal(minus_NU, split(NU, torch.bfloat16, scale=-1.0))
+    assert torch.equal(minus_NU, split_both(-NU)[1])
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
@@ -204,26 +204,25 @@ def test_muon_gain_is_zero_for_a_residual_of_noise_and_for_a_zero_factor(device:
 
 
 def exact_finish(
-    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *, P: Tensor | None = None,
-    BU: Tensor | None = None, s: Tensor | None = None, row_gain: Tensor | None = None, grad_max: Tensor | None = None,
-    B_sq: Tensor | None = None, other_sq: Tensor | None = None, target_norm: float = 0.0,
+    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, grad_max: Tensor, *,
+    P: Tensor | None = None, BU: Tensor | None = None, row_gain: Tensor | None = None, B_sq: Tensor | None = None,
+    other_sq: Tensor | None = None, target_norm: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the coefficients (B, 2) and the thin part (B, m, r) of an update in double precision."""
     one = torch.ones_like(norm_sq)
-    gain, size = one if b is None else b.double() * one, float(lr) * (one if s is None else s.double())
-    if grad_max is not None:
-        size = size * (grad_max > 0).view(-1, 1, 1)
+    gain, size = one if b is None else b.double() * one, float(lr) * one * (grad_max > 0).view(-1, 1, 1)
     if target_norm:
         D_sq = 0 if B_sq is None else gain.square() * add_parts(B_sq) / norm_sq
         D_sq = D_sq if other_sq is None else D_sq + add_parts(other_sq)
         size = size * target_norm / D_sq.sqrt()
     gain = gain * size / norm_sq.sqrt()
-    thin = [x for x in (None if P is None else -size * P, None if BU is None else gain * BU) if x is not None]
     coefficients = torch.cat([one * float(decay), gain], dim=-1).view(-1, 2)
-    return coefficients, sum(thin) * (1 if row_gain is None else row_gain) if thin else None
+    if P is None or BU is None:
+        return coefficients, None
+    return coefficients, (gain * BU - size * P) * (1 if row_gain is None else row_gain)
 
 
-@pytest.mark.parametrize("case", ["cosmos", "numbers", "no overlap", "rows", "muon", "norm", "no gradient"])
+@pytest.mark.parametrize("case", ["cosmos", "numbers", "rows", "muon", "norm", "normuon", "no gradient"])
 def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int], device: torch.device) -> None:
     """Coefficients and the thin part of an update, from tensors and from numbers, with and without its parts."""
     k, r = shape
@@ -231,15 +230,16 @@ def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int],
     b, norm_sq = torch.tensor([0.3, 0.0], device=device).view(2, 1, 1), torch.rand(2, 1, 1).to(device).double() + 1
     sums = {"B_sq": torch.rand(2, 7).to(device), "other_sq": torch.rand(2, 33).to(device).double(), "target_norm": 9.0}
     lr, decay = (torch.tensor(x, dtype=torch.float64, device=device) for x in (0.01, 0.9))
-    some_zero, row_gain = lr.new_tensor([0.0, 3.0]).float(), torch.rand(2, k, 1).to(device) + 0.5
+    grad_max, some_zero = lr.new_tensor([2.0, 3.0]).float(), lr.new_tensor([0.0, 3.0]).float()
+    row_gain = torch.rand(2, k, 1).to(device) + 0.5
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        "cosmos": ((b, norm_sq, lr, decay), {"P": P, "BU": BU, **sums}),
-        "numbers": ((b, norm_sq, 0.01, 0.9), {"P": P, "BU": BU, "s": 2 * b + 1}),
-        "no overlap": ((b, norm_sq, 0.01, decay), {"P": P, **sums}),
-        "rows": ((b, norm_sq, 0.01, 0.9), {"P": P, "BU": BU, "row_gain": row_gain, **sums, "B_sq": None}),
-        "muon": ((torch.full((1, 1, 1), 3.0, device=device), norm_sq, torch.tensor(0.01), 1.0), {}),
-        "norm": ((None, norm_sq, lr.float(), 0.9), {"B_sq": sums["B_sq"], "target_norm": 9.0}),
-        "no gradient": ((b + 1, norm_sq, lr, decay), {"P": P, "BU": BU, "grad_max": some_zero, **sums}),
+        "cosmos": ((b, norm_sq, lr, decay, grad_max), {"P": P, "BU": BU, **sums}),
+        "numbers": ((b, norm_sq, 0.01, 0.9, grad_max), {"P": P, "BU": BU, **sums}),
+        "rows": ((b, norm_sq, 0.01, 0.9, grad_max), {"P": P, "BU": BU, "row_gain": row_gain, **sums, "B_sq": None}),
+        "muon": ((torch.full((1, 1, 1), 3.0, device=device), norm_sq, torch.tensor(0.01), 1.0, grad_max), {}),
+        "norm": ((None, norm_sq, lr.float(), 0.9, grad_max), {"B_sq": sums["B_sq"], "target_norm": 9.0}),
+        "normuon": ((None, norm_sq, 0.01, 0.9, grad_max), {"other_sq": sums["other_sq"], "target_norm": 9.0}),
+        "no gradient": ((b + 1, norm_sq, lr, decay, some_zero), {"P": P, "BU": BU, **sums}),
     }
     args, more = arguments[case]
     (found, parts), (exact, thin) = update_coefficients(*args, **more), exact_finish(*args, **more)
@@ -251,10 +251,10 @@ def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int],
         assert parts is not None and found[0].tolist() == [pytest.approx(0.9), 0.0] and not parts[:, 0].any()
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 5])
+@pytest.mark.parametrize("count", [1, 3, 4])
 def test_factors_return_unchanged_from_stacks_unless_the_step_is_skipped(count: int, device: torch.device) -> None:
-    """Any number of factors: one launch copies four."""
-    lists = [[torch.randn(k, 5).to(device) for _ in range(2)] for k in (70, 3, 20, 33, 1)[:count]]
+    """One launch copies up to four factors."""
+    lists = [[torch.randn(k, 5).to(device) for _ in range(2)] for k in (70, 3, 20, 33)[:count]]
     stacks = gather(lists)
     assert all(torch.equal(s, torch.stack(x)) for s, x in zip(stacks, lists, strict=True))
     for skip in (torch.tensor(True, device=device), torch.tensor(False, device=device), None):

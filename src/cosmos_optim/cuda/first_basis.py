@@ -11,8 +11,8 @@ from cosmos_optim.cuda.kernels import jacobi
 from cosmos_optim.cuda.kernels.launch import power_of_two
 from cosmos_optim.cuda.kernels.project import project
 from cosmos_optim.cuda.kernels.project_transposed import project_transposed
-from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split
-from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product
+from cosmos_optim.cuda.kernels.split_precision import split
+from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.subspace import OVERSAMPLING
@@ -28,18 +28,19 @@ class ListAlgebra(Algebra):
 
     def mm(self, X: Any, U: Tensor) -> Tensor:
         """Return X U."""
-        return project(X, split(U, torch.float16, scale=BASIS_SCALE), U.shape[-1], self.grad_max)
+        return project(X, split(U), U.shape[-1], self.grad_max)
 
     def tn(self, X: Any, Y: Tensor) -> Tensor:
         """Return X'Y, of a list or of a thin factor X."""
         if isinstance(X, Tensor):
             return self.un(X, Y)
         Y_max = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
-        return project_transposed(X, split(Y, torch.float16, x_max=Y_max), Y_max, Y.shape[-1], self.grad_max)
+        return project_transposed(X, split(Y, Y_max), Y_max, Y.shape[-1], self.grad_max)
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
         """Return A'B of thin factors."""
-        return thin_product(A, B)
+        r = A.shape[-1]
+        return thin_product_parts(A, B).sum(1)[:, :r, :r]
 
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
         """Return orthonormal columns with the span of Y."""
@@ -47,7 +48,7 @@ class ListAlgebra(Algebra):
 
     def _eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
         """Return eigenvalues and eigenvectors; up to 64 columns in one launch, and the host waits for nothing."""
-        return jacobi.eigh(A) if jacobi.supports(A.shape[-1]) else super()._eigh(A)
+        return jacobi.eigh(A) if A.shape[-1] <= jacobi.MAX_COLUMNS else super()._eigh(A)
 
 
 def first_basis(G: MatrixList, U: Tensor, grad_max: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from cosmos_optim.rules import RULES
 def orthonormalize(Y: Tensor, fallback: Tensor) -> Tensor:
     """Return orthonormal columns with the span of Y (B, n, r), by a kernel if it takes them."""
     r = Y.shape[-1]
-    able = Y.dtype is torch.float32 and r <= thin_qr.MAX_COLUMNS and available(Y.device)
+    able = Y.dtype is torch.float32 and thin_qr.supports(r) and available(Y.device)
     if able and kernels_work(Y[0], RULES["cosmos"], r):
         return thin_qr.orthonormalize(Y, fallback)
     return cholesky_qr.orthonormalize(Y, lambda A, B: A.mT @ B, fallback)

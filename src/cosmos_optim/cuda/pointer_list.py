@@ -26,10 +26,6 @@ _tables: OrderedDict[Any, Tensor] = OrderedDict()
 # inside `keep_tables_in` it is the list of the graph's owner.
 _captured: list[tuple[Tensor, Tensor | None]] = []
 
-# Whether kernels may read 16 bytes at a time from rows that do not begin at multiples of 16 bytes (alignment classes,
-# see `kernels.tiles`). `self_check` clears it if that fails on this device.
-WIDE_ODD_ROWS = True
-
 _ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -91,19 +87,15 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MatrixList:
-    """A list of (m, n) matrices with one dtype and one pair of strides.
-
-    moves: the table will later contain other matrices of the same kind, so only kernels may read them.
-    """
+    """A list of (m, n) matrices with one dtype and one pair of strides, and the table of their addresses."""
 
     tensors: list[Tensor]
     table: Tensor
-    moves: bool = False
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], table: Tensor | None = None) -> MatrixList:
-        """Return the operand for these tensors; with `table`, one that the caller writes."""
-        return cls(list(tensors), addresses(tensors) if table is None else table, table is not None)
+        """Return the operand for these tensors, or for others of their kind: those in the caller's `table`."""
+        return cls(list(tensors), addresses(tensors) if table is None else table)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -134,7 +126,7 @@ class MatrixList:
         t = self.tensors[0]
         width = 16 // t.element_size()
         classes = width // math.gcd(max(t.stride()), width)
-        loadable = classes == 1 or (t.stride(1) == 1 and WIDE_ODD_ROWS)
+        loadable = classes == 1 or t.stride(1) == 1
         aligned = loadable and all(x.data_ptr() % 16 == 0 for x in self.tensors)
         return {"x": self.table, "sm": t.stride(0), "sn": t.stride(1), "ELEMENT": getattr(tl, _ELEMENT[t.dtype]),
                 "ALIGNED": aligned, "ALIGNMENT_CLASSES": classes if aligned else 1}  # fmt: skip
@@ -144,11 +136,6 @@ class MatrixList:
         source = self.source()
         one_class = source.pop("ALIGNMENT_CLASSES") == 1
         return source | {"ALIGNED": source["ALIGNED"] and one_class}
-
-    def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a copy as one tensor (B, m, n)."""
-        assert not self.moves, "matrices that move can be read through their table only"
-        return torch.stack([t.to(dtype) for t in self.tensors])
 
 
 def same_layout(tensors: Sequence[Tensor]) -> bool:

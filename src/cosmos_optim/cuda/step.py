@@ -29,12 +29,12 @@ from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
 from cosmos_optim.cuda.kernels.project import overlap, project
 from cosmos_optim.cuda.kernels.project_transposed import project_transposed
 from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
-from cosmos_optim.cuda.kernels.residual import residual, work_buffer
+from cosmos_optim.cuda.kernels.residual import residual
 from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
 from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import soap_half
-from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE, split, split_both
-from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
+from cosmos_optim.cuda.kernels.split_precision import split, split_both
+from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, like, supports
 from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
 from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
@@ -81,7 +81,7 @@ def cosmos_step_(
     (m, n), guard, a = W.shape, residual_guard, b1 if nesterov else 1.0
     unit = math.sqrt(m * n)                                                                 # |D| if its RMS is 1
 
-    Y = project(G, split(U_old, torch.float16, scale=BASIS_SCALE), r, grad_max)             # L5   G U
+    Y = project(G, split(U_old), r, grad_max)                                               # L5   G U
     Y_sq, Y_max = norm_sq_and_max(Y)
     Y, Y_max, c = scale_for_power_step(Y, S, total(Y_sq), Y_max)                            #      G U / c
     HU = total(project_transposed(G, Y, Y_max, r, grad_max))                                #      G'G U / c
@@ -96,22 +96,22 @@ def cosmos_step_(
     V, P, minus_NU, (P_sq, NU_sq) = soap_half(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
         extra_steps=int(nesterov))                                                          # L7, L8
-    X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max, torch.float16)     #      N - N U U'
+    X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max)                    #      N - N U U'
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      before the products
     X_sq = total(X_sq)
     B, norm_sq = newton_schulz(X, X_sq, ns)                                                 # L9
     BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_half, r)                            #      rounding inside U
     B_sq, P_sq = total(B_sq), total(P_sq)
-    b = muon_gain(X_sq, X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)   #      gamma NORM sqrt(m)
+    b = muon_gain(X_sq, X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)          #      gamma NORM sqrt(m)
 
     rows, sums = None, {"B_sq": B_sq, "other_sq": P_sq}
     if row_beta2 is not None:                                                               #      Not in the paper
         v, rows, D_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
         sums = {"other_sq": total(D_sq)}
-    k, PU = update_coefficients(
-        b, norm_sq, lr, decay, P=P, BU=BU, row_gain=rows, grad_max=grad_max, target_norm=unit, **sums)  # L10, L11
-    update_(W, B, PU, U_wide, k, skip, seeds, rows)                                         #      W <- decay W - lr D
+    factors, PU = update_coefficients(
+        b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, target_norm=unit, **sums)  # L10, L11
+    update_(W, B, PU, U_wide, factors, skip, seeds, rows)                                   #      W <- decay W - lr D
     return CosmosState(M, U, S, V, v)
 
 
@@ -126,7 +126,7 @@ def muon_step_(
     unit = math.sqrt(m * n)
 
     _, _, M_max = momentum_(M, G, 1 - momentum, None, 1, skip)                              # L4
-    X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max, torch.float16)                 # L5   N
+    X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max)                                # L5   N
     B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L6   NS5(N / |N|)
 
     b = rows = B_sq = D_sq = v = None
@@ -139,9 +139,8 @@ def muon_step_(
     else:                                                                                   # L7   sqrt(m) B
         b = t.new_full((1, 1, 1), SCALINGS[scaling](m, n))
     target = 0.0 if b is not None else unit                                                 #      0: D keeps its size
-    k, _ = update_coefficients(
-        b, norm_sq, lr, decay, row_gain=rows, grad_max=grad_max, B_sq=B_sq, other_sq=D_sq, target_norm=target)
-    update_(W, B, None, None, k, skip, seeds, rows)                                         #      W <- decay W - lr D
+    factors, _ = update_coefficients(b, norm_sq, lr, decay, grad_max, B_sq=B_sq, other_sq=D_sq, target_norm=target)
+    update_(W, B, None, None, factors, skip, seeds, rows)                                   #      W <- decay W - lr D
     return MuonState(M) if v is None else NorMuonState(M, v)
 
 
@@ -161,7 +160,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
     steps, fresh = iterations_for(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
     # The chunk's stream reads the result, so the result must be its memory: the other stream reuses its own too early.
     batch, long, short = X.shape
-    out = X if len(fresh) > 1 else work_buffer(batch, long, short, torch.float16, X.device)
+    out = X if len(fresh) > 1 else like(X, long)
     streams = Streams.of(X.device)
     with streams.products():
         pool = streams.pool(newton_schulz_memory(batch, long, short, ns))

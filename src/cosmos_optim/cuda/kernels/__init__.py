@@ -2,7 +2,3 @@
 
 tests/cuda compares each kernel with the same formula in double precision.
 """
-
-from cosmos_optim.cuda.kernels.launch import available
-
-__all__ = ["available"]

@@ -12,8 +12,6 @@ P.
 Shapes: factors (B, 1, 1), P and B U (B, m, r), g (B, m, 1); sums by parts (B, parts).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -31,7 +29,7 @@ def _norm_gain(norm_sq, target_norm):
 
 
 @jit
-def _norms(norm_sq_parts, norm_sq, weight, count, scale, least, COUNT: tl.constexpr):
+def _norm_and_weight(norm_sq_parts, norm_sq, weight, count, scale, least, COUNT: tl.constexpr):
     batch = tl.program_id(0)
     total = sum_parts(norm_sq_parts, batch, count, COUNT)
     total = tl.where(total < least, least, total)
@@ -43,7 +41,9 @@ def norm_and_weight(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[
     """Return |X|^2, at least `least`, in float64, and scale / |X|^2 in float32, (B, 1, 1), from |X|^2 by parts."""
     batch, count = norm_sq_parts.shape
     norm_sq, weight = (norm_sq_parts.new_empty(batch, 1, 1, dtype=dtype) for dtype in (torch.float64, torch.float32))
-    _norms[(batch,)](norm_sq_parts, norm_sq, weight, count, scale, least, COUNT=power_of_two(count), num_warps=1)
+    _norm_and_weight[(batch,)](
+        norm_sq_parts, norm_sq, weight, count, scale, least, COUNT=power_of_two(count), num_warps=1
+    )
     return norm_sq, weight
 
 
@@ -66,9 +66,7 @@ def muon_gain(
     """Return target_norm / |B|, or 0 if |X|^2 <= guard (|X|^2 + |N U|^2), (B, 1, 1) float32.
 
     Args:
-        X_sq: |X_scale X|^2 by parts, as `residual` returns it.
-        X_scale: (B, 1, 1), its factor c.
-        NU_sq: |N U|^2 by parts.
+        X_sq, X_scale: |c X|^2 by parts and c (B, 1, 1), as `residual` returns them.
         B_sq: norm_sq |B|^2 by parts, as `overlap` returns it.
         norm_sq: (B, 1, 1) float64, from `norm_and_weight`.
         target_norm: gamma sqrt(m n), the norm of b B.
@@ -93,22 +91,18 @@ def _number(pointer, value, in_memory):
 
 
 @jit(unaligned=("lr", "decay"))
-def _finish(
-    p, bu, b, s, row_gain, grad_max, other_sq, b_sq, norm_sq, lr, decay, parts, coefficients, k, r, part_stride,
-    b_step, s_step, other_count, b_count, target_norm, lr_value, lr_in_memory, decay_value, decay_in_memory,
-    BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, P: tl.constexpr, BU: tl.constexpr, SCALED: tl.constexpr,
-    ROW_GAIN: tl.constexpr, MAX_GIVEN: tl.constexpr, UNIT: tl.constexpr, OTHER_PARTS: tl.constexpr,
-    B_PARTS: tl.constexpr,
+def _update_coefficients(
+    p, bu, b, row_gain, grad_max, other_sq, b_sq, norm_sq, lr, decay, parts, coefficients, k, r, part_stride,
+    b_step, other_count, b_count, target_norm, lr_value, lr_in_memory, decay_value, decay_in_memory,
+    BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, THIN: tl.constexpr, ROW_GAIN: tl.constexpr,
+    UNIT: tl.constexpr, OTHER_PARTS: tl.constexpr, B_PARTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     size, keep = _number(lr, lr_value, lr_in_memory), _number(decay, decay_value, decay_in_memory)
     gain, square = tl.full((), 1.0, dtype=tl.float64), tl.load(norm_sq + batch)
     if B:
         gain = tl.load(b + batch * b_step).to(tl.float64)
-    if SCALED:
-        size = size * tl.load(s + batch * s_step).to(tl.float64)
-    if MAX_GIVEN:
-        size = tl.where(tl.load(grad_max + batch) > 0, size, 0.0)
+    size = tl.where(tl.load(grad_max + batch) > 0, size, 0.0)
     if UNIT:
         total = tl.full((), 0.0, dtype=tl.float64)
         if B_PARTS > 0:
@@ -120,14 +114,12 @@ def _finish(
     if block == 0:
         tl.store(coefficients + batch * 2, keep.to(tl.float32))
         tl.store(coefficients + batch * 2 + 1, gain)
-    if P or BU:
+    if THIN:
         row, col = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
         base = batch.to(tl.int64) * k * r
         value = tl.zeros((BLOCK, R), dtype=tl.float32)
-        if P:
-            value -= size.to(tl.float32) * load_thin(p + base, row, col, k, r)
-        if BU:
-            value += gain * load_thin(bu + base, row, col, k, r)
+        value -= size.to(tl.float32) * load_thin(p + base, row, col, k, r)
+        value += gain * load_thin(bu + base, row, col, k, r)
         if ROW_GAIN:
             value = value * tl.load(row_gain + batch * k + row, mask=row < k, other=0.0)[:, None]
         at = parts + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
@@ -135,9 +127,8 @@ def _finish(
 
 
 def update_coefficients(
-    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, *,
-    P: Tensor | None = None, BU: Tensor | None = None, s: Tensor | None = None,
-    row_gain: Tensor | None = None, grad_max: Tensor | None = None, B_sq: Tensor | None = None,
+    b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, grad_max: Tensor, *,
+    P: Tensor | None = None, BU: Tensor | None = None, row_gain: Tensor | None = None, B_sq: Tensor | None = None,
     other_sq: Tensor | None = None, target_norm: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the two arguments of `update_`: its coefficients, and the thin part of the update.
@@ -146,32 +137,30 @@ def update_coefficients(
     is in bfloat16 parts (2, B, m, R), or None without P and BU.
 
     Args:
-        b, s: (B or 1, 1, 1), None for 1.
+        b: (B or 1, 1, 1), None for 1.
         norm_sq: (B, 1, 1) float64, from `norm_and_weight`.
         lr, decay: numbers, or float64 scalars on the device.
-        P, BU: (B, m, r) or None.
-        row_gain: g (B, m, 1), None for 1.
-        grad_max: the largest |entry| of each gradient (B,), or None; if 0, lr counts as 0.
+        grad_max: the largest |entry| of each gradient (B,); if 0, lr counts as 0.
+        P, BU: (B, m, r), or both None.
+        row_gain: g (B, m, 1), None for 1; not needed without P.
         B_sq: norm_sq |B|^2 by parts, None for 0.
         other_sq: the squared norm of the other part of the direction by parts, None for 0.
-        target_norm: sqrt(m n), or 0; if not 0, s is multiplied by target_norm / sqrt(b^2 B_sq / norm_sq + other_sq).
+        target_norm: s = target_norm / sqrt(b^2 B_sq / norm_sq + other_sq), or s = 1 if target_norm is 0.
     """
-    thin = P if P is not None else BU
-    k, r = (1, 16) if thin is None else thin.shape[1:]
+    k, r = (1, 16) if P is None else P.shape[1:]
     R, device = power_of_two(r), norm_sq.device
     block = max(1, 2048 // R)
-    parts = None if thin is None else torch.empty(2, len(norm_sq), k, R, dtype=torch.bfloat16, device=device)
+    parts = None if P is None else torch.empty(2, len(norm_sq), k, R, dtype=torch.bfloat16, device=device)
     coefficients = torch.empty(len(norm_sq), 2, dtype=torch.float32, device=device)
     sums = [norm_sq if x is None else x.contiguous() for x in (other_sq, B_sq)]
     counts = [x[0].numel() for x in sums]
     sizes = [0 if x is None else power_of_two(count) for x, count in zip((other_sq, B_sq), counts, strict=True)]
     (lr_pointer, *lr_value), (decay_pointer, *decay_value) = _as_argument(lr, norm_sq), _as_argument(decay, norm_sq)
-    _finish[(1 if thin is None else -(-k // block), len(norm_sq))](
-        _or(P, norm_sq), _or(BU, norm_sq), _or(b, norm_sq), _or(s, norm_sq), _or(row_gain, norm_sq),
-        _or(grad_max, norm_sq), sums[0], sums[1], norm_sq, lr_pointer, decay_pointer, _or(parts, norm_sq), coefficients,
-        k, r, 0 if parts is None else parts.stride(0), _step(b), _step(s), counts[0], counts[1], target_norm, *lr_value,
-        *decay_value, BLOCK=block, R=R, B=b is not None, P=P is not None, BU=BU is not None, SCALED=s is not None,
-        ROW_GAIN=row_gain is not None, MAX_GIVEN=grad_max is not None, UNIT=target_norm != 0.0,
+    _update_coefficients[(-(-k // block), len(norm_sq))](
+        _or(P, norm_sq), _or(BU, norm_sq), _or(b, norm_sq), _or(row_gain, norm_sq), grad_max, *sums, norm_sq,
+        lr_pointer, decay_pointer, _or(parts, norm_sq), coefficients, k, r, 0 if parts is None else parts.stride(0),
+        int(b is not None and b.numel() > 1), *counts, target_norm, *lr_value, *decay_value, BLOCK=block, R=R,
+        B=b is not None, THIN=P is not None, ROW_GAIN=row_gain is not None, UNIT=target_norm != 0.0,
         OTHER_PARTS=sizes[0], B_PARTS=sizes[1], num_warps=4,
     )  # fmt: skip
     return coefficients, parts
@@ -182,11 +171,6 @@ def _as_argument(x: float | Tensor, like: Tensor) -> tuple[Tensor, float, float]
     if isinstance(x, Tensor) and x.device == like.device:
         return x.double(), 0.0, 1.0
     return like, float(x), 0.0
-
-
-def _step(x: Tensor | None) -> int:
-    """Return the distance from one matrix's number to the next one's: 0 if all matrices share one."""
-    return int(x is not None and x.numel() > 1)
 
 
 def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:

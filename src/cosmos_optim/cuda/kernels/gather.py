@@ -3,8 +3,6 @@
 Shapes: a factor is a list of B tensors of one shape; its stack is (B, *shape).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from cosmos_optim.cuda.kernels.launch import false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.pointer_list import addresses
 
-# Factors that one launch copies; COSMOS has three, and four with a second moment of rows.
+# Factors that a launch copies at most: COSMOS has three, and four with a second moment of rows.
 MAX_FACTORS = 4
 # Entries that one program copies.
 BLOCK = 4096
@@ -69,14 +67,12 @@ def scatter_(lists: Sequence[Sequence[Tensor]], stacks: Sequence[Tensor], skip: 
 
 
 def _launch(stacks: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], skip: Tensor | None, *, write: bool) -> None:
-    """Copy between stacks and lists, MAX_FACTORS factors at a time."""
-    for first in range(0, len(stacks), MAX_FACTORS):
-        some, tensors = list(stacks[first : first + MAX_FACTORS]), lists[first : first + MAX_FACTORS]
-        tables, sizes, unused = [addresses(x) for x in tensors], [x[0].numel() for x in some], MAX_FACTORS - len(some)
-        batch, block = len(some[0]), launch.TARGET.block(BLOCK)
-        aligned = all(t.data_ptr() % 16 == 0 for x in tensors for t in x)
-        _copy_factors[(-(-max(sizes) // block), len(some) * batch)](
-            *some, *(some[:1] * unused), *tables, *(tables[:1] * unused), *sizes, *([0] * unused),
-            false_flag(some[0].device) if skip is None else skip, batch, BLOCK=block, WRITE=write, ALIGNED=aligned,
-            num_warps=4,
-        )  # fmt: skip
+    """Copy between stacks and lists, at most MAX_FACTORS of each."""
+    tables, sizes, unused = [addresses(x) for x in lists], [x[0].numel() for x in stacks], MAX_FACTORS - len(stacks)
+    batch, block = len(stacks[0]), launch.TARGET.block(BLOCK)
+    aligned = all(t.data_ptr() % 16 == 0 for x in lists for t in x)
+    _copy_factors[(-(-max(sizes) // block), len(stacks) * batch)](
+        *stacks, *([stacks[0]] * unused), *tables, *(tables[:1] * unused), *sizes, *([0] * unused),
+        false_flag(stacks[0].device) if skip is None else skip, batch, BLOCK=block, WRITE=write, ALIGNED=aligned,
+        num_warps=4,
+    )  # fmt: skip

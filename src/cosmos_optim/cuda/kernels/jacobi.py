@@ -7,8 +7,6 @@ matrix at a time, with hundreds of launches for each; here it is one launch, and
 Shapes: A and V (B, k, k), w (B, k); N is the next power of two of k.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -111,11 +109,6 @@ def _eigh(
     rank = tl.sum(below.to(tl.int32), axis=1)
     tl.store(values + batch * k + rank, d, mask=i < k)
     tl.store(vectors + batch * k * k + j[None, :] * k + rank[:, None], V, mask=inside)
-
-
-def supports(k: int) -> bool:
-    """Return whether the kernel takes (k, k) matrices."""
-    return k <= MAX_COLUMNS
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:

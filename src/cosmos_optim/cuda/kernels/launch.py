@@ -5,7 +5,6 @@ CPU builds of torch come without Triton. The kernel files can be imported then, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,8 +27,6 @@ except ImportError:  # no kernels; `jit` returns the functions unchanged
 
 # Every function that `jit` has compiled, including those that only other kernels call.
 KERNELS: list[Any] = []
-# Whether this process runs Triton's interpreter. No kernel and no wrapper reads it; `precompile` and tests do.
-INTERPRET = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ Reads G and M once and writes M once. If `skip` is True, M stays as it is.
 Shapes: G, M (m, n), U (n, r), G U and M U (m, r); B matrices each.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -21,6 +19,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     dot_split_tile,
     exponent,
     load_full_columns,
+    load_parts,
     load_tile,
     matrix_start,
     rows_of_class,
@@ -36,7 +35,7 @@ def _momentum(
     x, mom, u, v, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, ALIGNMENT_CLASSES: tl.constexpr,
-    MAX_GIVEN: tl.constexpr, SINGLE_PART: tl.constexpr, M_SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    SINGLE_PART: tl.constexpr, M_SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Update M and multiply: u is U in float16 parts for G (x), v is U in bfloat16 parts for M (mom)."""
     block, batch = tl.program_id(0) // ALIGNMENT_CLASSES, tl.program_id(1)
@@ -48,7 +47,7 @@ def _momentum(
     base = batch.to(tl.int64) * n * R
     acc_g, acc_m = tl.zeros((BM, R), dtype=tl.float32), tl.zeros((BM, R), dtype=tl.float32)
     e = 0
-    if MAX_GIVEN:
+    if THIN:
         e = exponent(tl.load(grad_max + batch))
     largest = 0.0
     if ALIGNED:
@@ -69,8 +68,6 @@ def _momentum(
             tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(g), tl.abs(new)))
             if THIN:
                 at = base + (before + j[:, None]) * R + c[None, :]
-                if not MAX_GIVEN:
-                    e = exponent(tl.max(tl.abs(g)))
                 u1, u2 = tl.load(u + at), tl.load(u + u_step + at)
                 acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
                 v1, v2 = tl.load(v + at), tl.load(v + u_step + at)
@@ -81,13 +78,13 @@ def _momentum(
             j = tl.where(j < before, j, j + body)
             acc_g, acc_m, largest = _masked_tile(
                 start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
-                R, THIN, MOMENT, MAX_GIVEN, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
+                R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
             acc_g, acc_m, largest = _masked_tile(
                 start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
-                R, THIN, MOMENT, MAX_GIVEN, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
+                R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
     tl.store(block_max + batch * tl.num_programs(0) + tl.program_id(0), largest)
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
@@ -99,8 +96,8 @@ def _momentum(
 @jit
 def _masked_tile(
     start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
-    R: tl.constexpr, THIN: tl.constexpr, MOMENT: tl.constexpr, MAX_GIVEN: tl.constexpr, SINGLE_PART: tl.constexpr,
-    M_SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    R: tl.constexpr, THIN: tl.constexpr, MOMENT: tl.constexpr, SINGLE_PART: tl.constexpr, M_SINGLE_PART: tl.constexpr,
+    FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Update M at any columns j, some of which may not exist; return both sums and the largest |entry| so far."""
     g, new = load_tile(start, i, j, m, n, sm, sn).to(tl.float32), load_tile(state, i, j, m, n, mm, mn).to(tl.float32)
@@ -110,12 +107,10 @@ def _masked_tile(
     new = new.to(tl.float32)
     largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(g), tl.abs(new))))
     if THIN:
-        if not MAX_GIVEN:
-            e = exponent(tl.max(tl.abs(g)))
         at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
-        u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
+        u1, u2 = load_parts(u + at, u_step, held)
         acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-        v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
+        v1, v2 = load_parts(v + at, u_step, held)
         acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, M_SINGLE_PART, FLOAT32_DOTS)
     return acc_g, acc_m, largest
 
@@ -127,13 +122,10 @@ def momentum_(
     """Update M in place; return G U and M U (B, m, r), and the largest |entry| of G and M by row block (B, blocks).
 
     Args:
-        M, G: B matrices (m, n) each.
-        w: weight of G in the average.
         U: (B, n, r) in float16 parts times BASIS_SCALE, for G, and in bfloat16 parts, for M: (2, B, n, R) each. None
             updates M alone; the products are then empty.
-        r: columns of U.
         skip: a boolean scalar on the device, or None; if True, M is not written.
-        grad_max: the largest |entry| of each G or a bound not far above it, (B,); if None, each tile finds its own.
+        grad_max: the largest |entry| of each G or a bound not far above it, (B,); not needed without U.
     """
     (m, n), batch, R = M.shape, len(M), 16 if U is None else U[0].shape[-1]
     source, target = G.source(), M.source()
@@ -151,7 +143,7 @@ def momentum_(
         skip=false_flag(M.device) if skip is None else skip,
         u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"], w=w,
         gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None,
-        MOMENT=target["ELEMENT"], MAX_GIVEN=grad_max is not None, SINGLE_PART=G.dtype is torch.bfloat16,
+        MOMENT=target["ELEMENT"], SINGLE_PART=G.dtype is torch.bfloat16,
         M_SINGLE_PART=M.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return GU, MU, block_max

@@ -9,8 +9,6 @@ The scale c keeps everything in the number range for gradients of any size, and 
 Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k is m or n.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -20,11 +18,20 @@ from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts, sum_parts
 from cosmos_optim.cuda.kernels.thin_qr import plan, supports, warps
-from cosmos_optim.cuda.kernels.tiles import dot_split_tile, exponent, load_thin, scale_down, scale_up, split_float16
+from cosmos_optim.cuda.kernels.tiles import (
+    dot_split_tile,
+    exponent,
+    load_thin,
+    scale_down,
+    scale_up,
+    split_float16,
+    store_float16_parts,
+    store_thin,
+)
 
 
 @jit
-def _scaled(
+def _scale_for_power_step(
     x, s, norm_sq_parts, max_abs_parts, y, scale, y_max, k, r, parts, part_stride,
     BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -35,10 +42,8 @@ def _scaled(
     c = tl.where(c > 0, c, 1.0)
     scaled_max = max_parts(max_abs_parts, batch, parts, PARTS) / c
     value = load_thin(x + batch.to(tl.int64) * k * r, row, col, k, r) / c
-    y1, y2 = split_float16(value * scale_up(exponent(scaled_max)))
-    at, inside = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :], row[:, None] < k
-    tl.store(at, y1, mask=inside)
-    tl.store(at + part_stride, y2, mask=inside)
+    at = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
+    store_float16_parts(at, part_stride, value * scale_up(exponent(scaled_max)), row[:, None] < k)
     if block == 0:
         tl.store(scale + batch, c)
         tl.store(y_max + batch, scaled_max)
@@ -56,7 +61,7 @@ def scale_for_power_step(
     halves = torch.empty(2, batch, k, R, dtype=torch.float16, device=Y.device)
     c, y_max = (torch.empty(batch, dtype=torch.float32, device=Y.device) for _ in range(2))
     block, parts = max(1, 2048 // R), norm_sq_parts.shape[1]
-    _scaled[(-(-k // block), batch)](
+    _scale_for_power_step[(-(-k // block), batch)](
         Y, S, norm_sq_parts, max_abs_parts, halves, c, y_max, k, r, parts, halves.stride(0), BLOCK=block, R=R,
         PARTS=power_of_two(parts), num_warps=4,
     )  # fmt: skip
@@ -84,7 +89,7 @@ def _power_sum(
         y = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
         y = beta * y + one_minus_beta * (load_thin(hu + base, row, col, k, r) / c + eps * x)
         norm_sq += tl.sum(y * y, axis=0)
-        tl.store(out + base + row[:, None] * r + col[None, :], y, mask=(row[:, None] < k) & (col[None, :] < r))
+        store_thin(out + base, row, col, k, r, y)
     tl.store(columns + (batch * parts + part) * R + col, norm_sq)
 
 

@@ -6,8 +6,6 @@
 Shapes: X (m, n), U (n, r), Y (m, r); B matrices each.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -22,6 +20,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     dot_split_tile,
     exponent,
     load_full_columns,
+    load_parts,
     load_tile,
     matrix_start,
     rows_of_class,
@@ -37,7 +36,7 @@ OVERLAP_LAUNCH = Launch(128, 64, stages=4)
 def _project(
     x, u, y, x_max, u_step, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    ALIGNMENT_CLASSES: tl.constexpr, MAX_GIVEN: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    ALIGNMENT_CLASSES: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0) // ALIGNMENT_CLASSES, tl.program_id(1)
     first = tl.program_id(0) % ALIGNMENT_CLASSES
@@ -46,9 +45,7 @@ def _project(
     start = matrix_start(x, batch, ELEMENT, ALIGNED)
     base = u + batch.to(tl.int64) * n * R
     acc = tl.zeros((BM, R), dtype=tl.float32)
-    e = 0
-    if MAX_GIVEN:
-        e = exponent(tl.load(x_max + batch))
+    e = exponent(tl.load(x_max + batch))
     if ALIGNED:
         # Rows of one alignment class, full tiles from their first aligned column on; the columns before and after those
         # tiles come last, in one tile with a mask.
@@ -59,17 +56,15 @@ def _project(
             j = k + tl.arange(0, BK)
             a = load_full_columns(begin, q, j, rows, class_stride, sn).to(tl.float32)
             at = base + (before + j[:, None]) * R + c[None, :]
-            if not MAX_GIVEN:
-                e = exponent(tl.max(tl.abs(a)))
             acc = dot_split_tile(a, e, tl.load(at), tl.load(at + u_step), acc, SINGLE_PART, False, FLOAT32_DOTS)
         if body < n:
             j = tl.arange(0, 2 * BK)
             j = tl.where(j < before, j, j + body)
-            acc = _masked_tile(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, MAX_GIVEN, SINGLE_PART, FLOAT32_DOTS)
+            acc = _masked_tile(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, SINGLE_PART, FLOAT32_DOTS)
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
-            acc = _masked_tile(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, MAX_GIVEN, SINGLE_PART, FLOAT32_DOTS)
+            acc = _masked_tile(start, base, i, j, acc, e, u_step, m, n, sm, sn, R, SINGLE_PART, FLOAT32_DOTS)
     at = y + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
@@ -77,25 +72,22 @@ def _project(
 @jit
 def _masked_tile(
     start, base, i, j, acc, e, u_step, m, n, sm, sn,
-    R: tl.constexpr, MAX_GIVEN: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    R: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Return acc + the product over any columns j, some of which may not exist."""
     a = load_tile(start, i, j, m, n, sm, sn).to(tl.float32)
-    if not MAX_GIVEN:
-        e = exponent(tl.max(tl.abs(a)))
     at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
-    b1, b2 = tl.load(at, mask=held, other=0.0), tl.load(at + u_step, mask=held, other=0.0)
+    b1, b2 = load_parts(at, u_step, held)
     return dot_split_tile(a, e, b1, b2, acc, SINGLE_PART, False, FLOAT32_DOTS)
 
 
-def project(X: MatrixList, U: Tensor, r: int, x_max: Tensor | None = None) -> Tensor:
+def project(X: MatrixList, U: Tensor, r: int, x_max: Tensor) -> Tensor:
     """Return X U (B, m, r) in float32.
 
     Args:
         X: B matrices (m, n).
         U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
-        r: columns of U.
-        x_max: the largest |entry| of each matrix or a bound not far above it, (B,); if None, each tile finds its own.
+        x_max: the largest |entry| of each matrix or a bound not far above it, (B,).
     """
     _, batch, n, R = U.shape
     m, source = X.shape[0], X.source()
@@ -103,8 +95,8 @@ def project(X: MatrixList, U: Tensor, r: int, x_max: Tensor | None = None) -> Te
     blocks = source["ALIGNMENT_CLASSES"] * -(-m // (source["ALIGNMENT_CLASSES"] * how.rows))
     Y = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     _project[(blocks, batch)](
-        **source, u=U, y=Y, x_max=U if x_max is None else x_max, u_step=U.stride(0), m=m, n=n, r=r,
-        gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, MAX_GIVEN=x_max is not None,
+        **source, u=U, y=Y, x_max=x_max, u_step=U.stride(0), m=m, n=n, r=r,
+        gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
         SINGLE_PART=X.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return Y
@@ -145,7 +137,6 @@ def overlap(X: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         X: float16 stack (B, m, n) of any strides.
         U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
-        r: columns of U.
     """
     _, batch, n, R = U.shape
     m = X.shape[1]

@@ -4,8 +4,6 @@ That saves a launch for every sum. Parts are float64, or float32 if the numbers 
 sum is float64, in a fixed order.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -40,7 +38,7 @@ def norm_sq(x):
 
 
 @jit
-def _measure(x, norm_sq_parts, max_abs_parts, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_sq_and_max(x, norm_sq_parts, max_abs_parts, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     start = x + batch.to(tl.int64) * size
     total, x_max = tl.zeros((BLOCK,), dtype=tl.float64), tl.zeros((BLOCK,), dtype=tl.float32)
@@ -63,10 +61,5 @@ def norm_sq_and_max(X: Tensor) -> tuple[Tensor, Tensor]:
     parts = -(-size // span)
     norm_sq_parts = torch.empty(batch, parts, dtype=torch.float64, device=X.device)
     max_abs_parts = torch.empty(batch, parts, dtype=torch.float32, device=X.device)
-    _measure[(parts, batch)](X, norm_sq_parts, max_abs_parts, size, SPAN=span, BLOCK=block, num_warps=4)
+    _norm_sq_and_max[(parts, batch)](X, norm_sq_parts, max_abs_parts, size, SPAN=span, BLOCK=block, num_warps=4)
     return norm_sq_parts, max_abs_parts
-
-
-def add_parts(parts: Tensor) -> Tensor:
-    """Add a sum by parts (B, ...): (B, 1, 1) in float64."""
-    return parts.flatten(1).sum(1, dtype=torch.float64).view(-1, 1, 1)

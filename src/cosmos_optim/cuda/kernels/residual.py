@@ -7,8 +7,6 @@ that is always tall: for a wide matrix it holds X'.
 Shapes: M, G (m, n), P (m, r), U (n, r); the buffer is (B, max(m, n), min(m, n)).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -16,7 +14,8 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_tile, matrix_start
+from cosmos_optim.cuda.kernels.reductions import max_parts
+from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(64, 64, warps=4, stages=3)
@@ -26,8 +25,7 @@ UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=3)
 @jit
 def buffer_scale(block_max, batch, blocks, BLOCKS: tl.constexpr):
     """Return the power of two that scales the largest entry to [8, 16)."""
-    at = tl.arange(0, BLOCKS)
-    x_max = tl.max(tl.load(block_max + batch * blocks + at, mask=at < blocks, other=0.0))
+    x_max = max_parts(block_max, batch, blocks, BLOCKS)
     return ((257 - exponent(x_max)) << 23).to(tl.float32, bitcast=True)
 
 
@@ -46,8 +44,7 @@ def _residual(
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
     if THIN:
         at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
-        p1 = tl.load(at_p, mask=i[:, None] < m, other=0.0)
-        p2 = tl.load(at_p + p_step, mask=i[:, None] < m, other=0.0)
+        p1, p2 = load_parts(at_p, p_step, i[:, None] < m)
     target = out + batch.to(tl.int64) * out_stride
     squares = tl.zeros((BM, BN), dtype=tl.float32)
     # Triton prefetches only the operands of products, so the code loads the next tile explicitly.
@@ -67,29 +64,27 @@ def _residual(
         value = value * c
         inside = (i[:, None] < m) & (j[None, :] < n)
         squares += tl.where(inside, value * value, 0.0)
-        tl.store(target + i[:, None] * om + j[None, :] * on, value.to(out.dtype.element_ty), mask=inside)
+        tl.store(target + i[:, None] * om + j[None, :] * on, value.to(tl.float16), mask=inside)
     tl.store(norm_sq_parts + batch * tl.num_programs(0) + block, tl.sum(squares))
     tl.store(scale + batch, c)
 
 
 def residual(
     M: MatrixList, G: MatrixList, a: float, b: float, P: Tensor | None, U: Tensor | None, block_max: Tensor,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the work buffer X (B, long, short), |X|^2 by row blocks (B, blocks), and the factor c (B, 1, 1).
 
     Args:
-        M, G: B matrices (m, n) each.
-        a, b: weights of M and G.
         P, U: in bfloat16 parts (2, B, m or n, R), or None for c (a M + b G); P has its sign.
         block_max: the largest |entry| of M and G by blocks (B, blocks), from `momentum_`.
-        dtype: of the work buffer.
     """
     (m, n), batch = M.shape, len(M)
     R = 16 if U is None else U.shape[-1]
     target = M.rows_source()
     how = (LAUNCH if target["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
-    X = work_buffer(batch, m, n, dtype, M.device)
+    long, short = max(m, n), min(m, n)
+    padded = -(-short // 8) * 8  # rows begin at multiples of 16 bytes
+    X = torch.empty(batch, long, padded, dtype=torch.float16, device=M.device)[:, :, :short]
     blocks = -(-m // how.rows)
     norm_sq_parts = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
@@ -103,9 +98,3 @@ def residual(
         M_ALIGNED=target["ALIGNED"], FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return X, norm_sq_parts, c
-
-
-def work_buffer(batch: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an empty (B, max(m, n), min(m, n)) stack with rows that begin at multiples of 16 bytes."""
-    long, short = max(m, n), min(m, n)
-    return torch.empty(batch, long, -(-short // 8) * 8, dtype=dtype, device=device)[:, :, :short]

@@ -10,8 +10,6 @@ B = (buffer - (buffer U) U') / norm, see `gains`. `project.overlap` returns norm
 Shapes: v, g (B, m, 1), P (B, m, r), squared norms of rows (B, m).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -24,7 +22,7 @@ LAUNCH = Launch(64, 64, warps=4, stages=3)
 
 
 @jit
-def _row_squares(x, out, stride, m, n, sm, sn, BM: tl.constexpr, BK: tl.constexpr):
+def _row_norm_sq(x, out, stride, m, n, sm, sn, BM: tl.constexpr, BK: tl.constexpr):
     block, batch = tl.program_id(0), tl.program_id(1)
     start, i = x + batch.to(tl.int64) * stride, block * BM + tl.arange(0, BM)
     squares = tl.zeros((BM, BK), dtype=tl.float32)
@@ -38,28 +36,28 @@ def row_norm_sq(X: Tensor) -> Tensor:
     """Return the squared norms of the rows (B, m) in float32, for a half-precision stack X (B, m, n) of any strides."""
     (batch, m, n), how = X.shape, LAUNCH.fit(16)
     out = torch.empty(batch, m, dtype=torch.float32, device=X.device)
-    _row_squares[(-(-m // how.rows), batch)](
+    _row_norm_sq[(-(-m // how.rows), batch)](
         X, out, X.stride(0), m, n, X.stride(1), X.stride(2), BM=how.rows, BK=how.cols, **how.options
     )
     return out
 
 
 @jit
-def _even_rows(
-    p, b_row_sq, v, b, norm_sq, new, gain, d_sq, k, r, n, b_step, beta, one_minus_beta, eps,
-    BLOCK: tl.constexpr, R: tl.constexpr, B: tl.constexpr, P: tl.constexpr,
+def _row_gains(
+    p, b_row_sq, v, b, norm_sq, new, gain, d_sq, k, r, n, beta, one_minus_beta, eps,
+    BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
 ):  # fmt: skip
     block, batch, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
     at, inside = batch * k + row, row < k
     scale = 1.0 / tl.load(norm_sq + batch)
-    if B:
-        factor = tl.load(b + batch * b_step).to(tl.float64)
+    if THIN:
+        factor = tl.load(b + batch).to(tl.float64)
         scale = scale * factor * factor
     # `overlap` computes b_row_sq as the difference of two sums, which may be below zero by rounding.
     q = tl.load(b_row_sq + at, mask=inside, other=0.0).to(tl.float64)
     q = tl.where(q > 0, q * scale, 0.0)
-    if P:
+    if THIN:
         value = load_thin(p + batch.to(tl.int64) * k * r, row, tl.arange(0, R), k, r)
         q += tl.sum(value * value, axis=1).to(tl.float64)
     V = beta * tl.load(v + at, mask=inside, other=0.0) + one_minus_beta * (q / n).to(tl.float32)
@@ -80,20 +78,16 @@ def row_gains(
     Args:
         v: (B, m, 1) float32, the second moment so far.
         B_row_sq: norm_sq |B_i|^2 (B, m).
-        norm_sq: (B, 1, 1) float64, from `gains.norms`.
-        n: columns of D.
-        beta, eps: of the second moment.
-        b: (B or 1, 1, 1), None for 1.
-        P: (B, m, r), None for 0.
+        norm_sq: (B, 1, 1) float64, from `gains.norm_and_weight`.
+        b, P: (B, 1, 1) and (B, m, r), or both None, for 1 and 0.
     """
     batch, k, r = (*v.shape[:2], 16) if P is None else P.shape
     v, R = v.contiguous(), power_of_two(r)
     new, gain, block = torch.empty_like(v), torch.empty_like(v), max(1, 2048 // R)
     blocks = -(-k // block)
     D_sq = torch.empty(batch, blocks, dtype=torch.float64, device=v.device)
-    _even_rows[(blocks, batch)](
+    _row_gains[(blocks, batch)](
         v if P is None else P.contiguous(), B_row_sq, v, v if b is None else b, norm_sq, new, gain, D_sq, k, r, n,
-        int(b is not None and b.numel() > 1), beta, 1 - beta, eps, BLOCK=block, R=R, B=b is not None, P=P is not None,
-        num_warps=4,
+        beta, 1 - beta, eps, BLOCK=block, R=R, THIN=P is not None, num_warps=4,
     )  # fmt: skip
     return new, gain, D_sq

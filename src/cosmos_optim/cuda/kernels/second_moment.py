@@ -6,8 +6,6 @@ else. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
 Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -24,6 +22,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     scale_down,
     scale_up,
     split_float16,
+    store_thin,
 )
 
 # Blocks of a Gram matrix that are loaded at the same time.
@@ -63,7 +62,7 @@ def _second_moment(
     E = _sum_gram(e_parts, batch, e_count, R, PREFETCHED)
     T = beta * T + E
     T = (T + tl.trans(T)) * 0.5
-    tl.store(out + batch * r * r + i[:, None] * r + j[None, :], T, mask=(i[:, None] < r) & (j[None, :] < r))
+    store_thin(out + batch * r * r, i, j, r, r, T)
     diagonal = i[:, None] == j[None, :]
     past, now = tl.sum(tl.where(diagonal, T, 0.0), axis=0), tl.sum(tl.where(diagonal, E, 0.0), axis=0)
     keep = (past > floor * tl.sum(past)) | (now > floor * tl.sum(now))

@@ -6,8 +6,6 @@ kernels need: |P|^2 and |N|^2 by row blocks, and -N in bfloat16 parts.
 Shapes: V, Y = G U, N = (momentum) U and P are (B, m, r); t is (B, 1, 1).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import math
@@ -27,7 +25,7 @@ def bias_correction(log_beta, steps):
 
 
 @jit
-def _adapt(
+def _soap_half(
     v, y, x, tracked, t, new, p, minus_x, norm_sq_parts, k, r, part_stride, norm_sq_stride, beta2, one_minus_beta2, eps,
     log_beta1, log_beta2, extra_steps,
     BLOCK: tl.constexpr, R: tl.constexpr, EPS_INSIDE_ROOT: tl.constexpr,
@@ -65,13 +63,9 @@ def soap_half(
     The squared norms are float64.
 
     Args:
-        V: second moment of the entries of Y.
-        Y: the gradient in the basis, G U.
-        N: the momentum in the basis, to be divided by root(V).
         tracked: (B, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
         t: (B, 1, 1) steps, counted from 1.
-        betas: decay of the momentum and of V.
-        eps: added to V or to its root.
+        betas: of the momentum and of V.
         eps_inside_root: whether eps is added to V inside of the root, as in the paper.
         extra_steps: N is an average over t + extra_steps steps (1 with Nesterov's blend, else 0).
     """
@@ -83,7 +77,7 @@ def soap_half(
     minus_N = torch.empty(2, batch, k, R, dtype=torch.bfloat16, device=V.device)
     norm_sq_parts = torch.empty(2, batch, blocks, dtype=torch.float64, device=V.device)
     log_beta1, log_beta2 = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
-    _adapt[(blocks, batch)](
+    _soap_half[(blocks, batch)](
         V, Y, N, tracked, t, new, P, minus_N, norm_sq_parts, k, r, minus_N.stride(0), norm_sq_parts.stride(0), betas[1],
         1 - betas[1], eps, log_beta1, log_beta2, extra_steps, BLOCK=block, R=R, EPS_INSIDE_ROOT=eps_inside_root,
         num_warps=4,

@@ -5,15 +5,13 @@ those of c U, with a power of two c that keeps them normal numbers: 2^8 for a ba
 computed from the largest entry for any other factor.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, split_float16
+from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, store_bfloat16_parts, store_float16_parts
 
 # c for factors with entries of at most 1.
 BASIS_SCALE = 256.0
@@ -23,32 +21,26 @@ BASIS_SCALE = 256.0
 def _split(
     x, y, x_max, rows, k, r, part_stride, scale, BLOCK: tl.constexpr, R: tl.constexpr, MAX_GIVEN: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    col = tl.arange(0, R)
-    inside = row[:, None] < rows
-    at = row[:, None].to(tl.int64) * R + col[None, :]
-    held = inside & (col[None, :] < r)
-    value = tl.load(x + row[:, None].to(tl.int64) * r + col[None, :], mask=held, other=0.0) * scale
+    row, col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
+    value = load_thin(x, row.to(tl.int64), col, rows, r) * scale
     if MAX_GIVEN:
         value = value * scale_up(exponent(tl.load(x_max + row // k, mask=row < rows, other=1.0)))[:, None]
-    y1 = value.to(y.dtype.element_ty)
-    tl.store(y + at, y1, mask=inside)
-    tl.store(y + part_stride + at, (value - y1.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
+    at = row[:, None].to(tl.int64) * R + col[None, :]
+    store_float16_parts(y + at, part_stride, value, row[:, None] < rows)
 
 
-def split(U: Tensor, dtype: torch.dtype, *, scale: float = 1.0, x_max: Tensor | None = None) -> Tensor:
-    """Return the two parts of c U, (2, B, k, R), with c = scale, or c = scale 2^(9 - exponent of x_max) by matrix.
+def split(U: Tensor, x_max: Tensor | None = None) -> Tensor:
+    """Return the float16 parts of c U, (2, B, k, R).
 
-    x_max: the largest |entry| of each matrix (B,).
+    c is BASIS_SCALE; or, with the largest |entry| of each matrix x_max (B,), 2^(9 - exponent of x_max).
     """
     batch, k, r = U.shape
-    R = power_of_two(r)
-    U = U.contiguous()
-    Y = torch.empty(2, batch, k, R, dtype=dtype, device=U.device)
+    U, R = U.contiguous(), power_of_two(r)
+    Y = torch.empty(2, batch, k, R, dtype=torch.float16, device=U.device)
     block = max(1, 2048 // R)
     _split[(-(-batch * k // block),)](
-        U, Y, U if x_max is None else x_max, batch * k, k, r, Y.stride(0), scale, BLOCK=block, R=R,
-        MAX_GIVEN=x_max is not None, num_warps=4,
+        U, Y, U if x_max is None else x_max, batch * k, k, r, Y.stride(0), BASIS_SCALE if x_max is None else 1.0,
+        BLOCK=block, R=R, MAX_GIVEN=x_max is not None, num_warps=4,
     )  # fmt: skip
     return Y
 
@@ -58,12 +50,8 @@ def _split_both(x, half, wide, rows, r, part_stride, scale, BLOCK: tl.constexpr,
     row, col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
     value = load_thin(x, row.to(tl.int64), col, rows, r)
     at, inside = row[:, None].to(tl.int64) * R + col[None, :], row[:, None] < rows
-    half1, half2 = split_float16(value * scale)
-    tl.store(half + at, half1, mask=inside)
-    tl.store(half + part_stride + at, half2, mask=inside)
-    wide1 = value.to(tl.bfloat16)
-    tl.store(wide + at, wide1, mask=inside)
-    tl.store(wide + part_stride + at, (value - wide1.to(tl.float32)).to(tl.bfloat16), mask=inside)
+    store_float16_parts(half + at, part_stride, value * scale, inside)
+    store_bfloat16_parts(wide + at, part_stride, value, inside)
 
 
 def split_both(U: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,6 @@ full product at s = 2048.
 Shapes: A, B (batch, K, s), C, D, E (batch, s, s). A tile of C is (BM, BN), summed over blocks of BK.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,10 +19,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import TensorDescriptor, false_flag, jit, tl
-
-# The matrices of a stack that a product computes: flags (batch,) and the value that a flag must have. No flags: all.
-Only = tuple[Tensor | None, bool]
-ALL: Only = (None, True)
+from cosmos_optim.linalg.newton_schulz import EVERY_MATRIX, Selection
 
 
 @jit(unaligned=("flag_ptr",), unspecialized=("wanted_flag",))
@@ -180,27 +175,22 @@ def supports(X: Tensor) -> bool:
 def symmetric_product(
     A: Tensor, B: Tensor, *, alpha: float = 1.0, weight: Tensor | None = None, beta: float = 0.0,
     D: Tensor | None = None, delta: float = 0.0, E: Tensor | None = None, gamma: float = 0.0,
-    tiles: TileShape | None = None, out: Tensor | None = None, only: Only = ALL, norm_sq_parts: Tensor | None = None,
+    out: Tensor, only: Selection = EVERY_MATRIX, norm_sq_parts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return weight alpha A'B + beta D + delta E + gamma I, (batch, K, s) x 2 -> (batch, s, s); it must be symmetric.
 
     Args:
         A, B: half-precision stacks, see `supports`.
-        alpha, beta, delta, gamma: numbers.
         weight: a factor for each matrix, (batch, 1, 1) float32 on the device, or None.
         D, E: (batch, s, s) or None. Without D, gamma I and delta E are not added either.
-        tiles: the tile, or None for the default of this size.
-        out: the result, with rows of a multiple of 16 bytes; new memory by default.
+        out: the result, with rows of a multiple of 16 bytes.
         only: the matrices to compute, by flags on the device; nothing is written for the others.
-        norm_sq_parts: from `empty_norm_sq_parts`, written: the squared norm of each product. Only with a weight.
+        norm_sq_parts: with a weight, the squared norm of each product is written here, see `empty_norm_sq_parts`.
     """
-    batch, K, s = A.shape
-    how = tiles or tile_shape(s, K)
-    C = like(A, s) if out is None else out
+    (batch, K, s), C = A.shape, out
+    how = tile_shape(s, K)
     table, count = _tiles(s, how.BM, how.BN, A.device)
     flags, wanted_flag = only
-    if norm_sq_parts is None and weight is not None:
-        norm_sq_parts = empty_norm_sq_parts(A, how)
     given: list[Any] = [C, C] if weight is None else [weight, norm_sq_parts]
     given += [false_flag(A.device), table, -1] if flags is None else [flags, table, int(wanted_flag)]
     common = {"ADD": D is not None, "WEIGHTED": weight is not None, "FLOAT32_DOTS": launch.TARGET.float32_dots,
@@ -223,10 +213,10 @@ def symmetric_product(
     return C
 
 
-def empty_norm_sq_parts(A: Tensor, tiles: TileShape | None = None) -> Tensor:
+def empty_norm_sq_parts(A: Tensor) -> Tensor:
     """Return memory for |A'A|^2 by parts, one part from each tile."""
     batch, K, s = A.shape
-    how = tiles or tile_shape(s, K)
+    how = tile_shape(s, K)
     return torch.empty(batch, _tiles(s, how.BM, how.BN, A.device)[1], dtype=torch.float32, device=A.device)
 
 
@@ -263,13 +253,13 @@ class SymmetricProducts:
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
-        d: float = 0.0, D: Tensor | None = None, only: Only = ALL, out: Tensor | None = None,
+        d: float = 0.0, D: Tensor | None = None, only: Selection = EVERY_MATRIX, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return aI + bR + cR^2 + dD."""
         out = self.empty(R, R.shape[2]) if out is None else out
         return symmetric_product(R, R, alpha=c, beta=b, D=R, delta=d, E=D, gamma=a, out=out, only=only)
 
-    def product(self, A: Tensor, B: Tensor, only: Only = ALL, out: Tensor | None = None) -> Tensor:
+    def product(self, A: Tensor, B: Tensor, only: Selection = EVERY_MATRIX, out: Tensor | None = None) -> Tensor:
         """Return A B = A'B."""
         return symmetric_product(A, B, out=self.empty(A, A.shape[2]) if out is None else out, only=only)
 

@@ -9,8 +9,6 @@ Shapes: Y, Q, A, B (B, k, r); A'B (B, r, r); R is the next power of two of r. Su
 (B, parts, R) for columns, (B, parts, R, R) for Gram matrices.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -26,6 +24,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     scale_down,
     scale_up,
     split_float16,
+    store_thin,
 )
 from cosmos_optim.linalg import cholesky_qr
 
@@ -150,7 +149,7 @@ def _apply_factor(
         scale_sq = scale_down(e) * scale_down(e)
         acc = acc + scale_sq * dot_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
         q = tl.where(usable, q, load_thin(fallback + base, row, col, tl.where(usable, 0, k), r))
-        tl.store(out + base + row[:, None] * r + col[None, :], q, mask=(row[:, None] < k) & (col[None, :] < r))
+        store_thin(out + base, row, col, k, r, q)
     tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
@@ -174,7 +173,7 @@ def supports(r: int) -> bool:
 def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
     """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r.
 
-    Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
+    It is as exact as in float32. Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
     """
     batch, k, r = A.shape
     if not supports(r):
@@ -187,12 +186,6 @@ def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
         num_warps=warps(how["R"]),
     )  # fmt: skip
     return out
-
-
-def thin_product(A: Tensor, B: Tensor) -> Tensor:
-    """Return A'B, (B, k, r) x 2 -> (B, r, r), as exact as in float32."""
-    r = A.shape[-1]
-    return thin_product_parts(A, B).sum(1)[:, :r, :r]
 
 
 def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:

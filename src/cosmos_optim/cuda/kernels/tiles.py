@@ -5,8 +5,7 @@ product keeps x1 y1 + x1 y2 + x2 y1. Tensor cores multiply the parts at full rat
 times as fast as float32 arithmetic. There are two kinds of parts:
 
 - float16 parts hold 22 bits, but only of numbers of moderate size. So a power of two first scales the largest entry to
-  about 2^10: the largest of the matrix if it is known, else of the tile. The error is about 2^-22; everything that
-  tracks the eigenbasis uses them.
+  about 2^10. The error is about 2^-22; everything that tracks the eigenbasis uses them.
 - bfloat16 parts hold 16 bits of any number. The error is about 2^-17; the momentum and the addition of P U' use them.
 
 The product of each tile starts a new sum, because tensor cores truncate what falls off the end of a long sum instead of
@@ -20,8 +19,6 @@ same one (C = ALIGNMENT_CLASSES is 1, 2, 4 or 8). A program then reads rows of o
 Shapes: a tile is (BM, BK) of an (m, n) matrix; a thin factor is (k, r), padded with zeros to R columns if it is in
 parts.
 """
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -76,6 +73,18 @@ def load_thin(x, row, col, k, r):
 
 
 @jit
+def store_thin(y, row, col, k, r, value):
+    """Store rows of a contiguous thin factor (k, r)."""
+    tl.store(y + row[:, None] * r + col[None, :], value, mask=(row[:, None] < k) & (col[None, :] < r))
+
+
+@jit
+def load_parts(x, part_stride, mask):
+    """Load the two parts of a thin block at the pointers x, 0 outside of the mask."""
+    return tl.load(x, mask=mask, other=0.0), tl.load(x + part_stride, mask=mask, other=0.0)
+
+
+@jit
 def split_float16(x):
     """Return the two float16 parts of x."""
     x1 = x.to(tl.float16)
@@ -92,9 +101,17 @@ def split_bfloat16(x):
 @jit
 def store_bfloat16_parts(y, part_stride, x, mask):
     """Store the two bfloat16 parts of x at the pointers y and y + part_stride."""
-    x1 = x.to(tl.bfloat16)
+    x1, x2 = split_bfloat16(x)
     tl.store(y, x1, mask=mask)
-    tl.store(y + part_stride, (x - x1.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    tl.store(y + part_stride, x2, mask=mask)
+
+
+@jit
+def store_float16_parts(y, part_stride, x, mask):
+    """Store the two float16 parts of x at the pointers y and y + part_stride."""
+    x1, x2 = split_float16(x)
+    tl.store(y, x1, mask=mask)
+    tl.store(y + part_stride, x2, mask=mask)
 
 
 @jit
@@ -164,8 +181,5 @@ def dot_parts(
 @jit
 def add_outer(acc, p1, p2, u, part_stride, mask, FLOAT32_DOTS: tl.constexpr):
     """Return acc + P U' of thin blocks in two parts: P (BM, R) loaded, U (BN, R) at the pointers u."""
-    u1 = tl.trans(tl.load(u, mask=mask, other=0.0))
-    u2 = tl.trans(tl.load(u + part_stride, mask=mask, other=0.0))
-    acc = dot_add(p2, u1, acc, FLOAT32_DOTS)
-    acc = dot_add(p1, u2, acc, FLOAT32_DOTS)
-    return dot_add(p1, u1, acc, FLOAT32_DOTS)
+    u1, u2 = load_parts(u, part_stride, mask)
+    return dot_parts(p1, p2, tl.trans(u1), tl.trans(u2), acc, False, False, FLOAT32_DOTS)

@@ -3,15 +3,13 @@
 Shapes: W (m, n), B the work buffer (max(m, n), min(m, n)), P (m, r), U (n, r); B matrices each.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
-from cosmos_optim.cuda.kernels.tiles import add_outer, load_tile, matrix_start
+from cosmos_optim.cuda.kernels.tiles import add_outer, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
@@ -47,8 +45,7 @@ def _update(
         gain = gain * tl.load(row_gain + batch * m + i, mask=i < m, other=0.0)[:, None]
     if THIN:
         at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
-        p1 = tl.load(at_p, mask=i[:, None] < m, other=0.0)
-        p2 = tl.load(at_p + p_step, mask=i[:, None] < m, other=0.0)
+        p1, p2 = load_parts(at_p, p_step, i[:, None] < m)
     # Triton prefetches only the operands of products, so the code loads the next tiles explicitly.
     next_w = load_tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
     next_b = load_tile(source, i, tl.arange(0, BN), m, n, wm, wn).to(tl.float32)

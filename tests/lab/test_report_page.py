@@ -149,7 +149,6 @@ def test_figures_are_written_as_png_and_svg(tmp_path: Path) -> None:
     kept.touch()
     page = write_report(folders, tmp_path / "out")
     stems = {"loss-by-tokens", "loss-by-time", "learning-rate-sweep"}
-    stems |= {f"diagnostics-{metric}" for metric in ("energy", "drift", "update_rms", "ratio")}
     names = {path.name for path in stale.parent.iterdir()}
     assert names == {f"{stem}.{ending}" for stem in stems for ending in ("png", "svg")} | {"mine.png"}
     links = {attributes.get("href") or "" for _, attributes in Tags(page.read_text()).tags}

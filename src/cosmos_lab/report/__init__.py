@@ -60,5 +60,5 @@ def _figures(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> 
         remark = f"No PNG and SVG figures: {error}; pip install 'cosmos-optim[lab]' brings matplotlib."
         _log.warning(remark)
         return remark
-    draw_all(specs, folder)
+    draw_all([spec for task in specs for spec in task if isinstance(spec, Section)], folder)
     return None

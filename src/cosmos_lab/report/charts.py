@@ -111,7 +111,7 @@ def specify(tasks: Sequence[Task]) -> list[list[Section | HeatSection]]:
     for index, task in enumerate(tasks):
         slug = re.sub(r"[^a-z0-9]+", "-", task.title.lower()).strip("-")[:60] or "task"
         suffix = f"-{slug}-{index + 1}" if len(tasks) > 1 else ""
-        sections = (_losses(task, suffix), _sweep(task, suffix), heat_section(task, MOST_CELLS // max(1, maps), suffix))
+        sections = (_losses(task, suffix), _sweep(task, suffix), heat_section(task, MOST_CELLS // max(1, maps)))
         found.append([section for section in sections if section])
     return found
 

@@ -42,7 +42,6 @@ class Metric:
     name: str
     title: str
     about: str
-    file: str
     range: tuple[float, float]
     log: bool
     constant: bool
@@ -80,18 +79,18 @@ class HeatSection:
     palette: Sequence[str] = HEAT
 
 
-def heat_section(task: Task, budget: int, suffix: str) -> HeatSection | None:
+def heat_section(task: Task, budget: int) -> HeatSection | None:
     """Specify the heat maps of every run with diagnostics, those of best groups first; None if there is no such run."""
     runs = []
     for group in sorted(task.groups, key=lambda group: (not group.best, not group.shown, task.score(group))):
         for run in group.runs:
             seed = f", seed {run.seed}" if len(group.runs) > 1 else ""
-            found = heat_map(run, f"{group.label}{seed}{' (best)' if group.best else ''}", budget, suffix)
+            found = heat_map(run, f"{group.label}{seed}{' (best)' if group.best else ''}", budget)
             runs += [found] if found else []
     return HeatSection(runs) if runs else None
 
 
-def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS, suffix: str = "") -> HeatMap | None:
+def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | None:
     """Specify the heat maps of one run with at most ``budget`` cells, or None if it logged no diagnostics."""
     names = list(dict.fromkeys(name for snapshot in run.diagnostics for name in snapshot.values))
     shots = thinned(run.diagnostics, max(2, min(MOST_COLUMNS, budget // max(1, len(names) * len(DIAGNOSTICS)))))
@@ -104,7 +103,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS, suffix: str = 
             for metric in DIAGNOSTICS
         }
         panels.append(Panel(kind, KINDS.get(kind, ""), [places[name][1] for name in rows], rows, values))
-    metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels, suffix))]
+    metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels))]
     if not metrics:
         return None
     steps = [f"step {shot.step:g}" for shot in shots]
@@ -113,7 +112,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS, suffix: str = 
     return HeatMap(label, columns, ends, metrics, panels)
 
 
-def _metric(name: str, panels: Sequence[Panel], suffix: str) -> Metric | None:
+def _metric(name: str, panels: Sequence[Panel]) -> Metric | None:
     """Give the middle 98 % of the cells a range of colours, on a log axis if they span more than a factor of 20."""
     cells = sorted(cell for panel in panels for row in panel.values[name] for cell in row if cell is not None)
     if not cells:
@@ -127,7 +126,7 @@ def _metric(name: str, panels: Sequence[Panel], suffix: str) -> Metric | None:
     first = ("≤ " if cells[0] < low else "") + significant(low, 3)
     last = ("≥ " if cells[-1] > high else "") + significant(high, 3)
     title, about = _METRICS[name]
-    return Metric(name, title, about, f"diagnostics-{name}{suffix}", (low, high), log, low == high, (first, last, note))
+    return Metric(name, title, about, (low, high), log, low == high, (first, last, note))
 
 
 def kind_and_layer(name: str) -> tuple[str, int | None]:

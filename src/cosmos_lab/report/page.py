@@ -85,7 +85,7 @@ def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn:
     heads = {"curves": "Loss curves", "sweep": "Learning-rate sweep", "heat": "COSMOS diagnostics"}
     for spec in specs:  # the script draws each into its place
         hint = "Drag across a chart to zoom. " if spec.name == "curves" else ""
-        saved = _saved(spec) if drawn else ""
+        saved = _saved(spec) if drawn and isinstance(spec, Section) else ""
         parts.append((heads[spec.name], hint + saved, f'<div data-chart="{spec.name}"></div>'))
     if len(task.ranking) != len(task.groups):
         parts.append(("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))
@@ -100,14 +100,10 @@ def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn:
     return f'<section class="task" id="task-{index}" data-task="{index}">{heading}{sections}</section>'
 
 
-def _saved(spec: Section | HeatSection) -> str:
+def _saved(spec: Section) -> str:
     """Return links to a section's figures, each with a word on what it shows."""
-    if isinstance(spec, HeatSection):
-        drawn = [(metric.file, metric.title.lower()) for metric in spec.runs[0].metrics]
-    else:
-        drawn = [(chart.file, chart.about if len(spec.charts) > 1 else "") for chart in spec.charts]
     links = []
-    for file, word in drawn:
-        stem = f"figures/{escape(file)}"
+    for chart in spec.charts:
+        word, stem = chart.about if len(spec.charts) > 1 else "", f"figures/{escape(chart.file)}"
         links.append(f'{word} <a href="{stem}.png" title="{stem}.png">PNG</a> <a href="{stem}.svg">SVG</a>')
     return "Saved: " + ", ".join(links)

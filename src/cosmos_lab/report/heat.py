@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,14 +23,7 @@ _METRICS = {
 }
 # Kinds of matrices in the order of the panels, and what they are.
 KINDS = {
-    "q": "query", "k": "key", "v": "value", "o": "output", "qkv": "query, key, value", "gate": "MLP gate",
-    "up": "MLP up", "down": "MLP down",
-}  # fmt: skip
-_ALIASES = {
-    "q_proj": "q", "wq": "q", "query": "q", "k_proj": "k", "wk": "k", "key": "k", "v_proj": "v", "wv": "v",
-    "value": "v", "o_proj": "o", "wo": "o", "out_proj": "o", "out": "o", "output": "o", "c_attn": "qkv",
-    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "c_fc": "up", "fc": "up", "fc1": "up",
-    "fc_in": "up", "down_proj": "down", "w2": "down", "fc2": "down", "fc_out": "down",
+    "q": "query", "k": "key", "v": "value", "o": "output", "gate": "MLP gate", "up": "MLP up", "down": "MLP down",
 }  # fmt: skip
 
 
@@ -132,15 +124,11 @@ def _metric(name: str, panels: Sequence[Panel]) -> Metric | None:
 def kind_and_layer(name: str) -> tuple[str, int | None]:
     """Return what a matrix does and in which layer, from its name.
 
-    >>> kind_and_layer("model.layers.11.self_attn.q_proj.weight")
+    >>> kind_and_layer("blocks.11.attn.q.weight")
     ('q', 11)
     """
-    parts = [part for part in re.split(r"[./]", name) if part not in ("weight", "kernel", "_orig_mod", "module")]
-    digits = [part for part in parts if part.isdigit()]
-    layer = int(digits[0]) if digits and len(digits[0]) < 6 else None
-    leaf = parts[-1] if parts else name
-    inside = "down" if any("mlp" in part or "feed" in part or "ffn" in part for part in parts[:-1]) else "o"
-    return (inside if leaf in ("c_proj", "proj") else _ALIASES.get(leaf, leaf)), layer
+    parts = name.removesuffix(".weight").split(".")
+    return parts[-1], next((int(part) for part in parts if part.isdecimal() and len(part) < 6), None)
 
 
 def _cell(value: float | None) -> float | None:

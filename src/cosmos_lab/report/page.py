@@ -89,7 +89,6 @@ def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn:
         parts.append((heads[spec.name], hint + saved, f'<div data-chart="{spec.name}"></div>'))
     if len(task.ranking) != len(task.groups):
         parts.append(("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))
-    parts.append(("Configurations", "Values that differ between runs are coloured.", tables.configurations(task)))
     level = "h3" if titled else "h2"
     sections = "".join(
         f'<section><div class="head"><{level}>{head}</{level}><p>{about}</p></div>{content}</section>'

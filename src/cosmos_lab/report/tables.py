@@ -1,16 +1,14 @@
-"""Build the page's HTML outside the charts: tables, configurations, folders not shown. All text is escaped."""
+"""Build the page's HTML outside the charts: tables and folders not shown. All text is escaped."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import Any
 
-from cosmos_lab.display import count, rate, seconds, significant, size
+from cosmos_lab.display import count, seconds, significant, size
 from cosmos_lab.report.style import looks_of
 from cosmos_lab.report.words import at_edge, reason
-from cosmos_lab.results.ranking import Group, Spread, Task, flatten
+from cosmos_lab.results.ranking import Group, Spread, Task
 from cosmos_lab.results.reading import Run
 
 Column = tuple[str, str, Callable[[float], str]]
@@ -98,40 +96,6 @@ def _cell(spread: Spread | None, form: Callable[[float], str], score: bool) -> s
     if spread and spread.n > 1 and score:
         text += f' <span class="pm">± {escape(significant(spread.deviation, 2))}</span>'
     return f'<td{" class=score" if score else ""} data-sort="{f"{spread.mean:.9g}" if spread else ""}">{text}</td>'
-
-
-def configurations(task: Task) -> str:
-    """Return one fold-out a run; values that differ between the runs are marked."""
-    runs = [(group, run, _flat(run)) for group in task.groups for run in group.runs]
-    keys = {key for *_, flat in runs for key in flat}
-    differing = {key for key in keys if len({flat.get(key) for *_, flat in runs}) > 1}
-    folds = ""
-    for group, run, flat in runs:
-        rows = "".join(
-            f"<div{' class=differs' if key in differing else ''}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
-            for key, value in flat.items()
-        )
-        notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
-        folds += (
-            f"<details><summary>{_swatch(task, group.method)}{escape(run.name)} "
-            f'<span class="dim">{escape(str(run.folder))}</span> {_tag(run.status) if run.status != "done" else ""}'
-            f'</summary>{f"""<ul class="notes">{notes}</ul>""" if notes else ""}<dl class="keys">{rows}</dl></details>'
-        )
-    return f'<div class="folds">{folds}</div>'
-
-
-def _flat(run: Run) -> dict[str, str]:
-    """Return the configuration on one level, without the optimizer's defaults and what the file's head repeats."""
-    flat = {key: _plain(value) for key, value in flatten(run.config.get("config")).items()}
-    rest = {key: value for key, value in run.config.items() if key not in ("config", "settings")}
-    head = {key: _plain(value) for key, value in flatten(rest).items()}
-    return {**{key: value for key, value in head.items() if flat.get(key) != value}, **flat}
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return rate(value) if isinstance(value, float) else json.dumps(value, default=str)
 
 
 def misfits(runs: Sequence[Run]) -> str:

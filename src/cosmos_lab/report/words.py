@@ -35,7 +35,7 @@ def summary(task: Task) -> str:
 
 
 def cautions(task: Task) -> list[str]:
-    """List runs that did not finish, unequal budgets, best rates at the edge of the sweep, and single seeds."""
+    """List unfinished and unreadable runs, unequal budgets, best rates at the edge of the sweep, and single seeds."""
     notes = []
     states = Counter(run.status for group in task.groups for run in group.runs if run.status != "done")
     if states:
@@ -49,6 +49,7 @@ def cautions(task: Task) -> list[str]:
         notes.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}.")
     if {len(group.counted) for group in task.ranking} == {1} and len(task.ranking) > 1:
         notes.append("One seed each: small differences may be chance.")
+    notes += [f"{run.name}: {note}." for group in task.groups for run in group.runs for note in run.notes]
     if not task.validated:
         notes.append("No run has a validation loss, so training losses are compared.")
     return notes

@@ -156,12 +156,7 @@ def _losses(task: Task, suffix: str) -> Section:
     return Section(
         "curves",
         list(looks_of(task).values()),
-        [
-            Series(
-                task.methods.index(g.method), g.label, g.label.removeprefix(g.method).strip(), g.best, g.shown, g.status
-            )
-            for g in task.groups
-        ],
+        [_series(task, group) for group in task.groups],
         lines,
         [
             chart("tokens", "by tokens", "tokens", "tokens", tokens),

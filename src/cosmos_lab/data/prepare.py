@@ -87,11 +87,8 @@ def prepare(
 
     Args:
         source: "c4", "fineweb", "wikitext-103", or paths of text files, folders or globs.
-        out_dir: where the shards go; made if missing.
         tokenizer: "t5", "gpt2", the path of a tokenizer.json, or a tokenizer's name on the hub.
-        settings: see `Settings`.
         prefix: start of the files' names; default `SOURCE_TOKENIZER`.
-        progress: called after each batch of documents.
     """
     settings, folder = settings or Settings(), Path(out_dir).expanduser()
     settings.check()

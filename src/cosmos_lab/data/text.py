@@ -95,13 +95,9 @@ def local_files(paths: Sequence[str]) -> list[Path]:
 
 
 def local_stream(files: Sequence[Path], unit: Unit, field: str = "text") -> Stream:
-    """Return the documents of local files as a stream.
+    """Return the documents of `.txt`-like or `.jsonl` files, perhaps `.xz` or `.gz`, as a stream.
 
-    Args:
-        files: `.txt`-like or `.jsonl` files, perhaps `.xz` or `.gz`.
-        unit: what a document is in a text file: the whole file, a run of lines between blank ones, or an article under
-            a WikiText title. In a `.jsonl` file it is a line.
-        field: the key of the text in a `.jsonl` line.
+    A document is what `unit` says in a text file, and the text under the key `field` of a line in a `.jsonl` file.
     """
     if unit not in ("file", "blank-lines", "articles"):
         raise ValueError(f'unit is {unit!r}; give "file", "blank-lines" or "articles"')

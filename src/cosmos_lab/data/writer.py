@@ -14,12 +14,6 @@ class ShardWriter:
 
     The open shard is called `.bin.part` until it is full. `sync` flushes what was written so far to the disk and
     returns its state; a writer made from that state removes everything that came after it.
-
-    Args:
-        folder: where.
-        start: start of the files' names.
-        limit: most tokens a shard.
-        state: what `sync` of an earlier writer returned, or None.
     """
 
     def __init__(self, folder: Path, start: str, limit: int, state: dict[str, int] | None = None) -> None:

@@ -84,16 +84,13 @@ def compare(
     """Train the runs that are not finished, compare all, and write compare.json and the report.
 
     Args:
-        runs: the runs, each with its own name.
         out: folder of the run folders, of compare.json and of report/ (None: the runs' ``out``).
         metric: the number of the summary that ranks them; less is better.
         parallel: processes at a time; with GPUs, each process has its own.
         minutes: start no run that would end later than this after the call (0: no limit); the same call continues.
         show: print the live table, the result and where the report is.
-        report: write the report.
 
-    Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant with
-    its seeds, mean and spread.
+    Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant.
     """
     if not runs:
         raise ValueError("nothing to compare: the grid has no runs")

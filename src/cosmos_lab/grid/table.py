@@ -17,12 +17,9 @@ NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
 
 
 def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return rows of the runs' variants with mean and spread over seeds, the best of each optimizer marked.
+    """Read the runs' folders; return a row a variant with mean and spread over seeds, each optimizer's best marked.
 
-    Args:
-        runs: as they were asked for; their numbers are read from their folders.
-        metric: the number of the summary that ranks them; less is better.
-        failures: why runs failed, by name; any other run without a summary is unfinished or was not started.
+    ``failures`` says why runs failed, by name; any other run without a summary is unfinished or was not started.
     """
     found = [_read(run, failures or {}) for run in runs]
     groups = group_runs(found)

@@ -16,16 +16,12 @@ class ModelConfig:
     """One decoder: x = embed(tokens); x += attn(norm(x)); x += mlp(norm(x)) L times; logits = head(norm(x)).
 
     Args:
-        vocab_size: rows of the embedding and of the head; the data's vocabulary must not be larger.
-        width, depth, mlp: d, L and the inner size of the MLP.
-        head_dim: size of one attention head; width must be a multiple of it.
+        mlp: the inner size of the MLP.
         norm: "rms" (with a weight), "rms-bare" (no weight), "layer" (weight and bias).
         activation: "swiglu" (gate, up and down matrices), "gelu" or "relu2" (up and down).
         bias: whether the linear layers (not the head) have a bias.
-        qk_norm: RMS norm without weight on each head's query and key.
+        qk_norm, embed_norm: RMS norm without weight on each head's query and key, and right after the embedding.
         tied: the head uses the embedding's matrix.
-        embed_norm: RMS norm without weight right after the embedding.
-        init_std, embed_std: standard deviation of the initial matrices, and of the embedding.
         init_out: the two matrices that write to the residual stream start "normal" as the others,
             with std divided by sqrt(2 L) ("depth"), or at zero ("zero").
         residual_fp32: under autocast, keep the residual stream in fp32 rather than in the autocast type.
@@ -124,14 +120,10 @@ def resolve(name_or_config: str | ModelConfig, **overrides: Any) -> ModelConfig:
     >>> resolve("llama-1b", vocab_size=32_100).vocab_size
     32100
     """
-    if isinstance(name_or_config, ModelConfig):
-        config = name_or_config
-    elif name_or_config in PRESETS:
-        config = PRESETS[name_or_config]
-    else:
+    config = PRESETS.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
+    if config is None:
         raise ValueError(f"model: no preset {name_or_config!r}; choose one of {', '.join(PRESETS)}")
     known = {field.name for field in fields(ModelConfig)}
-    unknown = sorted(set(overrides) - known)
-    if unknown:
+    if unknown := sorted(set(overrides) - known):
         raise ValueError(f"model: no field {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
     return replace(config, **overrides)

@@ -82,15 +82,9 @@ def remove_temporary(folder: Path) -> None:
 def save(
     folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, keep: int, temporary: bool
 ) -> None:
-    """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints.
+    """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints; every process must call.
 
-    Args:
-        folder: the run's ``checkpoints`` folder.
-        state: what to write.
-        identity: what is being trained; a resume compares it.
-        world: this process among the others; every process must call.
-        keep: how many checkpoints stay.
-        temporary: whether `remove_temporary` removes it when the run is finished.
+    A resume compares ``identity``. `remove_temporary` removes a temporary one when the run is finished.
     """
     final = folder / f"step_{state.step:06d}"
     unfinished = folder / f".writing_{final.name}"

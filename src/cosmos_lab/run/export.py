@@ -84,12 +84,7 @@ def export_llama(
     """Write config.json, the weights (safetensors, or pytorch_model.bin if that package is missing) and tokenizer.
 
     Every file is written to a scratch folder and then moved, so that a full disk leaves an older export whole.
-
-    Args:
-        model: a decoder with LLaMA's architecture, on any device, not sharded.
-        directory: made if missing.
-        tokenizer_path: a tokenizer.json to put beside the weights.
-        dtype: type of the stored weights.
+    ``tokenizer_path`` is a tokenizer.json to put beside the weights.
     """
     _check_llama(model.config)
     tokenizer, end = (None, None) if tokenizer_path is None else _read_tokenizer(Path(tokenizer_path))

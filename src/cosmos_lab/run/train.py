@@ -37,10 +37,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
 
     A finished run is not trained again: its summary is returned. A half-finished one continues from its newest
     checkpoint. SIGTERM and SIGINT end it after its current step, with a checkpoint and ``stopping.Stopped``.
-
-    Args:
-        config: the run.
-        progress: called with every record of the log, and first with one that says what was opened ("about").
+    ``progress`` is called with every record of the log, and first with one that says what was opened ("about").
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)

@@ -35,16 +35,11 @@ ADAM_LR = 2e-3  # embedding and head of Muon and COSMOS: AdamW's best rate, as i
 class DemoConfig:
     """What the demo does."""
 
-    out: str = "runs/demo"
-    """Folder of the runs and the report."""
-    steps: int = 300
-    """Optimizer steps of each run."""
-    data: str = "embedded"
-    """The text: that of this machine's Python, or token shards as for ``cosmos-lab train``."""
-    seed: int = 0
-    """Seed of weights and data order."""
-    fresh: bool = True
-    """Train again instead of showing the runs of an earlier demo."""
+    out: str = "runs/demo"  # Folder of the runs and the report.
+    steps: int = 300  # Optimizer steps of each run.
+    data: str = "embedded"  # The text: that of this machine's Python, or token shards as for ``cosmos-lab train``.
+    seed: int = 0  # Seed of weights and data order.
+    fresh: bool = True  # Train again instead of showing the runs of an earlier demo.
 
 
 def demo_run(optimizer: str, lr: float, config: DemoConfig) -> RunConfig:

@@ -174,7 +174,7 @@ class RunConfig:
 
     def check(self) -> RunConfig:
         """Raise a ValueError naming the field if a value makes no sense; return self."""
-        for problem in _problems(self):
+        if problem := next(_problems(self), None):
             raise ValueError(problem)
         return self
 

@@ -84,8 +84,10 @@ class Batches:
     def _read(self, epoch: int, start: int, count: int) -> Batch:
         """Read windows `start` to `start + count` of one epoch."""
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, *self._order_of(epoch))
-        _, order, ends = self._order
+            sizes = np.diff(self.source.documents)
+            order = permutation(sizes.size, self.seed, epoch) if self.shuffle else np.arange(sizes.size)
+            self._order = (epoch, order, np.cumsum(sizes[order]))
+        _, order, ends = self._order  # of the documents, and where each ends in the stream
         a, b = start * self.seq_len, (start + count) * self.seq_len + 1
         first, last = np.searchsorted(ends, (a, b - 1), side="right")  # The documents that hold tokens a and b - 1.
         chosen, bounds = order[first : last + 1], self.source.documents
@@ -95,12 +97,6 @@ class Batches:
         lengths[0] -= before
         lengths[-1] -= int(ends[last]) - b
         return _as_batch(self.source.gather(starts, lengths), self.seq_len)
-
-    def _order_of(self, epoch: int) -> tuple[Positions, Positions]:
-        """Return the order of the epoch's documents, and where each ends in the stream."""
-        lengths = np.diff(self.source.documents)
-        order = permutation(lengths.size, self.seed, epoch) if self.shuffle else np.arange(lengths.size)
-        return order, np.cumsum(lengths[order])
 
 
 def permutation(n: int, seed: int, epoch: int) -> Positions:

@@ -178,7 +178,11 @@ class _Preparation:
             full = self._add(texts, stream.split)
             read += len(texts)
             if progress is not None:
-                progress(self._progress(stream))
+                train, val, most = self.writers["train"], self.writers["val"], self.settings.max_tokens
+                fraction = stream.done()
+                if most is not None:
+                    fraction = max(fraction or 0.0, min(1.0, train.tokens / most))
+                progress(Progress(train.documents + val.documents, train.tokens, val.tokens, fraction))
             if full:
                 return
             if time.monotonic() - saved >= SAVE_SECONDS:
@@ -197,13 +201,6 @@ class _Preparation:
                 return True
         return False
 
-    def _progress(self, stream: Stream) -> Progress:
-        train, val = self.writers["train"], self.writers["val"]
-        fraction = stream.done()
-        if self.settings.max_tokens is not None:
-            fraction = max(fraction or 0.0, min(1.0, train.tokens / self.settings.max_tokens))
-        return Progress(train.documents + val.documents, train.tokens, val.tokens, fraction)
-
     def _save(self, stream: int, documents: int, position: Any) -> dict[str, Any]:
         """Flush the work so far to the disk; return the state that a later call starts from."""
         writers = {split: writer.sync() for split, writer in self.writers.items()}
@@ -213,8 +210,7 @@ class _Preparation:
         return state
 
     def _finish(self) -> dict[str, Any]:
-        empty = [split for split, writer in self.writers.items() if not writer.documents]
-        if empty:
+        if empty := [split for split, writer in self.writers.items() if not writer.documents]:
             documents = sum(writer.documents for writer in self.writers.values())
             for split in SPLITS:  # A writer without a state removes its files.
                 self.writers[split].close()

@@ -33,18 +33,14 @@ _TITLE = re.compile(r"^ ?= [^=].* = ?$")
 class Stream:
     """Texts of one part of a data set, in a fixed order.
 
-    Attributes:
-        split: "train" or "val" if the data set says so; None if each document's hash decides.
-        open: `open(documents, position)` gives the texts after the first `documents` ones. `position`, if not None, is
-            what `where` returned there, and saves reading them again.
-        where: the position of the reader as a JSON value, or None if only documents can be counted.
-        done: the fraction read so far, if known.
+    `open(documents, position)` gives the texts after the first `documents` ones. `position`, if not None, is what
+    `where` returned there, and saves reading them again.
     """
 
-    split: Literal["train", "val"] | None
+    split: Literal["train", "val"] | None  # None: each document's hash decides
     open: Callable[[int, Any], Iterator[str]]
-    where: Callable[[], Any] = lambda: None
-    done: Callable[[], float | None] = lambda: None
+    where: Callable[[], Any] = lambda: None  # the reader's position as JSON, None if only documents can be counted
+    done: Callable[[], float | None] = lambda: None  # the fraction read so far, if known
 
 
 @dataclass(frozen=True)

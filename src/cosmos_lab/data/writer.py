@@ -27,7 +27,6 @@ class ShardWriter:
         self._cut_back()
 
     def add(self, tokens: Tokens) -> None:
-        """Append one document."""
         if self.filled and self.filled + tokens.size > self.limit:
             self.finish()
         if self._out is None:
@@ -57,7 +56,6 @@ class ShardWriter:
         self.shards, self.filled = self.shards + 1, 0
 
     def close(self) -> None:
-        """Close the open file as it is."""
         out, self._out = self._out, None
         if out is not None:
             out.close()

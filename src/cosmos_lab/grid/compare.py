@@ -272,8 +272,7 @@ def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: 
     folder = job.run.folder
     code = job.process.poll()
     if code is None:
-        records = list(read_metrics(folder))
-        if records:
+        if records := list(read_metrics(folder)):
             display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
         return False
     job.log.close()

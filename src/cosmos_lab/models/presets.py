@@ -13,39 +13,27 @@ GPT2_VOCAB = 50_304  # 50,257 ids, padded to a multiple of 128: an odd vocabular
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder: x = embed(tokens); x += attn(norm(x)); x += mlp(norm(x)) L times; logits = head(norm(x)).
-
-    Args:
-        mlp: the inner size of the MLP.
-        norm: "rms" (with a weight), "rms-bare" (no weight), "layer" (weight and bias).
-        activation: "swiglu" (gate, up and down matrices), "gelu" or "relu2" (up and down).
-        bias: whether the linear layers (not the head) have a bias.
-        qk_norm, embed_norm: RMS norm without weight on each head's query and key, and right after the embedding.
-        tied: the head uses the embedding's matrix.
-        init_out: the two matrices that write to the residual stream start "normal" as the others,
-            with std divided by sqrt(2 L) ("depth"), or at zero ("zero").
-        residual_fp32: under autocast, keep the residual stream in fp32 rather than in the autocast type.
-        max_seq_len: length of the rotary tables.
-    """
+    """One decoder: x = embed(tokens); x += attn(norm(x)); x += mlp(norm(x)) L times; logits = head(norm(x))."""
 
     vocab_size: int
     width: int
     depth: int
-    mlp: int
+    mlp: int  # the inner size of the MLP
     head_dim: int = 64
-    norm: Literal["rms", "rms-bare", "layer"] = "rms"
-    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
-    bias: bool = False
-    qk_norm: bool = False
-    tied: bool = False
-    embed_norm: bool = False
+    norm: Literal["rms", "rms-bare", "layer"] = "rms"  # with a weight; without; with weight and bias
+    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"  # gate, up and down matrices; the others up and down
+    bias: bool = False  # of the linear layers, not the head
+    qk_norm: bool = False  # RMS norm without weight on each head's query and key
+    tied: bool = False  # the head uses the embedding's matrix
+    embed_norm: bool = False  # RMS norm without weight right after the embedding
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     init_std: float = 0.02
     embed_std: float = 0.02
+    # The two matrices that write to the residual stream start as the others, with std / sqrt(2 L), or at zero.
     init_out: Literal["normal", "depth", "zero"] = "normal"
-    residual_fp32: bool = False
-    max_seq_len: int = 2048
+    residual_fp32: bool = False  # under autocast, keep the residual stream in fp32
+    max_seq_len: int = 2048  # length of the rotary tables
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "depth", "mlp", "head_dim", "max_seq_len"):

@@ -3,8 +3,6 @@
 memory      peak memory and time of one iteration at a fixed batch and accumulation (paper: 10 and 25)
 throughput  the largest batch that fits under a memory cap (paper: 80 GB), and samples per second at it
 mfu         model FLOP utilization at the best micro-batch, at least 256k tokens a step, optimizer included
-
-Needs neither tyro nor rich.
 """
 
 from __future__ import annotations

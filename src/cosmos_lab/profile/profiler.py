@@ -80,7 +80,6 @@ class Profiler:
             torch.cuda.empty_cache()
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Draw random tokens and targets."""
         shape, vocab = (size, self.seq_len + 1), self.model.config.vocab_size
         tokens = torch.randint(vocab, shape, device=self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -137,7 +136,6 @@ class Profiler:
         return statistics.median(passes) / 1e3, statistics.mean(self.update.take()) / 1e3
 
     def sync(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -159,7 +157,6 @@ class Profiler:
         return total, total
 
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state."""
         return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
 
     def missing_memory(self, size: int) -> str:

@@ -200,8 +200,10 @@ def _sweep(task: Task, suffix: str) -> Section | None:
         known = [(s.mean - s.deviation, s.mean, s.mean + s.deviation) if s else (None,) * 3 for s in spreads]
         lo, y, hi = (_round(values, _Y_DIGITS) for values in zip(*known, strict=True))
         span = _span([*lo, *hi])
-        marks = {i: _mark(g, s) for i, (g, s) in enumerate(zip(groups, spreads, strict=True))}
-        notes = {i: _note(g, s) for i, (g, s) in enumerate(zip(groups, spreads, strict=True))}
+        marks, notes = {}, {}
+        for i, (g, s) in enumerate(zip(groups, spreads, strict=True)):
+            marks[i] = "failed" if s is None else "best" if g.best else "point" if g.complete else "open"
+            notes[i] = _note(g, s)
         lines.append(
             Line(len(lines), {"lr": _round([g.lr for g in groups], _X_DIGITS)}, y, span, span, lo, hi, marks, notes)
         )
@@ -222,10 +224,6 @@ def _sweep(task: Task, suffix: str) -> Section | None:
         [Control("logY", "Scale", wide, scale=True)],
         marked=True,
     )
-
-
-def _mark(group: Group, spread: Spread | None) -> str:
-    return "failed" if spread is None else "best" if group.best else "point" if group.complete else "open"
 
 
 def _note(group: Group, spread: Spread | None) -> str:

@@ -55,11 +55,6 @@ def _save(figure: Figure, stem: Path) -> None:
             file.write(buffer.getvalue())
 
 
-def _plain(text: str) -> str:
-    """Escape the dollar sign, which would start a formula."""
-    return text.replace("$", r"\$")
-
-
 def _lines(spec: Section, chart: Chart) -> Figure:
     """Draw the series that the page shows when it opens."""
     figure = Figure(figsize=(5.6, 3.8), dpi=200, layout="constrained")
@@ -69,8 +64,7 @@ def _lines(spec: Section, chart: Chart) -> Figure:
     for line in lines:
         _line(axes, spec, chart, line)
     axes.set(xlabel=chart.x.title, ylabel=chart.title, xlim=chart.x.range)
-    spans = [line.view for line in lines if line.view]
-    if spans:
+    if spans := [line.view for line in lines if line.view]:
         low, high = min(low for low, _ in spans), max(high for _, high in spans)
         log = log and low > 0
         pad = (high / low) ** chart.pad if log else chart.pad * ((high - low) or 1)
@@ -113,7 +107,7 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
     known = [i for i, (x, y) in enumerate(zip(xs, line.y, strict=True)) if x is not None and y is not None]
     x, y = [xs[i] for i in known], [line.y[i] for i in known]
     dash: Any = (0, look.dash) if look.dash and not line.faint else "-"
-    label = "_" if line.faint else _plain(series.label)
+    label = "_" if line.faint else series.label.replace("$", r"\$")  # which would start a formula
     axes.plot(x, y, color=color, linestyle=dash, linewidth=_POINTS * line.width, alpha=line.opacity, label=label)
     if line.lo:
         low, high = ([values[i] for i in known] for values in (line.lo, line.hi))

@@ -45,17 +45,8 @@ def _tag(status: str) -> str:
     return f'<span class="tag {status if status in ("done", "unfinished") else "bad"}">{escape(status)}</span>'
 
 
-def best_table(task: Task) -> str:
-    """Return one row a method, at its best rate, lowest loss first."""
-    return _table(task, task.ranking, f"Best of each optimizer, {task.title}", state=False)
-
-
-def full_table(task: Task) -> str:
-    """Return one row a setting, with its state; the best of each method is starred."""
-    return _table(task, task.groups, f"All settings, {task.title}", state=True)
-
-
-def _table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
+def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
+    """Return one row a group; with ``state``, show the state of its runs and star the best of each method."""
     columns = [column for column in _COLUMNS if any(group.stat(column[1]) for group in task.groups)]
     seeds = any(len(group.runs) > 1 for group in task.groups)
     left = ["Optimizer", "Learning rate", *(["State of run"] if state else [])]
@@ -66,7 +57,7 @@ def _table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> st
     )
     rows = "".join(_row(task, group, columns, seeds, state, index) for index, group in enumerate(groups))
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}, {escape(task.title)}">'
         f'<table class="data sortable{" all" if state else ""}"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )

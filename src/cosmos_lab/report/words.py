@@ -37,15 +37,13 @@ def summary(task: Task) -> str:
 def cautions(task: Task) -> list[str]:
     """List unfinished and unreadable runs, unequal budgets, best rates at the edge of the sweep, and single seeds."""
     notes = []
-    states = Counter(run.status for group in task.groups for run in group.runs if run.status != "done")
-    if states:
+    if states := Counter(run.status for group in task.groups for run in group.runs if run.status != "done"):
         total = sum(len(group.runs) for group in task.groups)
         notes.append(f"Of {total} runs, " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())) + ".")
     budgets = [spread.mean for group in task.ranking if (spread := group.stat("tokens"))]
     if budgets and max(budgets) - min(budgets) > _SAME_BUDGET * max(budgets):
         notes.append(f"The runs compared saw between {count(min(budgets))} and {count(max(budgets))} tokens.")
-    edges = [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]
-    if edges:
+    if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]:
         notes.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}.")
     if {len(group.counted) for group in task.ranking} == {1} and len(task.ranking) > 1:
         notes.append("One seed each: small differences may be chance.")

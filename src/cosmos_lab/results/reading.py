@@ -176,7 +176,6 @@ class Log:
     offset: float = 0.0  # added to the clock of a run that counted from zero again after a resume
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in one line."""
         step, tokens, time = (number(row.get(key)) for key in ("step", "tokens", "time"))
         if step is None or not math.isfinite(step):
             return
@@ -188,7 +187,12 @@ class Log:
                 points.append(Point(step, tokens, self._clock(points, time), value))
         if isinstance(row.get("diagnostics"), dict):
             _rewind(self.diagnostics, step)
-            self.diagnostics.append(Snapshot(step, tokens, _matrices(row["diagnostics"])))
+            matrices = {
+                name: {metric: value for metric in DIAGNOSTICS if (value := number(values.get(metric))) is not None}
+                for name, values in row["diagnostics"].items()
+                if isinstance(values, dict)
+            }
+            self.diagnostics.append(Snapshot(step, tokens, matrices))
         for key, column in self.columns.items():
             value = number(row.get(key))
             if value is not None and math.isfinite(value):
@@ -202,7 +206,6 @@ class Log:
 
 
 def read_log(folder: Path, notes: list[str] | None = None) -> Log:
-    """Read metrics.jsonl."""
     log = Log()
     for row in read_metrics(folder, notes):
         log.add(row)
@@ -213,15 +216,6 @@ def _rewind(points: list[Any], step: float) -> None:
     """Drop the points logged after the checkpoint from which a run was resumed."""
     while points and points[-1].step >= step:
         points.pop()
-
-
-def _matrices(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
-    matrices = {}
-    for name, values in raw.items():
-        if isinstance(values, dict):
-            numbers = {metric: number(values.get(metric)) for metric in DIAGNOSTICS}
-            matrices[name] = {metric: value for metric, value in numbers.items() if value is not None}
-    return matrices
 
 
 def begin_of_final(steps: int) -> int:

@@ -38,19 +38,15 @@ _ADVICE = "the checkpoints already there are untouched; free some space and star
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds: the live objects, and how far training has come.
-
-    loss_sum and logged: losses since the last log line and its step, so that the log continues without a gap.
-    bad_losses: log lines in a row without a finite loss, so that a run diverges at the same step.
-    """
+    """What a checkpoint holds: the live objects, and how far training has come."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: int = 0
     seconds: float = 0.0
-    loss_sum: float = 0.0
-    logged: int = 0
-    bad_losses: int = 0
+    loss_sum: float = 0.0  # of the losses since the last log line, so that the log continues without a gap
+    logged: int = 0  # step of that line
+    bad_losses: int = 0  # log lines in a row without a finite loss, so that a run diverges at the same step
     position: dict[str, Any] | None = None
 
 

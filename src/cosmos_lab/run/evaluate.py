@@ -1,9 +1,7 @@
 """Validation loss of a trained run by position: where in its context a model predicts better than another.
 
-    result = evaluate("runs/my-run")
-
 Early positions show what a model takes from the words just before, late ones what it can use from far back (a name
-seen two hundred tokens ago). Needs neither tyro nor rich.
+seen two hundred tokens ago).
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Stop on a signal: it is recorded, and the loop ends after its current step.
 
-    with watch() as request:
-        while not request.signum:
-            step()
-
 SLURM, Kubernetes, ``timeout`` and machines that may be taken away send SIGTERM, a terminal's Ctrl-C is SIGINT.
 """
 

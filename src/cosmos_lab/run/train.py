@@ -195,7 +195,6 @@ class Trainer:
         return self.state.step * self.config.training.batch * self.config.data.seq_len
 
     def save(self) -> None:
-        """Write a checkpoint."""
         self.state.seconds, self.state.loss_sum = self.clock.read(), self.loss_sum.item()
         every, keep = self.config.logging.checkpoint_every, self.config.logging.keep
         checkpoint.save(self.checkpoints, self.state, self.identity, self.world, keep, temporary=not every)
@@ -213,7 +212,7 @@ class Trainer:
             count += len(x)
         loss = self.world.mean(total / count).item()
         record = {"step": self.state.step, "tokens": self.tokens, "time": self.clock.read()}
-        record |= {"val_loss": loss, "val_ppl": _exp(loss)}
+        record |= {"val_loss": loss, "val_ppl": math.exp(loss) if loss < 700 else math.inf}
         self._write(record)
         return record
 
@@ -274,7 +273,3 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _exp(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)

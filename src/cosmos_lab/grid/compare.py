@@ -1,7 +1,5 @@
 """Compare runs: a grid over optimizers, rates and seeds, resumable, one at a time or one process per GPU.
 
-    result = compare(get_recipe("llama-60m").runs(optimizers=["adam", "cosmos"], seeds=(0, 1, 2)), out="runs")
-
 A finished run is not trained again and an unfinished one continues, so the same call after a kill continues the grid.
 SIGTERM and Ctrl-C end all runs after the current step, with checkpoints. Needs neither tyro nor rich.
 """
@@ -262,7 +260,7 @@ def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot] if visible else str(slot)
     log = (folder / "output.txt").open("a")
-    command = [sys.executable, "-m", "cosmos_lab.grid.worker", str(folder / "asked.json")]
+    command = [sys.executable, "-m", "cosmos_lab.grid.compare", str(folder / "asked.json")]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     return _Job(row, run, process, log, slot)
 
@@ -288,3 +286,17 @@ def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: 
     else:
         display.update(job.row, summary["status"], _as_record(summary))
     return True
+
+
+def _work(asked: Path) -> int:
+    """Train the run of a file in this process, which ``_start`` made; return the exit code."""
+    try:
+        train(RunConfig.from_flat(json.loads(asked.read_text())))
+    except (Stopped, ValueError, OSError) as error:
+        print(f"cosmos-lab: {error}", file=sys.stderr)
+        return error.code if isinstance(error, Stopped) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_work(Path(sys.argv[1])))

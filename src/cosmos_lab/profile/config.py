@@ -25,8 +25,7 @@ class ProfileConfig:
     seq_len: int = 1024  # Tokens in a sequence.
     memory_cap_gb: float = 80.0  # Memory cap of the throughput table, in GiB.
     tokens_per_step: int = 262_144  # Tokens of one step in the mfu table.
-    micro_batches: tuple[int, ...] = (8, 16, 32, 64)
-    """Micro-batches tried for the mfu table, up to the first that does not fit."""
+    micro_batches: tuple[int, ...] = (8, 16, 32, 64)  # Tried for the mfu table, up to the first that does not fit.
     iterations: int = 3  # Timed iterations; the median of their passes counts.
     updates: int = 10  # Timed steps of the optimizer; the mean counts, because its work differs from step to step.
     rank: int | None = None  # Rank of COSMOS and GaLore (None: the optimizer's default).

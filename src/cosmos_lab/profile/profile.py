@@ -60,8 +60,6 @@ def _timed(profiler: Profiler, size: int, accumulation: int) -> Row:
     """Warm up, then measure time and memory of iterations."""
     for _ in range(_WARM_UP):
         profiler.iterate(size, min(2, accumulation))
-    profiler.sync()
-    profiler.reset_peak()
     passes, update = profiler.time(size, accumulation)
     speed = size * accumulation * profiler.config.seq_len / (passes + update)
     return {

@@ -124,6 +124,8 @@ class Profiler:
         Updates beyond ``iterations`` follow a single pass.
         """
         self.sync()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.forward_backward.take(), self.update.take()
         for _ in range(self.config.iterations):
             self.iterate(size, accumulation)
@@ -139,13 +141,8 @@ class Profiler:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def reset_peak(self) -> None:
-        """Count peak memory from now on."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
     def peak_gb(self, size: int) -> tuple[float, float]:
-        """Return the peak GiB since ``reset_peak``: held by tensors and CUDA graphs, and reserved on the device.
+        """Return the peak GiB since ``time`` began: held by tensors and CUDA graphs, and reserved on the device.
 
         On a CPU, which keeps no such count: parameters, gradients, optimizer state and what one forward pass saves.
         """

@@ -20,8 +20,7 @@ class CompareOptions:
     optimizers: str | None = None  # Only these, separated by commas.
     lrs: str | None = None  # Rates in place of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name.
     seeds: str = "0"  # Seeds, separated by commas.
-    only: str | None = None
-    """Only these runs of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
+    only: str | None = None  # Only these runs: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once.
     extra: str | None = None
     """More by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False; one that occurs twice runs in both ways."""
     parallel: int = 1  # Runs at a time; with GPUs each run has its own.

@@ -35,14 +35,11 @@ _GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # A class with what it contains, a
 class Settings:
     """How text becomes shards; with the text and the tokenizer it determines every byte."""
 
-    val_fraction: float = 0.01
-    """Share of documents kept for validation, by the hash of their text, if the source has no validation split."""
-    shard_tokens: int = 100_000_000
-    """Most tokens in a shard; a document is never cut, so a shard may be a little shorter."""
+    val_fraction: float = 0.01  # Share of documents to validate with, by their hash, if the source has no such split.
+    shard_tokens: int = 100_000_000  # Most tokens in a shard; a document is never cut, so it may be a little shorter.
     max_tokens: int | None = None  # Stop after so many training tokens, at the end of that document (None: take all).
     max_val_tokens: int = 10_000_000  # Most validation tokens; further validation documents are left out.
-    unit: Unit = "file"
-    """What a document is in a text file: all of it, the lines between blank ones, or a WikiText article."""
+    unit: Unit = "file"  # What a document is in a text file: all, the lines between blank ones, or a WikiText article.
     field: str = "text"  # Key of the text in .jsonl lines.
 
     def check(self) -> None:

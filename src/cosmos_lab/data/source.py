@@ -109,13 +109,9 @@ class TokenSource:
 def open_data(
     spec: str, split: Split, *, vocab_size: int | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> TokenSource:
-    """Open the tokens that `spec` names, checked.
+    """Open the tokens that `spec` names: "embedded" (text of this machine's Python), or what `find_shards` takes.
 
-    Args:
-        spec: "embedded" (text of this machine's Python, no download), or what `find_shards` takes.
-        split: "train" or "val".
-        vocab_size: the model's; a token beyond it is an error that names the file, the position and the id.
-        cache_dir: where unpacked shards and indices go, see `cache_folder`.
+    A token beyond the model's `vocab_size` is an error that names the file, the position and the id.
     """
     paths = find_shards(str(embedded_shards(cache_dir)) if spec == "embedded" else spec, split)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(paths))) as pool:

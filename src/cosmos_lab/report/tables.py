@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 
 from cosmos_lab.display import count, seconds, significant, size
@@ -14,10 +15,7 @@ from cosmos_lab.results.reading import Run
 Column = tuple[str, str, Callable[[float], str]]
 
 
-def _short(value: float) -> str:
-    return significant(value, 3)
-
-
+_short = partial(significant, digits=3)
 # Heading, key in the run's statistics, format.
 _COLUMNS: tuple[Column, ...] = (
     ("Val loss", "final_val_loss", significant),
@@ -34,14 +32,7 @@ _COLUMNS: tuple[Column, ...] = (
 )
 
 
-def _swatch(task: Task, method: str) -> str:
-    """Return a square in a method's colour."""
-    look = looks_of(task)[method]
-    return f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'
-
-
 def _tag(status: str) -> str:
-    """Return a run's state as a label."""
     return f'<span class="tag {status if status in ("done", "unfinished") else "bad"}">{escape(status)}</span>'
 
 
@@ -69,7 +60,9 @@ def _row(task: Task, group: Group, columns: Iterable[Column], seeds: bool, state
     star = '<span class="star" title="best of this optimizer"> ★<span hidden> best</span></span>' if starred else ""
     hint = f' <span class="pm" title="the {edge} rate tried: a better one may lie beyond">{edge}</span>' if edge else ""
     rate_text = escape(group.label.removeprefix(group.method).strip())
-    cells = f'<th scope="row" class="l">{_swatch(task, group.method)}{escape(group.method)}{star}</th>'
+    look = looks_of(task)[group.method]
+    swatch = f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'
+    cells = f'<th scope="row" class="l">{swatch}{escape(group.method)}{star}</th>'
     cells += f'<td class="l" data-sort="{group.lr if group.lr is not None else ""}">{rate_text}{hint}</td>'
     cells += f'<td class="l">{_tag(group.status)}</td>' if state else ""
     done, total = len(group.counted), len(group.runs)

@@ -10,8 +10,7 @@ from cosmos_lab.display import count, rate, significant
 from cosmos_lab.results.ranking import Group, Task
 from cosmos_lab.results.reading import Run
 
-# Token counts that differ by less than this share count as equal: the last batch may be cut.
-_SAME_BUDGET = 0.01
+_SAME_BUDGET = 0.01  # token counts that differ by a smaller share are equal: the last batch may be cut
 
 
 def summary(task: Task) -> str:

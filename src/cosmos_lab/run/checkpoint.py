@@ -150,7 +150,6 @@ def load_trained(run: Path) -> Decoder:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    """Read meta.json of a checkpoint."""
     meta: dict[str, Any] | None = read_json(path / "meta.json")
     if meta is None:
         raise ValueError(f"{path}/meta.json is not JSON; remove that folder to continue from an older checkpoint")
@@ -158,7 +157,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
-    """Read one of a checkpoint's files."""
     try:
         found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -215,7 +213,6 @@ def _set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
 def _write(
     folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, temporary: bool
 ) -> None:
-    """Write this process's part of a checkpoint."""
     if world.sharding == "fsdp":
         launch.save_sharded(state.model, state.optimizer, folder / "shards")
     elif world.main:

@@ -1,7 +1,5 @@
 """One training run, from a config to a run folder.
 
-    summary = train(RunConfig().replace(model="tiny", steps=100))
-
 The host never waits for the device between log lines: losses add up on the device, the optimizer is timed by events,
 and a background thread prepares the batches. Needs neither tyro nor rich.
 """

@@ -17,138 +17,93 @@ from typing import Any, Literal
 
 import torch
 
-# Marks a field that changes no number of a run: a finished run may be asked for with another value of it.
-NOT_IDENTITY = {"identity": False}
+NOT_IDENTITY = {"identity": False}  # the field changes no number: a finished run may be asked for with another value
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Which network. Sizes left at None are the preset's."""
 
-    model: str = "llama-130m"
-    """Preset name."""
-    width: int | None = None
-    """Model width, a multiple of the head dimension."""
-    depth: int | None = None
-    """Number of blocks."""
-    mlp: int | None = None
-    """Hidden width of the MLP."""
-    vocab_size: int | None = None
-    """Rows of the embedding (None: the preset's, or the data's if its ids exceed that or it is embedded)."""
-    checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more compute."""
+    model: str = "llama-130m"  # Preset name.
+    width: int | None = None  # Model width, a multiple of the head dimension.
+    depth: int | None = None  # Number of blocks.
+    mlp: int | None = None  # Hidden width of the MLP.
+    vocab_size: int | None = None  # Rows of the embedding (None: the preset's; the data's if larger or embedded).
+    checkpointing: bool = False  # Recompute activations in the backward pass: less memory, a third more compute.
 
 
 @dataclass(frozen=True)
 class DataOptions:
     """Which tokens."""
 
-    data: str = "embedded"
-    """"embedded", or the folder or glob of .bin / .bin.xz shards."""
-    seq_len: int = 1024
-    """Tokens in a sequence."""
-    cache_dir: str | None = field(default=None, metadata=NOT_IDENTITY)
-    """Where prepared data is cached (None: the user's cache folder)."""
+    data: str = "embedded"  # "embedded", or the folder or glob of .bin / .bin.xz shards.
+    seq_len: int = 1024  # Tokens in a sequence.
+    cache_dir: str | None = field(default=None, metadata=NOT_IDENTITY)  # Where data is cached (None: the user's cache).
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
     """Which optimizer, at which rates."""
 
-    optimizer: str = "cosmos"
-    """Name in cosmos_optim.OPTIMIZERS."""
-    lr: float = 5e-4
-    """Peak learning rate (of the hidden matrices, if the optimizer treats them separately)."""
+    optimizer: str = "cosmos"  # Name in cosmos_optim.OPTIMIZERS.
+    lr: float = 5e-4  # Peak learning rate (of the hidden matrices, if the optimizer treats them separately).
     adam_lr: float | None = None
     """Peak rate of embeddings, head and norms (None: the optimizer's default); AdamW and Adam-mini only use `lr`."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.98
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Floor of the denominators."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    rank: int | None = None
-    """Subspace rank of COSMOS and GaLore (None: the optimizer's default)."""
-    gamma: float | None = None
-    """Weight of COSMOS's Muon part (None: lr / adam_lr; with `cosmos` adam_lr counts as 2e-3 at most)."""
-    embedding_lr: float | None = None
-    """Separate rate for the embedding."""
-    head_lr: float | None = None
-    """Separate rate for the output head."""
-    adam_beta1: float | None = None
-    """Separate first-moment decay for embedding and head."""
-    options: tuple[str, ...] = ()
-    """Further keyword arguments of the optimizer, as name=value."""
+    beta1: float = 0.9  # Decay of the first moment.
+    beta2: float = 0.98  # Decay of the second moment.
+    eps: float = 1e-8  # Floor of the denominators.
+    weight_decay: float = 0.0  # Decoupled weight decay.
+    rank: int | None = None  # Subspace rank of COSMOS and GaLore (None: the optimizer's default).
+    gamma: float | None = None  # Weight of COSMOS's Muon part (None: lr / adam_lr; `cosmos` counts 2e-3 of it at most).
+    embedding_lr: float | None = None  # Separate rate for the embedding.
+    head_lr: float | None = None  # Separate rate for the output head.
+    adam_beta1: float | None = None  # Separate first-moment decay for embedding and head.
+    options: tuple[str, ...] = ()  # Further keyword arguments of the optimizer, as name=value.
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """How long to train, with which batch, on which device."""
 
-    steps: int = 1000
-    """Optimizer steps."""
-    batch: int = 64
-    """Sequences in one optimizer step, over all devices and accumulation."""
-    micro_batch: int | None = None
-    """Sequences in one forward pass on one device (None: chosen to hold about 32k tokens)."""
-    clip: float | None = None
-    """Clip the gradient's global norm at this value."""
-    seed: int = 0
-    """Seed of the weights and of the data order."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Autocast type; parameters stay fp32 (auto: bf16 on a GPU, fp32 on CPU)."""
+    steps: int = 1000  # Optimizer steps.
+    batch: int = 64  # Sequences in one optimizer step, over all devices and accumulation.
+    micro_batch: int | None = None  # Sequences in one forward pass on a device (None: chosen to hold about 32k tokens).
+    clip: float | None = None  # Clip the gradient's global norm at this value.
+    seed: int = 0  # Seed of the weights and of the data order.
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast; parameters stay fp32 (auto: bf16 on a GPU).
     compile: Literal["auto", "on", "blocks", "off"] = field(default="auto", metadata=NOT_IDENTITY)
     """torch.compile the model (auto: on a GPU); blocks: one block for all, in a fraction of the time."""
-    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=NOT_IDENTITY)
-    """Where to train."""
-    sharding: Literal["auto", "ddp", "fsdp"] = "auto"
-    """How several processes under torchrun share the work (auto: ddp)."""
-    deterministic: bool = False
-    """Only kernels that give the same bits every time (slower on a GPU)."""
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=NOT_IDENTITY)  # Where to train.
+    sharding: Literal["auto", "ddp", "fsdp"] = "auto"  # How processes under torchrun share the work (auto: ddp).
+    deterministic: bool = False  # Only kernels that give the same bits every time (slower on a GPU).
 
 
 @dataclass(frozen=True)
 class ScheduleOptions:
     """How the learning rate moves."""
 
-    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
-    """Shape after the warm-up; wsd holds the peak and decays linearly at the end."""
-    warmup: float = 0.1
-    """Share of the steps spent on linear warm-up."""
-    decay: float = 0.2
-    """Share of the steps spent on wsd's decay."""
-    final_lr: float = 0.0
-    """Share of the peak rate left at the end."""
+    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # After the warm-up; wsd holds, then falls.
+    warmup: float = 0.1  # Share of the steps spent on linear warm-up.
+    decay: float = 0.2  # Share of the steps spent on wsd's decay.
+    final_lr: float = 0.0  # Share of the peak rate left at the end.
 
 
 @dataclass(frozen=True)
 class LoggingOptions:
     """What is written, where and how often (steps; 0 is never)."""
 
-    out: str = field(default="runs", metadata=NOT_IDENTITY)
-    """Folder that holds the run folders."""
-    name: str | None = field(default=None, metadata=NOT_IDENTITY)
-    """Name of the run folder (None: recipe, optimizer, rate and seed)."""
-    recipe: str = "custom"
-    """The recipe this run came from."""
-    log_every: int = field(default=10, metadata=NOT_IDENTITY)
-    """Steps between lines of the training log."""
-    val_every: int = 100
-    """Steps between validations; there is always one at the end."""
-    val_tokens: int = 1_048_576
-    """Validation tokens, the same ones every time."""
-    diagnostics_every: int = field(default=100, metadata=NOT_IDENTITY)
-    """Steps between COSMOS diagnostics."""
+    out: str = field(default="runs", metadata=NOT_IDENTITY)  # Folder that holds the run folders.
+    name: str | None = field(default=None, metadata=NOT_IDENTITY)  # Run folder (None: recipe, optimizer, rate, seed).
+    recipe: str = "custom"  # The recipe this run came from.
+    log_every: int = field(default=10, metadata=NOT_IDENTITY)  # Steps between lines of the training log.
+    val_every: int = 100  # Steps between validations; there is always one at the end.
+    val_tokens: int = 1_048_576  # Validation tokens, the same ones every time.
+    diagnostics_every: int = field(default=100, metadata=NOT_IDENTITY)  # Steps between COSMOS diagnostics.
     checkpoint_every: int = field(default=500, metadata=NOT_IDENTITY)
     """Steps between checkpoints; there is always one at the end, unless this is 0."""
-    keep: int = field(default=2, metadata=NOT_IDENTITY)
-    """Checkpoints kept."""
-    tensorboard: bool = field(default=False, metadata=NOT_IDENTITY)
-    """Also write TensorBoard logs."""
-    wandb: str | None = field(default=None, metadata=NOT_IDENTITY)
-    """Also log to this Weights & Biases project."""
+    keep: int = field(default=2, metadata=NOT_IDENTITY)  # Checkpoints kept.
+    tensorboard: bool = field(default=False, metadata=NOT_IDENTITY)  # Also write TensorBoard logs.
+    wandb: str | None = field(default=None, metadata=NOT_IDENTITY)  # Also log to this Weights & Biases project.
     resume: Literal["auto", "never"] = field(default="auto", metadata=NOT_IDENTITY)
     """Continue from the newest checkpoint in the run folder, or refuse a folder that is in use."""
 
@@ -210,13 +165,12 @@ class RunConfig:
 
     def check(self) -> RunConfig:
         """Raise a ValueError naming the field if a value makes no sense; return self."""
-        for problem in _problems(self):
+        if problem := next(_problems(self), None):
             raise ValueError(problem)
         return self
 
 
 def _topic(name: str) -> str:
-    """Return the topic of a flat field name."""
     if name not in _TOPICS:
         close = difflib.get_close_matches(name, _TOPICS, n=3)
         raise ValueError(f"a run has no field {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cosmos_lab.config import RunConfig
@@ -35,16 +34,11 @@ ADAM_LR = 2e-3  # embedding and head of Muon and COSMOS: AdamW's best rate, as i
 class DemoConfig:
     """What the demo does."""
 
-    out: str = "runs/demo"
-    """Folder of the runs and the report."""
-    steps: int = 300
-    """Optimizer steps of each run."""
-    data: str = "embedded"
-    """The text: that of this machine's Python, or token shards as for ``cosmos-lab train``."""
-    seed: int = 0
-    """Seed of weights and data order."""
-    fresh: bool = True
-    """Train again instead of showing the runs of an earlier demo."""
+    out: str = "runs/demo"  # Folder of the runs and the report.
+    steps: int = 300  # Optimizer steps of each run.
+    data: str = "embedded"  # The text: that of this machine's Python, or token shards as for ``cosmos-lab train``.
+    seed: int = 0  # Seed of weights and data order.
+    fresh: bool = True  # Train again instead of showing the runs of an earlier demo.
 
 
 def demo_run(optimizer: str, lr: float, config: DemoConfig) -> RunConfig:
@@ -62,26 +56,19 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     """Compare the four optimizers, and return what ``compare`` returns."""
     config = config or DemoConfig()
     start = time.perf_counter()
-    print(
-        "A tiny LLaMA on the text of Python's standard library, trained with AdamW, Muon, SOAP and COSMOS, each at its"
-    )
-    print("best rate of a sweep. The first run prepares the text and its tokenizer.", flush=True)
+    print("A tiny LLaMA on the text of Python's standard library, trained with AdamW, Muon, SOAP and COSMOS,")
+    print("each at its best rate of a sweep. The first run prepares the text and its tokenizer.", flush=True)
     runs = [demo_run(name, lr, config) for name, lr in RATES.items()]
     if config.fresh:
-        for run in runs:
-            _remove_files(run.folder)
+        for run in runs:  # remove the files of an earlier demo, and only those
+            for name in (CONFIG, METRICS, SUMMARY):
+                (run.folder / name).unlink(missing_ok=True)
+            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     result = compare(runs)
     if any(row["failures"] for row in result["rows"]):
         raise ValueError("a run of the demo failed, as the table says")
     print(f"One seed of a tiny model, {time.perf_counter() - start:.0f} s.")
     return result
-
-
-def _remove_files(folder: Path) -> None:
-    """Remove the files of an earlier demo, and only those."""
-    for name in (CONFIG, METRICS, SUMMARY):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def sweep(out: str = "runs/demo-sweep", seeds: Sequence[int] = (0,), steps: int = DemoConfig.steps) -> dict[str, Any]:

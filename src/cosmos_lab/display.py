@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 import time
@@ -17,13 +18,7 @@ _EVERY_S = 5.0  # seconds between plain lines of training progress; validations 
 
 def has_rich() -> bool:
     """Tell whether rich can draw bars here."""
-    if not sys.stdout.isatty():
-        return False
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
 
 
 def clock(seconds: float) -> str:
@@ -76,7 +71,6 @@ class TrainDisplay:
             self._bar.stop()
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Show a record."""
         if "about" in record:
             self._say(record["about"])
         elif "val_loss" in record:

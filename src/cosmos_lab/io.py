@@ -85,9 +85,7 @@ def finite(value: Any) -> Any:
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold an exclusive lock on `path` (made if missing); the system frees it if the process is killed.
 
-    Args:
-        path: the lock's file.
-        wait: whether to wait for another process that holds it, or to raise a BlockingIOError.
+    Wait for another process that holds it, or raise a BlockingIOError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as handle:

@@ -17,8 +17,7 @@ from cosmos_lab.config import OptimizerOptions, parse_options
 from cosmos_lab.models import Decoder, resolve
 from cosmos_lab.models import build as build_model
 
-# Optimizers that treat every parameter alike: `lr` is the rate of all.
-ONE_RATE = ("adam", "adam-mini")
+ONE_RATE = ("adam", "adam-mini")  # treat every parameter alike: `lr` is the rate of all
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:

@@ -53,21 +53,12 @@ def test_the_three_tables_agree_with_each_other_and_the_paper_s_order(tmp_path: 
 class FakeProfiler:
     """A profiler with a peak of base + slope * size, bent a little, as a real allocator's is."""
 
-    device, config = torch.device("cpu"), ProfileConfig()
-
     def __init__(self, base: float, slope: float, bend: float) -> None:
         self.base, self.slope, self.bend, self.tried = base, slope, bend, 0
 
-    def peak_gb(self, size: int) -> tuple[float, float]:
-        peak = self.base + self.slope * size**self.bend
-        return peak, peak
-
     def fits(self, size: int) -> bool:
         self.tried += 1
-        return self.peak_gb(size)[0] <= self.config.memory_cap_gb
-
-    def free(self) -> None: ...
-    def reset_peak(self) -> None: ...
+        return self.base + self.slope * size**self.bend <= 80.0
 
 
 @pytest.mark.parametrize("bend", [0.9, 1.0, 1.05])
@@ -77,13 +68,7 @@ def test_the_largest_batch_is_found_in_few_tries(base: float, slope: float, bend
     profiler: Any = FakeProfiler(base, slope, bend)
     found = largest_batch(profiler, quiet)
     assert found == sum(base + slope * size**bend <= 80.0 for size in range(1, 2000))
-    assert profiler.tried <= 25  # each costs a compilation on a GPU
-
-
-def test_a_straight_line_needs_at_most_four_tries() -> None:
-    profiler: Any = FakeProfiler(22.0, 3.9, 1.0)
-    assert largest_batch(profiler, quiet) == 14
-    assert profiler.tried <= 4
+    assert profiler.tried <= 25  # each costs two passes
 
 
 def test_the_largest_batch_is_0_if_nothing_fits() -> None:

@@ -17,22 +17,15 @@ T = TypeVar("T")
 class CompareOptions:
     """Which runs of the recipe's grid."""
 
-    optimizers: str | None = None
-    """Only these, separated by commas."""
-    lrs: str | None = None
-    """Rates in place of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name."""
-    seeds: str = "0"
-    """Seeds, separated by commas."""
-    only: str | None = None
-    """Only these runs of the grid: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once."""
+    optimizers: str | None = None  # Only these, separated by commas.
+    lrs: str | None = None  # Rates in place of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name.
+    seeds: str = "0"  # Seeds, separated by commas.
+    only: str | None = None  # Only these runs: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once.
     extra: str | None = None
     """More by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False; one that occurs twice runs in both ways."""
-    parallel: int = 1
-    """Runs at a time; with GPUs each run has its own."""
-    minutes: float = 0.0
-    """Start no run that would end later than this; the same command continues (0: no limit)."""
-    report: bool = True
-    """Write the report at the end."""
+    parallel: int = 1  # Runs at a time; with GPUs each run has its own.
+    minutes: float = 0.0  # Start no run that would end later than this; the same command continues (0: no limit).
+    report: bool = True  # Write the report at the end.
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,8 @@ class CompareCommand:
 class ReportCommand:
     """One page about run folders."""
 
-    out: str = "report"
-    """Folder of the page and its figures."""
-    title: str = "Pre-training report"
-    """Heading of the page."""
+    out: str = "report"  # Folder of the page and its figures.
+    title: str = "Pre-training report"  # Heading of the page.
 
 
 @dataclass(frozen=True)
@@ -58,36 +49,27 @@ class PrepareCommand:
     """Token shards from text."""
 
     settings: Settings = field(default_factory=Settings)
-    out: str = "data"
-    """Folder of the shards."""
-    tokenizer: str | None = None
-    """t5, gpt2, a tokenizer.json or a name on the hub (None: t5 for C4, else gpt2)."""
+    out: str = "data"  # Folder of the shards.
+    tokenizer: str | None = None  # t5, gpt2, a tokenizer.json or a name on the hub (None: t5 for C4, else gpt2).
 
 
 @dataclass(frozen=True)
 class ExportCommand:
     """A checkpoint for transformers."""
 
-    out: str = "exported"
-    """Folder for transformers' from_pretrained."""
-    tokenizer: str | None = None
-    """A tokenizer.json to put beside the weights."""
+    out: str = "exported"  # Folder for transformers' from_pretrained.
+    tokenizer: str | None = None  # A tokenizer.json to put beside the weights.
 
 
 @dataclass(frozen=True)
 class EvaluateCommand:
     """Validation loss of trained runs by position in the context."""
 
-    data: str | None = None
-    """Other shards than those of the training."""
-    tokens: int | None = None
-    """Validation tokens (None: as many as in training)."""
-    seq_len: int | None = None
-    """Length of the context (None: as in training)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
-    out: str | None = None
-    """A JSON file for the numbers."""
+    data: str | None = None  # Other shards than those of the training.
+    tokens: int | None = None  # Validation tokens (None: as many as in training).
+    seq_len: int | None = None  # Length of the context (None: as in training).
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # Where to compute.
+    out: str | None = None  # A JSON file for the numbers.
 
 
 def parse(default: T, arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:

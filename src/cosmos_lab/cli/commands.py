@@ -102,8 +102,7 @@ def compare_command(arguments: list[str]) -> None:
     )
     if recipe.published and recipe.config == get_recipe(recipe.name).config:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
-    failed = sum(len(row["failures"]) for row in result["rows"])
-    if failed:
+    if failed := sum(len(row["failures"]) for row in result["rows"]):
         raise ValueError(f"{failed} of {len(runs)} runs failed, as the table says; the same command tries them again")
 
 

@@ -73,7 +73,6 @@ class PipeSafeStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or discard."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
@@ -81,7 +80,6 @@ class PipeSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or discard."""
         try:
             self._stream.flush()
         except BrokenPipeError:

@@ -22,16 +22,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Batches:
     """Endless iterator over `(tokens, targets)`, each `(batch, seq_len)` int64 on the CPU, with exact resume.
 
-    Args:
-        source: the tokens.
-        batch: windows per batch and rank.
-        seq_len: tokens per window.
-        seed: sets the order of documents, another one in each epoch.
-        rank, world: this process and how many there are; ranks get disjoint windows.
-        shuffle: False keeps the documents in the order of the files.
-
-    A batch may hold the end of one epoch and the start of the next. `tokens` and `targets` share memory: do not write
-    to them in place.
+    A batch has `batch` windows of `seq_len` tokens; the windows of the `world` ranks are disjoint. The seed sets the
+    order of documents, another one in each epoch; without `shuffle` it is that of the files. A batch may hold the end
+    of one epoch and the start of the next. `tokens` and `targets` share memory: do not write to them in place.
     """
 
     def __init__(
@@ -91,8 +84,10 @@ class Batches:
     def _read(self, epoch: int, start: int, count: int) -> Batch:
         """Read windows `start` to `start + count` of one epoch."""
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, *self._order_of(epoch))
-        _, order, ends = self._order
+            sizes = np.diff(self.source.documents)
+            order = permutation(sizes.size, self.seed, epoch) if self.shuffle else np.arange(sizes.size)
+            self._order = (epoch, order, np.cumsum(sizes[order]))
+        _, order, ends = self._order  # of the documents, and where each ends in the stream
         a, b = start * self.seq_len, (start + count) * self.seq_len + 1
         first, last = np.searchsorted(ends, (a, b - 1), side="right")  # The documents that hold tokens a and b - 1.
         chosen, bounds = order[first : last + 1], self.source.documents
@@ -102,12 +97,6 @@ class Batches:
         lengths[0] -= before
         lengths[-1] -= int(ends[last]) - b
         return _as_batch(self.source.gather(starts, lengths), self.seq_len)
-
-    def _order_of(self, epoch: int) -> tuple[Positions, Positions]:
-        """Return the order of the epoch's documents, and where each ends in the stream."""
-        lengths = np.diff(self.source.documents)
-        order = permutation(lengths.size, self.seed, epoch) if self.shuffle else np.arange(lengths.size)
-        return order, np.cumsum(lengths[order])
 
 
 def permutation(n: int, seed: int, epoch: int) -> Positions:
@@ -134,13 +123,8 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """Return the first windows of `source` in order, the same at every call; the last batch may be smaller.
 
-    Args:
-        source: the tokens.
-        batch: windows per batch and rank.
-        seq_len: tokens per window.
-        max_tokens: at most so many targets over all ranks (at least one window a rank); None for all.
-        rank, world: ranks get equal numbers of windows (up to `world - 1` at the end go unused), so that collectives in
-            the model's forward pass match.
+    `max_tokens` limits the targets over all ranks (at least one window a rank). Ranks get equal numbers of windows, so
+    that collectives in the model's forward pass match; up to `world - 1` windows at the end go unused.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ValueError(f"batch is {batch}, rank {rank} of {world}; batch must be at least 1 and rank below world")
@@ -150,14 +134,10 @@ def validation_batches(
     share = count // world
     if not share:
         raise ValueError(f"{source.name} has {count} windows of {seq_len} tokens, fewer than the {world} ranks")
-    return _in_order(source, batch, seq_len, rank * share, (rank + 1) * share)
-
-
-def _in_order(source: TokenSource, batch: int, seq_len: int, first: int, last: int) -> Iterator[Batch]:
-    for start in range(first, last, batch):
-        stop = min(start + batch, last)
-        row = source.read(start * seq_len, stop * seq_len + 1).astype(np.int64)
-        yield _as_batch(row, seq_len)
+    last = (rank + 1) * share
+    ranges = ((start, min(start + batch, last)) for start in range(rank * share, last, batch))
+    rows = (source.read(start * seq_len, stop * seq_len + 1) for start, stop in ranges)
+    return (_as_batch(row.astype(np.int64), seq_len) for row in rows)
 
 
 def _as_batch(row: Positions, seq_len: int) -> Batch:

@@ -14,7 +14,6 @@ from cosmos_lab.data.shards import MAX_VOCAB, Tokens
 from cosmos_lab.io import require
 
 NAMES = {"t5": "google-t5/t5-base", "gpt2": "openai-community/gpt2"}
-
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -27,13 +26,10 @@ def label(path: Path) -> tuple[str, Split | None]:
 
 
 def find_shards(spec: str, split: Split) -> list[Path]:
-    """Return the shard files of `split` that `spec` names, sorted by name.
+    """Return the shard files of `split` that a folder, the start of file names, a glob or a file names, sorted by name.
 
-    Args:
-        spec: a folder, the start of file names (`data/wiki_t5`), a glob, or one file. A spec that names only the other
-            split's files means the files beside them with the same prefix: `data/wiki_t5_train_000.bin` and
-            split "val" gives `data/wiki_t5_val*.bin`.
-        split: "train" or "val".
+    A spec that names only the other split's files means the files beside them with the same prefix:
+    `data/wiki_t5_train_000.bin` and split "val" gives `data/wiki_t5_val*.bin`.
     """
     if split not in ("train", "val"):
         raise ValueError(f'split is {split!r}; give "train" or "val"')
@@ -49,7 +45,8 @@ def find_shards(spec: str, split: Split) -> list[Path]:
             f"data {spec!r} has no {split} shard: no file with '{split}' in its name among "
             f"{_names(candidates)} or beside them; name one such, or make shards with `cosmos-lab data prepare`"
         )
-    return _without_twins(chosen)
+    kept = set(chosen)
+    return sorted(p for p in kept if p.suffix != ".xz" or p.with_suffix("") not in kept)  # x.bin without x.bin.xz
 
 
 def _candidates(spec: str) -> list[Path]:
@@ -88,12 +85,6 @@ def _one_prefix(spec: str, folder: Path, found: list[Path]) -> list[Path]:
 
 def _shards_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and not path.name.startswith("."))
-
-
-def _without_twins(paths: Iterable[Path]) -> list[Path]:
-    """Drop `x.bin.xz` if `x.bin` is there too."""
-    kept = set(paths)
-    return sorted(p for p in kept if p.suffix != ".xz" or p.with_suffix("") not in kept)
 
 
 def _names(paths: list[Path]) -> str:

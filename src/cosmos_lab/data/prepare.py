@@ -35,18 +35,12 @@ _GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # A class with what it contains, a
 class Settings:
     """How text becomes shards; with the text and the tokenizer it determines every byte."""
 
-    val_fraction: float = 0.01
-    """Share of documents kept for validation, by the hash of their text, if the source has no validation split."""
-    shard_tokens: int = 100_000_000
-    """Most tokens in a shard; a document is never cut, so a shard may be a little shorter."""
-    max_tokens: int | None = None
-    """Stop after so many training tokens, at the end of that document (None: take all)."""
-    max_val_tokens: int = 10_000_000
-    """Most validation tokens; further validation documents are left out."""
-    unit: Unit = "file"
-    """What a document is in a text file: all of it, the lines between blank ones, or a WikiText article."""
-    field: str = "text"
-    """Key of the text in .jsonl lines."""
+    val_fraction: float = 0.01  # Share of documents to validate with, by their hash, if the source has no such split.
+    shard_tokens: int = 100_000_000  # Most tokens in a shard; a document is never cut, so it may be a little shorter.
+    max_tokens: int | None = None  # Stop after so many training tokens, at the end of that document (None: take all).
+    max_val_tokens: int = 10_000_000  # Most validation tokens; further validation documents are left out.
+    unit: Unit = "file"  # What a document is in a text file: all, the lines between blank ones, or a WikiText article.
+    field: str = "text"  # Key of the text in .jsonl lines.
 
     def check(self) -> None:
         """Raise a ValueError naming the field if a value makes no sense."""
@@ -87,11 +81,8 @@ def prepare(
 
     Args:
         source: "c4", "fineweb", "wikitext-103", or paths of text files, folders or globs.
-        out_dir: where the shards go; made if missing.
         tokenizer: "t5", "gpt2", the path of a tokenizer.json, or a tokenizer's name on the hub.
-        settings: see `Settings`.
         prefix: start of the files' names; default `SOURCE_TOKENIZER`.
-        progress: called after each batch of documents.
     """
     settings, folder = settings or Settings(), Path(out_dir).expanduser()
     settings.check()
@@ -184,7 +175,11 @@ class _Preparation:
             full = self._add(texts, stream.split)
             read += len(texts)
             if progress is not None:
-                progress(self._progress(stream))
+                train, val, most = self.writers["train"], self.writers["val"], self.settings.max_tokens
+                fraction = stream.done()
+                if most is not None:
+                    fraction = max(fraction or 0.0, min(1.0, train.tokens / most))
+                progress(Progress(train.documents + val.documents, train.tokens, val.tokens, fraction))
             if full:
                 return
             if time.monotonic() - saved >= SAVE_SECONDS:
@@ -203,13 +198,6 @@ class _Preparation:
                 return True
         return False
 
-    def _progress(self, stream: Stream) -> Progress:
-        train, val = self.writers["train"], self.writers["val"]
-        fraction = stream.done()
-        if self.settings.max_tokens is not None:
-            fraction = max(fraction or 0.0, min(1.0, train.tokens / self.settings.max_tokens))
-        return Progress(train.documents + val.documents, train.tokens, val.tokens, fraction)
-
     def _save(self, stream: int, documents: int, position: Any) -> dict[str, Any]:
         """Flush the work so far to the disk; return the state that a later call starts from."""
         writers = {split: writer.sync() for split, writer in self.writers.items()}
@@ -219,8 +207,7 @@ class _Preparation:
         return state
 
     def _finish(self) -> dict[str, Any]:
-        empty = [split for split, writer in self.writers.items() if not writer.documents]
-        if empty:
+        if empty := [split for split, writer in self.writers.items() if not writer.documents]:
             documents = sum(writer.documents for writer in self.writers.values())
             for split in SPLITS:  # A writer without a state removes its files.
                 self.writers[split].close()

@@ -60,12 +60,7 @@ def header(count: int) -> bytes:
 
 
 def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike) -> None:
-    """Write one shard, atomically; a name that ends in `.xz` is packed.
-
-    Args:
-        path: where; ends in `.bin` or `.bin.xz`.
-        tokens: token ids in 0..65535, one dimension, at least one.
-    """
+    """Write token ids (in 0..65535, at least one) as a shard, atomically; a name that ends in `.xz` is packed."""
     path, values = Path(path), np.asarray(tokens)
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"{path}: a shard's name ends in .bin or .bin.xz")
@@ -80,10 +75,7 @@ def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike) -> None:
 
 
 def open_shard(path: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Shard:
-    """Open a `.bin` or `.bin.xz` shard, checked and memory-mapped.
-
-    Raises `ValueError` for a missing, truncated or foreign file, `OSError` when the cache's disk is full.
-    """
+    """Open a `.bin` or `.bin.xz` shard, checked and memory-mapped."""
     path, cache = Path(path), cache_folder(cache_dir)
     if not path.is_file():
         raise ValueError(f"missing shard: there is no file {path}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cosmos_lab.data.embedded import embedded_shards
 from cosmos_lab.data.locate import Split, find_shards, label
 from cosmos_lab.data.shards import Shard, Tokens, document_ends, open_shard
 from cosmos_lab.io import read_json
@@ -47,8 +48,6 @@ class TokenSource:
 
     Attributes:
         name: what the user asked for, for logs.
-        shards: the open shards, in order.
-        vocabulary: the tokenizer's name, number of ids and end-of-document id, as far as known.
         vocab_size: number of token ids: as the tokenizer has, or the largest id found plus one.
         documents: int64 bounds; document i is tokens `documents[i]` to `documents[i + 1]`. Shards do not share one.
         fingerprint: 16 hex digits of a SHA-256 over all tokens and the end-of-document id; the same packed or not.
@@ -110,21 +109,11 @@ class TokenSource:
 def open_data(
     spec: str, split: Split, *, vocab_size: int | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> TokenSource:
-    """Open the tokens that `spec` names, checked.
+    """Open the tokens that `spec` names: "embedded" (text of this machine's Python), or what `find_shards` takes.
 
-    Args:
-        spec: "embedded" (text of this machine's Python, no download), or a folder, prefix, glob or file of shards;
-            see `find_shards`.
-        split: "train" or "val".
-        vocab_size: the model's; a token beyond it is an error that names the file, the position and the id.
-        cache_dir: where unpacked shards and indices go; default $COSMOS_LAB_CACHE, else ~/.cache/cosmos-lab.
+    A token beyond the model's `vocab_size` is an error that names the file, the position and the id.
     """
-    if spec == "embedded":
-        from cosmos_lab.data.embedded import embedded_shards
-
-        paths = find_shards(str(embedded_shards(cache_dir)), split)
-    else:
-        paths = find_shards(spec, split)
+    paths = find_shards(str(embedded_shards(cache_dir)) if spec == "embedded" else spec, split)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(paths))) as pool:
         shards = list(pool.map(lambda path: open_shard(path, cache_dir), paths))
     vocabulary = _vocabulary(spec, shards)

@@ -33,18 +33,14 @@ _TITLE = re.compile(r"^ ?= [^=].* = ?$")
 class Stream:
     """Texts of one part of a data set, in a fixed order.
 
-    Attributes:
-        split: "train" or "val" if the data set says so; None if each document's hash decides.
-        open: `open(documents, position)` gives the texts after the first `documents` ones. `position`, if not None, is
-            what `where` returned there, and saves reading them again.
-        where: the position of the reader as a JSON value, or None if only documents can be counted.
-        done: the fraction read so far, if known.
+    `open(documents, position)` gives the texts after the first `documents` ones. `position`, if not None, is what
+    `where` returned there, and saves reading them again.
     """
 
-    split: Literal["train", "val"] | None
+    split: Literal["train", "val"] | None  # None: each document's hash decides
     open: Callable[[int, Any], Iterator[str]]
-    where: Callable[[], Any] = lambda: None
-    done: Callable[[], float | None] = lambda: None
+    where: Callable[[], Any] = lambda: None  # the reader's position as JSON, None if only documents can be counted
+    done: Callable[[], float | None] = lambda: None  # the fraction read so far, if known
 
 
 @dataclass(frozen=True)
@@ -95,13 +91,9 @@ def local_files(paths: Sequence[str]) -> list[Path]:
 
 
 def local_stream(files: Sequence[Path], unit: Unit, field: str = "text") -> Stream:
-    """Return the documents of local files as a stream.
+    """Return the documents of `.txt`-like or `.jsonl` files, perhaps `.xz` or `.gz`, as a stream.
 
-    Args:
-        files: `.txt`-like or `.jsonl` files, perhaps `.xz` or `.gz`.
-        unit: what a document is in a text file: the whole file, a run of lines between blank ones, or an article under
-            a WikiText title. In a `.jsonl` file it is a line.
-        field: the key of the text in a `.jsonl` line.
+    A document is what `unit` says in a text file, and the text under the key `field` of a line in a `.jsonl` file.
     """
     if unit not in ("file", "blank-lines", "articles"):
         raise ValueError(f'unit is {unit!r}; give "file", "blank-lines" or "articles"')

@@ -14,12 +14,6 @@ class ShardWriter:
 
     The open shard is called `.bin.part` until it is full. `sync` flushes what was written so far to the disk and
     returns its state; a writer made from that state removes everything that came after it.
-
-    Args:
-        folder: where.
-        start: start of the files' names.
-        limit: most tokens a shard.
-        state: what `sync` of an earlier writer returned, or None.
     """
 
     def __init__(self, folder: Path, start: str, limit: int, state: dict[str, int] | None = None) -> None:
@@ -33,7 +27,6 @@ class ShardWriter:
         self._cut_back()
 
     def add(self, tokens: Tokens) -> None:
-        """Append one document."""
         if self.filled and self.filled + tokens.size > self.limit:
             self.finish()
         if self._out is None:
@@ -63,7 +56,6 @@ class ShardWriter:
         self.shards, self.filled = self.shards + 1, 0
 
     def close(self) -> None:
-        """Close the open file as it is."""
         out, self._out = self._out, None
         if out is not None:
             out.close()

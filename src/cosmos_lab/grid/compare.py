@@ -1,7 +1,5 @@
 """Compare runs: a grid over optimizers, rates and seeds, resumable, one at a time or one process per GPU.
 
-    result = compare(get_recipe("llama-60m").runs(optimizers=["adam", "cosmos"], seeds=(0, 1, 2)), out="runs")
-
 A finished run is not trained again and an unfinished one continues, so the same call after a kill continues the grid.
 SIGTERM and Ctrl-C end all runs after the current step, with checkpoints. Needs neither tyro nor rich.
 """
@@ -84,16 +82,13 @@ def compare(
     """Train the runs that are not finished, compare all, and write compare.json and the report.
 
     Args:
-        runs: the runs, each with its own name.
         out: folder of the run folders, of compare.json and of report/ (None: the runs' ``out``).
         metric: the number of the summary that ranks them; less is better.
         parallel: processes at a time; with GPUs, each process has its own.
         minutes: start no run that would end later than this after the call (0: no limit); the same call continues.
         show: print the live table, the result and where the report is.
-        report: write the report.
 
-    Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant with
-    its seeds, mean and spread.
+    Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant.
     """
     if not runs:
         raise ValueError("nothing to compare: the grid has no runs")
@@ -265,7 +260,7 @@ def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot] if visible else str(slot)
     log = (folder / "output.txt").open("a")
-    command = [sys.executable, "-m", "cosmos_lab.grid.worker", str(folder / "asked.json")]
+    command = [sys.executable, "-m", "cosmos_lab.grid.compare", str(folder / "asked.json")]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     return _Job(row, run, process, log, slot)
 
@@ -275,8 +270,7 @@ def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: 
     folder = job.run.folder
     code = job.process.poll()
     if code is None:
-        records = list(read_metrics(folder))
-        if records:
+        if records := list(read_metrics(folder)):
             display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
         return False
     job.log.close()
@@ -292,3 +286,17 @@ def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: 
     else:
         display.update(job.row, summary["status"], _as_record(summary))
     return True
+
+
+def _work(asked: Path) -> int:
+    """Train the run of a file in this process, which ``_start`` made; return the exit code."""
+    try:
+        train(RunConfig.from_flat(json.loads(asked.read_text())))
+    except (Stopped, ValueError, OSError) as error:
+        print(f"cosmos-lab: {error}", file=sys.stderr)
+        return error.code if isinstance(error, Stopped) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_work(Path(sys.argv[1])))

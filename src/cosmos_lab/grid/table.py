@@ -17,12 +17,9 @@ NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
 
 
 def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return rows of the runs' variants with mean and spread over seeds, the best of each optimizer marked.
+    """Read the runs' folders; return a row a variant with mean and spread over seeds, each optimizer's best marked.
 
-    Args:
-        runs: as they were asked for; their numbers are read from their folders.
-        metric: the number of the summary that ranks them; less is better.
-        failures: why runs failed, by name; any other run without a summary is unfinished or was not started.
+    ``failures`` says why runs failed, by name; any other run without a summary is unfinished or was not started.
     """
     found = [_read(run, failures or {}) for run in runs]
     groups = group_runs(found)
@@ -66,15 +63,11 @@ def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
 def _label(group: Group) -> str:
     """Name a row: optimizer, rate, the fields in which it differs from others, and its options if they differ."""
     config = group.runs[0].config["config"]
-    fields = [f"{name} {_plain(config[name])}" for name in group.differs if name in config]
+    differing = [(name, config[name]) for name in group.differs if name in config]
+    fields = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in differing]
     options = config["options"] if any(name not in config for name in group.differs) else ()
     repeated = [mark] if (mark := group.label.rpartition(" ")[2]).startswith("#") else []
     return " ".join([group.optimizer, f"lr {group.lr:g}", *fields, *options, *repeated])
-
-
-def _plain(value: Any) -> str:
-    """Write 0.36, not 0.36000000000000004."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, Any]:

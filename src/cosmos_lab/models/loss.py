@@ -77,14 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean over N of -log softmax(H W')[target], with softmax in fp32.
-
-    Args:
-        hidden: (N, d) activations.
-        weight: (V, d) head, in its own (master) type; its gradient comes back in that type.
-        targets: (N,) int64 ids below V.
-        dtype: type of the matrix products.
-    """
+    """Mean over N of -log softmax(H W')[target], with softmax in fp32 and the matrix products in ``dtype``."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, dtype)  # type: ignore[no-untyped-call]
         return loss

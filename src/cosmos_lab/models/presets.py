@@ -13,43 +13,27 @@ GPT2_VOCAB = 50_304  # 50,257 ids, padded to a multiple of 128: an odd vocabular
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder: x = embed(tokens); x += attn(norm(x)); x += mlp(norm(x)) L times; logits = head(norm(x)).
-
-    Args:
-        vocab_size: rows of the embedding and of the head; the data's vocabulary must not be larger.
-        width, depth, mlp: d, L and the inner size of the MLP.
-        head_dim: size of one attention head; width must be a multiple of it.
-        norm: "rms" (with a weight), "rms-bare" (no weight), "layer" (weight and bias).
-        activation: "swiglu" (gate, up and down matrices), "gelu" or "relu2" (up and down).
-        bias: whether the linear layers (not the head) have a bias.
-        qk_norm: RMS norm without weight on each head's query and key.
-        tied: the head uses the embedding's matrix.
-        embed_norm: RMS norm without weight right after the embedding.
-        init_std, embed_std: standard deviation of the initial matrices, and of the embedding.
-        init_out: the two matrices that write to the residual stream start "normal" as the others,
-            with std divided by sqrt(2 L) ("depth"), or at zero ("zero").
-        residual_fp32: under autocast, keep the residual stream in fp32 rather than in the autocast type.
-        max_seq_len: length of the rotary tables.
-    """
+    """One decoder: x = embed(tokens); x += attn(norm(x)); x += mlp(norm(x)) L times; logits = head(norm(x))."""
 
     vocab_size: int
     width: int
     depth: int
-    mlp: int
+    mlp: int  # the inner size of the MLP
     head_dim: int = 64
-    norm: Literal["rms", "rms-bare", "layer"] = "rms"
-    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
-    bias: bool = False
-    qk_norm: bool = False
-    tied: bool = False
-    embed_norm: bool = False
+    norm: Literal["rms", "rms-bare", "layer"] = "rms"  # with a weight; without; with weight and bias
+    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"  # gate, up and down matrices; the others up and down
+    bias: bool = False  # of the linear layers, not the head
+    qk_norm: bool = False  # RMS norm without weight on each head's query and key
+    tied: bool = False  # the head uses the embedding's matrix
+    embed_norm: bool = False  # RMS norm without weight right after the embedding
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     init_std: float = 0.02
     embed_std: float = 0.02
+    # The two matrices that write to the residual stream start as the others, with std / sqrt(2 L), or at zero.
     init_out: Literal["normal", "depth", "zero"] = "normal"
-    residual_fp32: bool = False
-    max_seq_len: int = 2048
+    residual_fp32: bool = False  # under autocast, keep the residual stream in fp32
+    max_seq_len: int = 2048  # length of the rotary tables
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "depth", "mlp", "head_dim", "max_seq_len"):
@@ -124,14 +108,10 @@ def resolve(name_or_config: str | ModelConfig, **overrides: Any) -> ModelConfig:
     >>> resolve("llama-1b", vocab_size=32_100).vocab_size
     32100
     """
-    if isinstance(name_or_config, ModelConfig):
-        config = name_or_config
-    elif name_or_config in PRESETS:
-        config = PRESETS[name_or_config]
-    else:
+    config = PRESETS.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
+    if config is None:
         raise ValueError(f"model: no preset {name_or_config!r}; choose one of {', '.join(PRESETS)}")
     known = {field.name for field in fields(ModelConfig)}
-    unknown = sorted(set(overrides) - known)
-    if unknown:
+    if unknown := sorted(set(overrides) - known):
         raise ValueError(f"model: no field {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
     return replace(config, **overrides)

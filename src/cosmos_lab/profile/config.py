@@ -17,42 +17,25 @@ Table = Literal["memory", "throughput", "mfu"]
 class ProfileConfig:
     """What to profile."""
 
-    model: str = "llama-1b"
-    """Preset name."""
-    optimizers: tuple[str, ...] = ("adam", "soap", "muon", "cosmos")
-    """Optimizers, in the order of the table."""
-    tables: tuple[Table, ...] = ("memory", "throughput")
-    """Which tables to make."""
-    batch: int = 10
-    """Sequences in one forward pass."""
-    accumulation: int = 25
-    """Forward passes in one iteration."""
-    seq_len: int = 1024
-    """Tokens in a sequence."""
-    memory_cap_gb: float = 80.0
-    """Memory cap of the throughput table, in GiB."""
-    tokens_per_step: int = 262_144
-    """Tokens of one step in the mfu table."""
-    micro_batches: tuple[int, ...] = (8, 16, 32, 64)
-    """Micro-batches tried for the mfu table, up to the first that does not fit."""
-    iterations: int = 3
-    """Timed iterations; the median of their passes counts."""
-    updates: int = 10
-    """Timed steps of the optimizer; the mean counts, because its work differs from step to step."""
-    rank: int | None = None
-    """Rank of COSMOS and GaLore (None: the optimizer's default)."""
-    options: tuple[str, ...] = ()
-    """Further keyword arguments of every optimizer, as name=value."""
-    vocab_size: int | None = None
-    """Rows of the embedding (None: the preset's)."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Autocast type (auto: bf16 on a GPU)."""
+    model: str = "llama-1b"  # Preset name.
+    optimizers: tuple[str, ...] = ("adam", "soap", "muon", "cosmos")  # Optimizers, in the order of the table.
+    tables: tuple[Table, ...] = ("memory", "throughput")  # Which tables to make.
+    batch: int = 10  # Sequences in one forward pass.
+    accumulation: int = 25  # Forward passes in one iteration.
+    seq_len: int = 1024  # Tokens in a sequence.
+    memory_cap_gb: float = 80.0  # Memory cap of the throughput table, in GiB.
+    tokens_per_step: int = 262_144  # Tokens of one step in the mfu table.
+    micro_batches: tuple[int, ...] = (8, 16, 32, 64)  # Tried for the mfu table, up to the first that does not fit.
+    iterations: int = 3  # Timed iterations; the median of their passes counts.
+    updates: int = 10  # Timed steps of the optimizer; the mean counts, because its work differs from step to step.
+    rank: int | None = None  # Rank of COSMOS and GaLore (None: the optimizer's default).
+    options: tuple[str, ...] = ()  # Further keyword arguments of every optimizer, as name=value.
+    vocab_size: int | None = None  # Rows of the embedding (None: the preset's).
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast type (auto: bf16 on a GPU).
     compile: Literal["auto", "on", "blocks", "off"] = "auto"
     """torch.compile the model (auto: on a GPU); blocks: one block for all, in a fraction of the time."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
-    out: str | None = None
-    """JSON file for the result."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # Where to run.
+    out: str | None = None  # JSON file for the result.
 
     def check(self) -> None:
         """Raise a ValueError naming the field if a value makes no sense."""

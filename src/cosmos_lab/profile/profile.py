@@ -3,8 +3,6 @@
 memory      peak memory and time of one iteration at a fixed batch and accumulation (paper: 10 and 25)
 throughput  the largest batch that fits under a memory cap (paper: 80 GB), and samples per second at it
 mfu         model FLOP utilization at the best micro-batch, at least 256k tokens a step, optimizer included
-
-Needs neither tyro nor rich.
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ _WARM_UP = 5  # iterations: the first compiles and takes first bases; a step on 
 
 
 def profile(config: ProfileConfig, log: Log = print) -> dict[str, Any]:
-    """Make the tables ``config`` asks for.
-
-    Args:
-        config: what to profile.
-        log: called with lines about the progress and the finished tables.
+    """Make the tables ``config`` asks for; ``log`` gets lines about the progress and the finished tables.
 
     Returns {"config", "versions", "device", <table>: [row, ...]}; rows hold seconds, GiB, samples or tokens per second.
     """
@@ -66,8 +60,6 @@ def _timed(profiler: Profiler, size: int, accumulation: int) -> Row:
     """Warm up, then measure time and memory of iterations."""
     for _ in range(_WARM_UP):
         profiler.iterate(size, min(2, accumulation))
-    profiler.sync()
-    profiler.reset_peak()
     passes, update = profiler.time(size, accumulation)
     speed = size * accumulation * profiler.config.seq_len / (passes + update)
     return {
@@ -130,47 +122,20 @@ def _timed_under_the_cap(profiler: Profiler, size: int, log: Log) -> tuple[int, 
 
 
 def largest_batch(profiler: Profiler, log: Log) -> int:
-    """Find the largest batch that fits under the cap; 0 if not even one sequence does.
-
-    Activations grow by the same amount with every sequence, so the line through two peaks gives a first guess.
-    """
+    """Find the largest batch that fits under the cap by doubling and bisection; 0 if not even one sequence does."""
 
     def check(size: int) -> bool:
         fits = profiler.fits(size)
         log(f"  batch {size}: {'fits' if fits else 'too large'}")
         return fits
 
-    if not check(1):
-        return 0
-    low, high, step = 1, 0, 1  # high 0: nothing too large was seen yet
-    guess = _straight_line_guess(profiler)
-    while high - low != 1:
-        if check(guess):
-            low, guess = guess, guess + step
-        else:
-            high, guess = guess, guess - step
-        if high and not low < guess < high:
-            guess = (low + high) // 2
-        step *= 2
+    low, high = 0, 1
+    while check(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if check(middle) else (low, middle)
     return low
-
-
-def _straight_line_guess(profiler: Profiler) -> int:
-    """Return the batch at which the line through the peaks of two small batches reaches the cap."""
-    peaks = []
-    small, large = 2, 4
-    for size in (small, large):
-        profiler.free()
-        profiler.reset_peak()
-        if profiler.device.type == "cuda":
-            try:
-                profiler.iterate(size, 2)
-            except torch.cuda.OutOfMemoryError:
-                return 1
-            profiler.sync()
-        peaks.append(profiler.peak_gb(size)[1])
-    slope = max((peaks[1] - peaks[0]) / (large - small), 1e-6)
-    return max(1, int(large + (profiler.config.memory_cap_gb - peaks[1]) / slope))
 
 
 def mfu_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
@@ -192,11 +157,7 @@ def mfu_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
         yield {"optimizer": name, "micro_batch": best, "accumulation": accumulation, **found}
 
 
-_TABLES: dict[str, Callable[[Profiler, Log], Iterator[Row]]] = {
-    "memory": memory_rows,
-    "throughput": throughput_rows,
-    "mfu": mfu_rows,
-}
+_TABLES = {"memory": memory_rows, "throughput": throughput_rows, "mfu": mfu_rows}
 
 
 def _show(name: str, value: Any) -> str:

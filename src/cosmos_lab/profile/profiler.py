@@ -80,7 +80,6 @@ class Profiler:
             torch.cuda.empty_cache()
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Draw random tokens and targets."""
         shape, vocab = (size, self.seq_len + 1), self.model.config.vocab_size
         tokens = torch.randint(vocab, shape, device=self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -125,6 +124,8 @@ class Profiler:
         Updates beyond ``iterations`` follow a single pass.
         """
         self.sync()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.forward_backward.take(), self.update.take()
         for _ in range(self.config.iterations):
             self.iterate(size, accumulation)
@@ -137,17 +138,11 @@ class Profiler:
         return statistics.median(passes) / 1e3, statistics.mean(self.update.take()) / 1e3
 
     def sync(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def reset_peak(self) -> None:
-        """Count peak memory from now on."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
     def peak_gb(self, size: int) -> tuple[float, float]:
-        """Return the peak GiB since ``reset_peak``: held by tensors and CUDA graphs, and reserved on the device.
+        """Return the peak GiB since ``time`` began: held by tensors and CUDA graphs, and reserved on the device.
 
         On a CPU, which keeps no such count: parameters, gradients, optimizer state and what one forward pass saves.
         """
@@ -159,7 +154,6 @@ class Profiler:
         return total, total
 
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state."""
         return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
 
     def missing_memory(self, size: int) -> str:

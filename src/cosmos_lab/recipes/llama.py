@@ -17,8 +17,14 @@ ADAM_LR = 2e-3  # AdamW's best rate at 130M, used for embedding and head from th
 ADAM_LRS = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 MATRIX_LRS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
 GALORE_LRS = (5e-3, 1e-2, 2e-2, 4e-2)
+_ROWS = ("adam", "adam-mini", "galore", "soap", "muon", "cosmos-paper")
 GALORE = ("update_gap=50", "scale=0.25")
-# Published perplexities by optimizer and rate, and by rank and gamma.
+# Published perplexities by size and optimizer, by optimizer and rate, and by rank and gamma.
+TABLE_2 = {
+    "130M": dict(zip(_ROWS, (21.28, 21.78, 24.07, 20.59, 20.69, 20.54))),
+    "350M": dict(zip(_ROWS, (17.28, 18.03, 19.03, 16.32, 16.49, 16.21))),
+    "1B": {"adam": 12.97, "muon": 12.57, "cosmos-paper": 12.46},
+}
 TABLE_3 = {
     "muon": {2e-4: 21.72, 5e-4: 20.75, 1e-3: 20.69, 2e-3: 26.74},
     "cosmos-paper": {2e-4: 21.17, 5e-4: 20.54, 1e-3: 20.62, 2e-3: 21.00},
@@ -57,29 +63,19 @@ def _table_2(galore_rank: int, soap_lrs: tuple[float, ...]) -> list[Variant]:
     ]
 
 
-@recipe(
-    "Table 2, 130M(5B)",
-    published={
-        "adam": 21.28, "adam-mini": 21.78, "galore": 24.07, "soap": 20.59, "muon": 20.69, "cosmos-paper": 20.54,
-    },
-)  # fmt: skip
+@recipe("Table 2, 130M(5B)", published=TABLE_2["130M"])
 def llama_130m() -> Setup:
     """Tune six optimizers on LLaMA-130M and 5B tokens of C4."""
     return llama("llama-130m", 5000, 960), _table_2(256, (5e-4, 1e-3, 2e-3, 4e-3))
 
 
-@recipe(
-    "Table 2, 350M(10B)",
-    published={
-        "adam": 17.28, "adam-mini": 18.03, "galore": 19.03, "soap": 16.32, "muon": 16.49, "cosmos-paper": 16.21,
-    },
-)  # fmt: skip
+@recipe("Table 2, 350M(10B)", published=TABLE_2["350M"])
 def llama_350m() -> Setup:
     """Tune six optimizers on LLaMA-350M and 10B tokens of C4."""
     return llama("llama-350m", 5000, 2000), _table_2(384, ADAM_LRS)
 
 
-@recipe("Table 2, 1B(26B)", published={"adam": 12.97, "muon": 12.57, "cosmos-paper": 12.46})
+@recipe("Table 2, 1B(26B)", published=TABLE_2["1B"])
 def llama_1b() -> Setup:
     """Compare AdamW, Muon and COSMOS on LLaMA-1B and 26B tokens of C4.
 

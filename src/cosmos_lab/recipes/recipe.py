@@ -18,24 +18,15 @@ _EVERY = ("val_every", "checkpoint_every", "diagnostics_every")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published comparison: one set-up and the runs made in it.
-
-    name: what the commands call it.
-    title: one line on what it does.
-    source: where the paper reports it, or "this project".
-    config: the set-up, which is also the best COSMOS run: ``train`` starts from it.
-    grid: the runs, each as the fields in which it differs; ``compare`` makes them all.
-    metric: what they are compared on.
-    published: the paper's numbers, by the label of a run's variant.
-    """
+    """A published comparison: one set-up and the runs made in it."""
 
     name: str
     title: str
-    source: str
-    config: RunConfig
-    grid: tuple[Variant, ...]
+    source: str  # where the paper reports it, or "this project"
+    config: RunConfig  # the set-up, which is also the best COSMOS run: ``train`` starts from it
+    grid: tuple[Variant, ...]  # the runs, each as the fields in which it differs; ``compare`` makes them all
     metric: str = "final_val_loss"
-    published: Mapping[str, float] = field(default_factory=dict)
+    published: Mapping[str, float] = field(default_factory=dict)  # the paper's, by the label of a run's variant
 
     def start(self, optimizer: str) -> RunConfig:
         """Return the set-up with another optimizer, as the grid runs it, at the middle one of its rates."""
@@ -57,10 +48,8 @@ class Recipe:
         """Return the runs of the grid, named.
 
         Args:
-            config: the set-up, if it is not the recipe's.
             optimizers: only these; one that the recipe does not run gets its ``lrs``.
             lrs: rates in place of the recipe's, for all optimizers or by name.
-            seeds: every run once for each.
             only: variants by what sets them apart, such as "rank-32", or "rank-32+gamma-0.5" for both at once.
             extra: (optimizer, fields) to set in its variants; an optimizer that occurs twice runs in both ways.
         """
@@ -68,8 +57,7 @@ class Recipe:
         chosen = [v for v in self.grid if optimizers is None or v["optimizer"] in optimizers]
         if lrs is not None:
             chosen = with_rates(self.grid, optimizers or list(dict.fromkeys(v["optimizer"] for v in self.grid)), lrs)
-        missing = sorted(set(optimizers or ()) - {v["optimizer"] for v in chosen})
-        if missing:
+        if missing := sorted(set(optimizers or ()) - {v["optimizer"] for v in chosen}):
             raise ValueError(f"recipe {self.name!r} has no rates for {', '.join(missing)}: give them with --lrs")
         if only is not None:
             chosen = select(chosen, only)

@@ -18,14 +18,10 @@ _FIELDS = {field.name for field in dataclasses.fields(OptimizerOptions)} - {"opt
 
 
 def label(variant: Variant, shown: Collection[str] = ()) -> str:
-    """Return a short name for a variant: the optimizer, its rate, and what else it sets.
+    """Return a short name for a variant: the optimizer, its rate, what else it sets of _SHORT and ``shown``, options.
 
     >>> label({"optimizer": "cosmos", "lr": 5e-4, "rank": 32, "gamma": 0.1})
     'cosmos-lr0.0005-rank32-gamma0.1'
-
-    Args:
-        variant: the fields that it sets.
-        shown: further fields to show, in addition to rank, gamma, momentum, weight decay and options.
     """
     changes = (f"{name}{value}" for name, value, _ in _changes(variant, shown))
     return "-".join([str(variant["optimizer"]), f"lr{variant['lr']:g}", *changes])
@@ -74,13 +70,10 @@ def with_fields(
 ) -> list[tuple[Variant, tuple[str, ...]]]:
     """Return each variant with the fields that ``extra`` gives its optimizer, and the fields that its name must show.
 
-    Args:
-        variants: of the grid.
-        extra: (optimizer, fields), several times for several ways; unknown fields are options of the optimizer.
-        options: those of the set-up, which variants without options keep.
+    An optimizer that occurs twice in ``extra`` runs in both ways; unknown fields are options of the optimizer.
+    Variants without options keep those of the set-up.
     """
-    unused = sorted({name for name, _ in extra} - {variant["optimizer"] for variant in variants})
-    if unused:
+    if unused := sorted({name for name, _ in extra} - {variant["optimizer"] for variant in variants}):
         raise ValueError(f"--extra is for {', '.join(unused)}, but no run of the grid has that optimizer")
     for name in ("optimizer", "lr"):
         if any(name in fields for _, fields in extra):

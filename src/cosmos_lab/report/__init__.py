@@ -22,12 +22,7 @@ _log = logging.getLogger("cosmos_lab.report")
 def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training report") -> Path:
     """Write ``out``/index.html and ``out``/figures/ about run folders, or folders of them; return the page's path.
 
-    Unfinished, diverged, empty and broken runs are shown as such, and a warning counts the folders that hold no run.
-    Without matplotlib the page is written without figures, and a warning says how to get them.
-
-    Raises:
-        ValueError: no folder is given, or one does not exist.
-        OSError: the page cannot be written; an older one stays as it was.
+    A warning counts the folders that hold no run, or says how to get figures if matplotlib is missing.
     """
     tasks, misfits = arrange(map(read_run, find_runs(runs)))
     specs = specify(tasks)
@@ -60,5 +55,5 @@ def _figures(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> 
         remark = f"No PNG and SVG figures: {error}; pip install 'cosmos-optim[lab]' brings matplotlib."
         _log.warning(remark)
         return remark
-    draw_all(specs, folder)
+    draw_all([spec for task in specs for spec in task if isinstance(spec, Section)], folder)
     return None

@@ -111,7 +111,7 @@ def specify(tasks: Sequence[Task]) -> list[list[Section | HeatSection]]:
     for index, task in enumerate(tasks):
         slug = re.sub(r"[^a-z0-9]+", "-", task.title.lower()).strip("-")[:60] or "task"
         suffix = f"-{slug}-{index + 1}" if len(tasks) > 1 else ""
-        sections = (_losses(task, suffix), _sweep(task, suffix), heat_section(task, MOST_CELLS // max(1, maps), suffix))
+        sections = (_losses(task, suffix), _sweep(task, suffix), heat_section(task, MOST_CELLS // max(1, maps)))
         found.append([section for section in sections if section])
     return found
 
@@ -156,12 +156,7 @@ def _losses(task: Task, suffix: str) -> Section:
     return Section(
         "curves",
         list(looks_of(task).values()),
-        [
-            Series(
-                task.methods.index(g.method), g.label, g.label.removeprefix(g.method).strip(), g.best, g.shown, g.status
-            )
-            for g in task.groups
-        ],
+        [_series(task, group) for group in task.groups],
         lines,
         [
             chart("tokens", "by tokens", "tokens", "tokens", tokens),
@@ -205,8 +200,10 @@ def _sweep(task: Task, suffix: str) -> Section | None:
         known = [(s.mean - s.deviation, s.mean, s.mean + s.deviation) if s else (None,) * 3 for s in spreads]
         lo, y, hi = (_round(values, _Y_DIGITS) for values in zip(*known, strict=True))
         span = _span([*lo, *hi])
-        marks = {i: _mark(g, s) for i, (g, s) in enumerate(zip(groups, spreads, strict=True))}
-        notes = {i: _note(g, s) for i, (g, s) in enumerate(zip(groups, spreads, strict=True))}
+        marks, notes = {}, {}
+        for i, (g, s) in enumerate(zip(groups, spreads, strict=True)):
+            marks[i] = "failed" if s is None else "best" if g.best else "point" if g.complete else "open"
+            notes[i] = _note(g, s)
         lines.append(
             Line(len(lines), {"lr": _round([g.lr for g in groups], _X_DIGITS)}, y, span, span, lo, hi, marks, notes)
         )
@@ -227,10 +224,6 @@ def _sweep(task: Task, suffix: str) -> Section | None:
         [Control("logY", "Scale", wide, scale=True)],
         marked=True,
     )
-
-
-def _mark(group: Group, spread: Spread | None) -> str:
-    return "failed" if spread is None else "best" if group.best else "point" if group.complete else "open"
 
 
 def _note(group: Group, spread: Spread | None) -> str:

@@ -14,15 +14,12 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from cosmos_lab.display import count
 from cosmos_lab.io import atomic_write
 from cosmos_lab.report.charts import Axis, Chart, Line, Section
-from cosmos_lab.report.heat import HeatMap, HeatSection, Metric
 from cosmos_lab.report.style import THEMES
 
 _INK, _SOFT, _GRID = (THEMES["light"][key] for key in ("ink", "soft", "grid"))
@@ -38,20 +35,16 @@ _POINTS = 0.75  # of a pixel: the specification's widths are in pixels
 _LONG_NAME = 28  # characters: a legend with longer names would cover the curves
 
 
-def draw_all(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> None:
-    """Write every figure twice, as FILE.png and FILE.svg; heat maps of the first run alone."""
+def draw_all(sections: Sequence[Section], folder: Path) -> None:
+    """Write every line chart twice, as FILE.png and FILE.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():  # a figure of an earlier report must not pass for one of this
         if re.fullmatch(r"(loss-by-(tokens|time)|learning-rate-sweep|diagnostics-\w+)[\w.-]*\.(png|svg)", old.name):
             old.unlink()
     with matplotlib.rc_context(_STYLE):
-        for spec in (spec for task in specs for spec in task):
-            if isinstance(spec, HeatSection):
-                for metric in spec.runs[0].metrics:
-                    _save(_heat(spec.palette, spec.runs[0], metric), folder / metric.file)
-            else:
-                for chart in spec.charts:
-                    _save(_lines(spec, chart), folder / chart.file)
+        for spec in sections:
+            for chart in spec.charts:
+                _save(_lines(spec, chart), folder / chart.file)
 
 
 def _save(figure: Figure, stem: Path) -> None:
@@ -60,11 +53,6 @@ def _save(figure: Figure, stem: Path) -> None:
         figure.savefig(buffer, format=ending, metadata={"Date": None} if ending == "svg" else None)
         with atomic_write(stem.with_name(f"{stem.name}.{ending}")) as file:
             file.write(buffer.getvalue())
-
-
-def _plain(text: str) -> str:
-    """Escape the dollar sign, which would start a formula."""
-    return text.replace("$", r"\$")
 
 
 def _lines(spec: Section, chart: Chart) -> Figure:
@@ -76,8 +64,7 @@ def _lines(spec: Section, chart: Chart) -> Figure:
     for line in lines:
         _line(axes, spec, chart, line)
     axes.set(xlabel=chart.x.title, ylabel=chart.title, xlim=chart.x.range)
-    spans = [line.view for line in lines if line.view]
-    if spans:
+    if spans := [line.view for line in lines if line.view]:
         low, high = min(low for low, _ in spans), max(high for _, high in spans)
         log = log and low > 0
         pad = (high / low) ** chart.pad if log else chart.pad * ((high - low) or 1)
@@ -120,7 +107,7 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
     known = [i for i, (x, y) in enumerate(zip(xs, line.y, strict=True)) if x is not None and y is not None]
     x, y = [xs[i] for i in known], [line.y[i] for i in known]
     dash: Any = (0, look.dash) if look.dash and not line.faint else "-"
-    label = "_" if line.faint else _plain(series.label)
+    label = "_" if line.faint else series.label.replace("$", r"\$")  # which would start a formula
     axes.plot(x, y, color=color, linestyle=dash, linewidth=_POINTS * line.width, alpha=line.opacity, label=label)
     if line.lo:
         low, high = ([values[i] for i in known] for values in (line.lo, line.hi))
@@ -142,29 +129,3 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
         axes.plot(*at, marker=marker, markersize=5, markerfacecolor=face, color=color, transform=where, clip_on=False)
         if kind == "best":
             axes.plot(*at, marker="o", markersize=10, markerfacecolor="none", color=color)
-
-
-def _heat(palette: Sequence[str], run: HeatMap, metric: Metric) -> Figure:
-    """Draw one panel a kind of matrix, one row a layer, one column a step."""
-    across = min(4, len(run.panels))
-    down = -(-len(run.panels) // across)
-    figure = Figure(figsize=(2.1 * across + 1.1, 1.6 * down + 0.8), dpi=200, layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False)
-    norm = (LogNorm if metric.log else Normalize)(*metric.range)
-    colours = LinearSegmentedColormap.from_list("palette", list(palette))
-    for index, axes in enumerate(grid.flat):
-        if index >= len(run.panels):
-            axes.set_visible(False)
-            continue
-        panel = run.panels[index]
-        rows = [[math.nan if cell is None else cell for cell in row] for row in panel.values[metric.name]]
-        axes.imshow(rows, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
-        axes.grid(False)
-        axes.set_title(_plain(panel.kind), fontsize=9, loc="left", pad=3)
-        axes.set_xticks([-0.5, len(rows[0]) - 0.5], run.ends, fontsize=7)
-        axes.set_yticks([0, len(rows) - 1] if index % across == 0 else [])
-        for text, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
-            text.set_horizontalalignment(side)
-    figure.colorbar(ScalarMappable(norm, colours), ax=grid)
-    figure.suptitle(f"{metric.title}, {_plain(run.label)}, by layer over tokens", fontsize=9.5)
-    return figure

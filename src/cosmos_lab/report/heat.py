@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,14 +23,7 @@ _METRICS = {
 }
 # Kinds of matrices in the order of the panels, and what they are.
 KINDS = {
-    "q": "query", "k": "key", "v": "value", "o": "output", "qkv": "query, key, value", "gate": "MLP gate",
-    "up": "MLP up", "down": "MLP down",
-}  # fmt: skip
-_ALIASES = {
-    "q_proj": "q", "wq": "q", "query": "q", "k_proj": "k", "wk": "k", "key": "k", "v_proj": "v", "wv": "v",
-    "value": "v", "o_proj": "o", "wo": "o", "out_proj": "o", "out": "o", "output": "o", "c_attn": "qkv",
-    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "c_fc": "up", "fc": "up", "fc1": "up",
-    "fc_in": "up", "down_proj": "down", "w2": "down", "fc2": "down", "fc_out": "down",
+    "q": "query", "k": "key", "v": "value", "o": "output", "gate": "MLP gate", "up": "MLP up", "down": "MLP down",
 }  # fmt: skip
 
 
@@ -42,7 +34,6 @@ class Metric:
     name: str
     title: str
     about: str
-    file: str
     range: tuple[float, float]
     log: bool
     constant: bool
@@ -80,18 +71,18 @@ class HeatSection:
     palette: Sequence[str] = HEAT
 
 
-def heat_section(task: Task, budget: int, suffix: str) -> HeatSection | None:
+def heat_section(task: Task, budget: int) -> HeatSection | None:
     """Specify the heat maps of every run with diagnostics, those of best groups first; None if there is no such run."""
     runs = []
     for group in sorted(task.groups, key=lambda group: (not group.best, not group.shown, task.score(group))):
         for run in group.runs:
             seed = f", seed {run.seed}" if len(group.runs) > 1 else ""
-            found = heat_map(run, f"{group.label}{seed}{' (best)' if group.best else ''}", budget, suffix)
+            found = heat_map(run, f"{group.label}{seed}{' (best)' if group.best else ''}", budget)
             runs += [found] if found else []
     return HeatSection(runs) if runs else None
 
 
-def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS, suffix: str = "") -> HeatMap | None:
+def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | None:
     """Specify the heat maps of one run with at most ``budget`` cells, or None if it logged no diagnostics."""
     names = list(dict.fromkeys(name for snapshot in run.diagnostics for name in snapshot.values))
     shots = thinned(run.diagnostics, max(2, min(MOST_COLUMNS, budget // max(1, len(names) * len(DIAGNOSTICS)))))
@@ -104,7 +95,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS, suffix: str = 
             for metric in DIAGNOSTICS
         }
         panels.append(Panel(kind, KINDS.get(kind, ""), [places[name][1] for name in rows], rows, values))
-    metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels, suffix))]
+    metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels))]
     if not metrics:
         return None
     steps = [f"step {shot.step:g}" for shot in shots]
@@ -113,7 +104,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS, suffix: str = 
     return HeatMap(label, columns, ends, metrics, panels)
 
 
-def _metric(name: str, panels: Sequence[Panel], suffix: str) -> Metric | None:
+def _metric(name: str, panels: Sequence[Panel]) -> Metric | None:
     """Give the middle 98 % of the cells a range of colours, on a log axis if they span more than a factor of 20."""
     cells = sorted(cell for panel in panels for row in panel.values[name] for cell in row if cell is not None)
     if not cells:
@@ -127,21 +118,17 @@ def _metric(name: str, panels: Sequence[Panel], suffix: str) -> Metric | None:
     first = ("≤ " if cells[0] < low else "") + significant(low, 3)
     last = ("≥ " if cells[-1] > high else "") + significant(high, 3)
     title, about = _METRICS[name]
-    return Metric(name, title, about, f"diagnostics-{name}{suffix}", (low, high), log, low == high, (first, last, note))
+    return Metric(name, title, about, (low, high), log, low == high, (first, last, note))
 
 
 def kind_and_layer(name: str) -> tuple[str, int | None]:
     """Return what a matrix does and in which layer, from its name.
 
-    >>> kind_and_layer("model.layers.11.self_attn.q_proj.weight")
+    >>> kind_and_layer("blocks.11.attn.q.weight")
     ('q', 11)
     """
-    parts = [part for part in re.split(r"[./]", name) if part not in ("weight", "kernel", "_orig_mod", "module")]
-    digits = [part for part in parts if part.isdigit()]
-    layer = int(digits[0]) if digits and len(digits[0]) < 6 else None
-    leaf = parts[-1] if parts else name
-    inside = "down" if any("mlp" in part or "feed" in part or "ffn" in part for part in parts[:-1]) else "o"
-    return (inside if leaf in ("c_proj", "proj") else _ALIASES.get(leaf, leaf)), layer
+    parts = name.removesuffix(".weight").split(".")
+    return parts[-1], next((int(part) for part in parts if part.isdecimal() and len(part) < 6), None)
 
 
 def _cell(value: float | None) -> float | None:

@@ -78,18 +78,17 @@ def _lead(tasks: Sequence[Task], misfits: Sequence[Run]) -> str:
 def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn: bool, titled: bool) -> str:
     """Return the part of the page about one task, with a heading if there are several."""
     cautions = "".join(f"<li>{escape(note)}</li>" for note in words.cautions(task))
-    best = (tables.best_table(task) if task.ranking else "") + (
-        f'<ul class="cautions">{cautions}</ul>' * bool(cautions)
-    )
+    best = tables.table(task, task.ranking, "Best of each optimizer", state=False) if task.ranking else ""
+    best += f'<ul class="cautions">{cautions}</ul>' if cautions else ""
     parts = [("Results", "Each optimizer at the best learning rate tried." if task.sweeps else "", best)]
     heads = {"curves": "Loss curves", "sweep": "Learning-rate sweep", "heat": "COSMOS diagnostics"}
     for spec in specs:  # the script draws each into its place
         hint = "Drag across a chart to zoom. " if spec.name == "curves" else ""
-        saved = _saved(spec) if drawn else ""
+        saved = _saved(spec) if drawn and isinstance(spec, Section) else ""
         parts.append((heads[spec.name], hint + saved, f'<div data-chart="{spec.name}"></div>'))
     if len(task.ranking) != len(task.groups):
-        parts.append(("All settings", "★ marks the best of each optimizer.", tables.full_table(task)))
-    parts.append(("Configurations", "Values that differ between runs are coloured.", tables.configurations(task)))
+        every = tables.table(task, task.groups, "All settings", state=True)
+        parts.append(("All settings", "★ marks the best of each optimizer.", every))
     level = "h3" if titled else "h2"
     sections = "".join(
         f'<section><div class="head"><{level}>{head}</{level}><p>{about}</p></div>{content}</section>'
@@ -100,14 +99,10 @@ def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn:
     return f'<section class="task" id="task-{index}" data-task="{index}">{heading}{sections}</section>'
 
 
-def _saved(spec: Section | HeatSection) -> str:
+def _saved(spec: Section) -> str:
     """Return links to a section's figures, each with a word on what it shows."""
-    if isinstance(spec, HeatSection):
-        drawn = [(metric.file, metric.title.lower()) for metric in spec.runs[0].metrics]
-    else:
-        drawn = [(chart.file, chart.about if len(spec.charts) > 1 else "") for chart in spec.charts]
     links = []
-    for file, word in drawn:
-        stem = f"figures/{escape(file)}"
+    for chart in spec.charts:
+        word, stem = chart.about if len(spec.charts) > 1 else "", f"figures/{escape(chart.file)}"
         links.append(f'{word} <a href="{stem}.png" title="{stem}.png">PNG</a> <a href="{stem}.svg">SVG</a>')
     return "Saved: " + ", ".join(links)

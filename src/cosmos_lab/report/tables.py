@@ -1,25 +1,21 @@
-"""Build the page's HTML outside the charts: tables, configurations, folders not shown. All text is escaped."""
+"""Build the page's HTML outside the charts: tables and folders not shown. All text is escaped."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
-from typing import Any
 
-from cosmos_lab.display import count, rate, seconds, significant, size
+from cosmos_lab.display import count, seconds, significant, size
 from cosmos_lab.report.style import looks_of
 from cosmos_lab.report.words import at_edge, reason
-from cosmos_lab.results.ranking import Group, Spread, Task, flatten
+from cosmos_lab.results.ranking import Group, Spread, Task
 from cosmos_lab.results.reading import Run
 
 Column = tuple[str, str, Callable[[float], str]]
 
 
-def _short(value: float) -> str:
-    return significant(value, 3)
-
-
+_short = partial(significant, digits=3)
 # Heading, key in the run's statistics, format.
 _COLUMNS: tuple[Column, ...] = (
     ("Val loss", "final_val_loss", significant),
@@ -36,28 +32,12 @@ _COLUMNS: tuple[Column, ...] = (
 )
 
 
-def _swatch(task: Task, method: str) -> str:
-    """Return a square in a method's colour."""
-    look = looks_of(task)[method]
-    return f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'
-
-
 def _tag(status: str) -> str:
-    """Return a run's state as a label."""
     return f'<span class="tag {status if status in ("done", "unfinished") else "bad"}">{escape(status)}</span>'
 
 
-def best_table(task: Task) -> str:
-    """Return one row a method, at its best rate, lowest loss first."""
-    return _table(task, task.ranking, f"Best of each optimizer, {task.title}", state=False)
-
-
-def full_table(task: Task) -> str:
-    """Return one row a setting, with its state; the best of each method is starred."""
-    return _table(task, task.groups, f"All settings, {task.title}", state=True)
-
-
-def _table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
+def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
+    """Return one row a group; with ``state``, show the state of its runs and star the best of each method."""
     columns = [column for column in _COLUMNS if any(group.stat(column[1]) for group in task.groups)]
     seeds = any(len(group.runs) > 1 for group in task.groups)
     left = ["Optimizer", "Learning rate", *(["State of run"] if state else [])]
@@ -68,7 +48,7 @@ def _table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> st
     )
     rows = "".join(_row(task, group, columns, seeds, state, index) for index, group in enumerate(groups))
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}, {escape(task.title)}">'
         f'<table class="data sortable{" all" if state else ""}"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
@@ -80,7 +60,9 @@ def _row(task: Task, group: Group, columns: Iterable[Column], seeds: bool, state
     star = '<span class="star" title="best of this optimizer"> ★<span hidden> best</span></span>' if starred else ""
     hint = f' <span class="pm" title="the {edge} rate tried: a better one may lie beyond">{edge}</span>' if edge else ""
     rate_text = escape(group.label.removeprefix(group.method).strip())
-    cells = f'<th scope="row" class="l">{_swatch(task, group.method)}{escape(group.method)}{star}</th>'
+    look = looks_of(task)[group.method]
+    swatch = f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'
+    cells = f'<th scope="row" class="l">{swatch}{escape(group.method)}{star}</th>'
     cells += f'<td class="l" data-sort="{group.lr if group.lr is not None else ""}">{rate_text}{hint}</td>'
     cells += f'<td class="l">{_tag(group.status)}</td>' if state else ""
     done, total = len(group.counted), len(group.runs)
@@ -98,40 +80,6 @@ def _cell(spread: Spread | None, form: Callable[[float], str], score: bool) -> s
     if spread and spread.n > 1 and score:
         text += f' <span class="pm">± {escape(significant(spread.deviation, 2))}</span>'
     return f'<td{" class=score" if score else ""} data-sort="{f"{spread.mean:.9g}" if spread else ""}">{text}</td>'
-
-
-def configurations(task: Task) -> str:
-    """Return one fold-out a run; values that differ between the runs are marked."""
-    runs = [(group, run, _flat(run)) for group in task.groups for run in group.runs]
-    keys = {key for *_, flat in runs for key in flat}
-    differing = {key for key in keys if len({flat.get(key) for *_, flat in runs}) > 1}
-    folds = ""
-    for group, run, flat in runs:
-        rows = "".join(
-            f"<div{' class=differs' if key in differing else ''}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
-            for key, value in flat.items()
-        )
-        notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
-        folds += (
-            f"<details><summary>{_swatch(task, group.method)}{escape(run.name)} "
-            f'<span class="dim">{escape(str(run.folder))}</span> {_tag(run.status) if run.status != "done" else ""}'
-            f'</summary>{f"""<ul class="notes">{notes}</ul>""" if notes else ""}<dl class="keys">{rows}</dl></details>'
-        )
-    return f'<div class="folds">{folds}</div>'
-
-
-def _flat(run: Run) -> dict[str, str]:
-    """Return the configuration on one level, without the optimizer's defaults and what the file's head repeats."""
-    flat = {key: _plain(value) for key, value in flatten(run.config.get("config")).items()}
-    rest = {key: value for key, value in run.config.items() if key not in ("config", "settings")}
-    head = {key: _plain(value) for key, value in flatten(rest).items()}
-    return {**{key: value for key, value in head.items() if flat.get(key) != value}, **flat}
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return rate(value) if isinstance(value, float) else json.dumps(value, default=str)
 
 
 def misfits(runs: Sequence[Run]) -> str:

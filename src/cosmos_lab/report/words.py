@@ -10,8 +10,7 @@ from cosmos_lab.display import count, rate, significant
 from cosmos_lab.results.ranking import Group, Task
 from cosmos_lab.results.reading import Run
 
-# Token counts that differ by less than this share count as equal: the last batch may be cut.
-_SAME_BUDGET = 0.01
+_SAME_BUDGET = 0.01  # token counts that differ by a smaller share are equal: the last batch may be cut
 
 
 def summary(task: Task) -> str:
@@ -35,20 +34,19 @@ def summary(task: Task) -> str:
 
 
 def cautions(task: Task) -> list[str]:
-    """List runs that did not finish, unequal budgets, best rates at the edge of the sweep, and single seeds."""
+    """List unfinished and unreadable runs, unequal budgets, best rates at the edge of the sweep, and single seeds."""
     notes = []
-    states = Counter(run.status for group in task.groups for run in group.runs if run.status != "done")
-    if states:
+    if states := Counter(run.status for group in task.groups for run in group.runs if run.status != "done"):
         total = sum(len(group.runs) for group in task.groups)
         notes.append(f"Of {total} runs, " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())) + ".")
     budgets = [spread.mean for group in task.ranking if (spread := group.stat("tokens"))]
     if budgets and max(budgets) - min(budgets) > _SAME_BUDGET * max(budgets):
         notes.append(f"The runs compared saw between {count(min(budgets))} and {count(max(budgets))} tokens.")
-    edges = [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]
-    if edges:
+    if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]:
         notes.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}.")
     if {len(group.counted) for group in task.ranking} == {1} and len(task.ranking) > 1:
         notes.append("One seed each: small differences may be chance.")
+    notes += [f"{run.name}: {note}." for group in task.groups for run in group.runs for note in run.notes]
     if not task.validated:
         notes.append("No run has a validation loss, so training losses are compared.")
     return notes

@@ -140,25 +140,16 @@ def best_of(groups: Iterable[Group], key: str, by: Callable[[Group], str]) -> di
     return best
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Turn nested objects into one level of dotted names."""
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: value} if prefix else {}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
+def _config(run: Run) -> Mapping[str, Any]:
+    config = run.config.get("config")
+    return config if isinstance(config, Mapping) else {}
 
 
 def _settings(run: Run) -> dict[str, str]:
     """Return what may distinguish two methods of one optimizer: all fields but names, paths, rates and seeds."""
-    flat = flatten(run.config.get("config"))
-    found = {
-        key: json.dumps(value, default=str)
-        for key, value in flat.items()
-        if key.rsplit(".", 1)[-1] not in _NOT_SETTINGS
-    }
-    options = flat.get("options")
+    config = _config(run)
+    found = {key: json.dumps(value, default=str) for key, value in config.items() if key not in _NOT_SETTINGS}
+    options = config.get("options")
     return found | dict(str(o).partition("=")[::2] for o in (options if isinstance(options, list | tuple) else ()))
 
 
@@ -168,8 +159,7 @@ def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
     misfits = []
     for run in runs:
         if run.optimizer:
-            flat = flatten(run.config.get("config"))
-            extra = [json.dumps(flat.get(key), default=str).strip('"') for key in _TASK]
+            extra = [json.dumps(_config(run).get(key), default=str).strip('"') for key in _TASK]
             buckets.setdefault((run.model, run.recipe, *extra), []).append(run)
         else:
             misfits.append(run)
@@ -246,5 +236,5 @@ def _methods(runs: Sequence[Run]) -> tuple[list[str], dict[str, list[str]]]:
 def _marked(optimizer: str, own: Mapping[str, str], differing: Sequence[str], depth: int) -> str:
     """Add the first few of the settings that differ and that the run has to the optimizer's name."""
     has = [key for key in differing if own.get(key, "null") != "null"][:depth]
-    marks = ", ".join(f"{key.rsplit('.', 1)[-1]} {own[key].strip(chr(34))}" for key in has)
+    marks = ", ".join(f"{key} {own[key].strip(chr(34))}" for key in has)
     return f"{optimizer} ({marks})" if marks else optimizer

@@ -79,11 +79,7 @@ def number(value: Any) -> float | None:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """List the run folders at or below each path, in a stable order, each once; a folder without any counts as one.
-
-    Raises:
-        ValueError: no path was given, or one of them is not a folder.
-    """
+    """List the run folders at or below each path, in a stable order, each once; a folder without any counts as one."""
     if not paths:
         raise ValueError("no runs to report on: give at least one run folder, or a folder that holds some")
     found: dict[Path, Path] = {}
@@ -97,10 +93,9 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def _below(path: Path) -> Iterator[Path]:
     for folder, subfolders, files in os.walk(path):
-        if any(name in files or name in subfolders for name in (CONFIG, METRICS, SUMMARY)):
+        run = any(name in files or name in subfolders for name in (CONFIG, METRICS, SUMMARY))
+        if run or not (files or subfolders):  # an empty one is a run that was stopped before it wrote anything
             subfolders.clear()  # a folder inside a run (checkpoints) is not another run
-            yield Path(folder)
-        elif not files and not subfolders:  # a run that was stopped before it wrote anything
             yield Path(folder)
 
 
@@ -113,24 +108,11 @@ def read_run(folder: Path) -> Run:
     summary = read_summary(folder, notes)
     log = read_log(folder, notes)
     stats = _stats(summary or {}, config, log)
-    return Run(
-        folder=folder,
-        status=_status(config, summary, log, stats),
-        finished=summary is not None,
-        notes=tuple(notes),
-        name=_text(config.get("name")) or folder.name,
-        recipe=_text(config.get("recipe")),
-        model=_text(config.get("model")),
-        optimizer=_text(config.get("optimizer")),
-        lr=number(config.get("lr")),
-        adam_lr=number(config.get("adam_lr")),
-        seed=_text(config.get("seed")),
-        config=config,
-        stats=stats,
-        train=tuple(log.train),
-        validation=tuple(log.validation),
-        diagnostics=tuple(log.diagnostics),
-    )
+    about: dict[str, Any] = {key: _text(config.get(key)) for key in ("recipe", "model", "optimizer", "seed")}
+    about |= {key: number(config.get(key)) for key in ("lr", "adam_lr")}
+    about |= {key: tuple(getattr(log, key)) for key in ("train", "validation", "diagnostics")}
+    name, status = _text(config.get("name")) or folder.name, _status(config, summary, log, stats)
+    return Run(folder, status, summary is not None, tuple(notes), name, config=config, stats=stats, **about)
 
 
 def read_summary(folder: Path, notes: list[str] | None = None) -> dict[str, Any] | None:
@@ -194,7 +176,6 @@ class Log:
     offset: float = 0.0  # added to the clock of a run that counted from zero again after a resume
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in one line."""
         step, tokens, time = (number(row.get(key)) for key in ("step", "tokens", "time"))
         if step is None or not math.isfinite(step):
             return
@@ -206,7 +187,12 @@ class Log:
                 points.append(Point(step, tokens, self._clock(points, time), value))
         if isinstance(row.get("diagnostics"), dict):
             _rewind(self.diagnostics, step)
-            self.diagnostics.append(Snapshot(step, tokens, _matrices(row["diagnostics"])))
+            matrices = {
+                name: {metric: value for metric in DIAGNOSTICS if (value := number(values.get(metric))) is not None}
+                for name, values in row["diagnostics"].items()
+                if isinstance(values, dict)
+            }
+            self.diagnostics.append(Snapshot(step, tokens, matrices))
         for key, column in self.columns.items():
             value = number(row.get(key))
             if value is not None and math.isfinite(value):
@@ -220,7 +206,6 @@ class Log:
 
 
 def read_log(folder: Path, notes: list[str] | None = None) -> Log:
-    """Read metrics.jsonl."""
     log = Log()
     for row in read_metrics(folder, notes):
         log.add(row)
@@ -231,15 +216,6 @@ def _rewind(points: list[Any], step: float) -> None:
     """Drop the points logged after the checkpoint from which a run was resumed."""
     while points and points[-1].step >= step:
         points.pop()
-
-
-def _matrices(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
-    matrices = {}
-    for name, values in raw.items():
-        if isinstance(values, dict):
-            numbers = {metric: number(values.get(metric)) for metric in DIAGNOSTICS}
-            matrices[name] = {metric: value for metric, value in numbers.items() if value is not None}
-    return matrices
 
 
 def begin_of_final(steps: int) -> int:

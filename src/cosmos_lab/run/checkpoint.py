@@ -38,19 +38,15 @@ _ADVICE = "the checkpoints already there are untouched; free some space and star
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds: the live objects, and how far training has come.
-
-    loss_sum and logged: losses since the last log line and its step, so that the log continues without a gap.
-    bad_losses: log lines in a row without a finite loss, so that a run diverges at the same step.
-    """
+    """What a checkpoint holds: the live objects, and how far training has come."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: int = 0
     seconds: float = 0.0
-    loss_sum: float = 0.0
-    logged: int = 0
-    bad_losses: int = 0
+    loss_sum: float = 0.0  # of the losses since the last log line, so that the log continues without a gap
+    logged: int = 0  # step of that line
+    bad_losses: int = 0  # log lines in a row without a finite loss, so that a run diverges at the same step
     position: dict[str, Any] | None = None
 
 
@@ -82,15 +78,9 @@ def remove_temporary(folder: Path) -> None:
 def save(
     folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, keep: int, temporary: bool
 ) -> None:
-    """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints.
+    """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints; every process must call.
 
-    Args:
-        folder: the run's ``checkpoints`` folder.
-        state: what to write.
-        identity: what is being trained; a resume compares it.
-        world: this process among the others; every process must call.
-        keep: how many checkpoints stay.
-        temporary: whether `remove_temporary` removes it when the run is finished.
+    A resume compares ``identity``. `remove_temporary` removes a temporary one when the run is finished.
     """
     final = folder / f"step_{state.step:06d}"
     unfinished = folder / f".writing_{final.name}"
@@ -160,7 +150,6 @@ def load_trained(run: Path) -> Decoder:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    """Read meta.json of a checkpoint."""
     meta: dict[str, Any] | None = read_json(path / "meta.json")
     if meta is None:
         raise ValueError(f"{path}/meta.json is not JSON; remove that folder to continue from an older checkpoint")
@@ -168,7 +157,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
-    """Read one of a checkpoint's files."""
     try:
         found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -225,7 +213,6 @@ def _set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
 def _write(
     folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, temporary: bool
 ) -> None:
-    """Write this process's part of a checkpoint."""
     if world.sharding == "fsdp":
         launch.save_sharded(state.model, state.optimizer, folder / "shards")
     elif world.main:

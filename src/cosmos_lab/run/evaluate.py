@@ -1,9 +1,7 @@
 """Validation loss of a trained run by position: where in its context a model predicts better than another.
 
-    result = evaluate("runs/my-run")
-
 Early positions show what a model takes from the words just before, late ones what it can use from far back (a name
-seen two hundred tokens ago). Needs neither tyro nor rich.
+seen two hundred tokens ago).
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ def evaluate(
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the loss of a run's newest checkpoint on its validation tokens, in total and by position.
 
-    Args:
-        run: its folder.
-        data: other shards than the run was trained with.
-        tokens: how many validation tokens (None: as many as in training).
-        seq_len: length of the context (None: as in training).
-        device: "cpu", "cuda" or "auto".
+    ``data`` are other shards than those of training; ``tokens`` and ``seq_len`` are as in training if None.
 
     Returns {"run", "step", "tokens", "val_loss", "positions": [{"first", "last", "loss"}, ...]}, positions from 1 on.
     """
@@ -53,9 +46,7 @@ def evaluate(
     assert newest is not None  # it was loaded just now
     about = read_json(folder / CONFIG)
     if not isinstance(about, dict) or "config" not in about:
-        raise ValueError(
-            f"{folder} has no readable {CONFIG}, which says how it was trained; give the whole run folder"
-        )
+        raise ValueError(f"{folder} has no readable {CONFIG}, which says how it was trained; give the whole run folder")
     config = RunConfig.from_flat(about["config"])
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
     target = pick_device(device)

@@ -25,8 +25,7 @@ _OUTSIDE = {
     "head.weight": "lm_head.weight",
 }
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# How tokenizers mark the end of a document, in the order in which they are looked for.
-_END_TOKENS = (*END_TOKENS, "[EOS]")
+_END_TOKENS = (*END_TOKENS, "[EOS]")  # how tokenizers mark the end of a document; the first found counts
 
 
 def llama_name(name: str) -> str:
@@ -84,14 +83,8 @@ def export_llama(
     """Write config.json, the weights (safetensors, or pytorch_model.bin if that package is missing) and tokenizer.
 
     Every file is written to a scratch folder and then moved, so that a full disk leaves an older export whole.
-
-    Args:
-        model: a decoder with LLaMA's architecture, on any device, not sharded.
-        directory: made if missing.
-        tokenizer_path: a tokenizer.json to put beside the weights.
-        dtype: type of the stored weights.
+    ``tokenizer_path`` is a tokenizer.json to put beside the weights.
     """
-    _check_llama(model.config)
     tokenizer, end = (None, None) if tokenizer_path is None else _read_tokenizer(Path(tokenizer_path))
     tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in llama_state(model).items()}
     files: dict[str, str] = {"config.json": json.dumps(llama_config(model.config, dtype, end and end[1]), indent=2)}

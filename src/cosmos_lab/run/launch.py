@@ -20,16 +20,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
-
-    rank, local_rank, size: as torchrun counts; device: where its tensors live; sharding: "none", "ddp" or "fsdp".
-    """
+    """This process among the others, as torchrun counts them."""
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
-    sharding: str
+    sharding: str  # "none", "ddp" or "fsdp"
 
     @property
     def main(self) -> bool:
@@ -38,7 +35,6 @@ class World:
 
     @property
     def cuda(self) -> bool:
-        """Tell whether it computes on a GPU."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
@@ -56,7 +52,6 @@ class World:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def barrier(self) -> None:
-        """Wait for every process."""
         if self.size > 1:
             dist.barrier(device_ids=[self.local_rank] if self.cuda else None)
 

@@ -69,7 +69,6 @@ class Clock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start counting."""
         self._since = time.perf_counter()
 
     def stop(self) -> float:
@@ -78,5 +77,4 @@ class Clock:
         return self.seconds
 
     def read(self) -> float:
-        """Return the seconds so far."""
         return self.seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)

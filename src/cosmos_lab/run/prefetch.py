@@ -54,6 +54,5 @@ class Prefetcher:
         return tokens, targets
 
     def close(self) -> None:
-        """Stop the thread."""
         self._stop.set()
         self._thread.join(timeout=10)

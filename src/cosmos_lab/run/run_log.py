@@ -25,10 +25,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter for a result."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("cosmos-optim", "numpy", "triton", "tokenizers"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -100,7 +98,6 @@ class RunLog:
             out.write("".join(kept).encode())
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
         clean = finite(record)
         with explained(self.folder / METRICS):
             self._file.write(json.dumps(clean) + "\n")
@@ -122,7 +119,6 @@ class RunLog:
             write_json(self.folder / SUMMARY, finite(dict(summary)))
 
     def close(self) -> None:
-        """Close the files."""
         with suppress(OSError):  # what could not be written has been reported
             self._file.close()
         if self._board is not None:

@@ -1,9 +1,5 @@
 """Stop on a signal: it is recorded, and the loop ends after its current step.
 
-    with watch() as request:
-        while not request.signum:
-            step()
-
 SLURM, Kubernetes, ``timeout`` and machines that may be taken away send SIGTERM, a terminal's Ctrl-C is SIGINT.
 """
 
@@ -23,14 +19,11 @@ _ECHO_S = 2.0
 
 
 class Stopped(KeyboardInterrupt):
-    """Work ended because a signal asked for it; code that handles Ctrl-C handles this too.
-
-    code: the exit code by which shells know the signal, 143 or 130.
-    """
+    """Work ended because a signal asked for it; code that handles Ctrl-C handles this too."""
 
     def __init__(self, signum: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
-        self.code = 128 + signum
+        self.code = 128 + signum  # by which shells know the signal, 143 or 130
 
 
 class Request:

@@ -1,7 +1,5 @@
 """One training run, from a config to a run folder.
 
-    summary = train(RunConfig().replace(model="tiny", steps=100))
-
 The host never waits for the device between log lines: losses add up on the device, the optimizer is timed by events,
 and a background thread prepares the batches. Needs neither tyro nor rich.
 """
@@ -37,10 +35,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
 
     A finished run is not trained again: its summary is returned. A half-finished one continues from its newest
     checkpoint. SIGTERM and SIGINT end it after its current step, with a checkpoint and ``stopping.Stopped``.
-
-    Args:
-        config: the run.
-        progress: called with every record of the log, and first with one that says what was opened ("about").
+    ``progress`` is called with every record of the log, and first with one that says what was opened ("about").
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)
@@ -198,7 +193,6 @@ class Trainer:
         return self.state.step * self.config.training.batch * self.config.data.seq_len
 
     def save(self) -> None:
-        """Write a checkpoint."""
         self.state.seconds, self.state.loss_sum = self.clock.read(), self.loss_sum.item()
         every, keep = self.config.logging.checkpoint_every, self.config.logging.keep
         checkpoint.save(self.checkpoints, self.state, self.identity, self.world, keep, temporary=not every)
@@ -216,7 +210,7 @@ class Trainer:
             count += len(x)
         loss = self.world.mean(total / count).item()
         record = {"step": self.state.step, "tokens": self.tokens, "time": self.clock.read()}
-        record |= {"val_loss": loss, "val_ppl": _exp(loss)}
+        record |= {"val_loss": loss, "val_ppl": math.exp(loss) if loss < 700 else math.inf}
         self._write(record)
         return record
 
@@ -277,7 +271,3 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _exp(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)

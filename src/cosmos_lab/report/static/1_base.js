@@ -25,8 +25,6 @@ function dress(element, method) {
 }
 
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
-const lowest = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
-const highest = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
 
 function significant(x, digits = 4) {
   if (!Number.isFinite(x)) return "–";

@@ -121,7 +121,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
   function rangeY(lines, zoom) {
     const inside = (line) => line.known.filter((p) => p.x >= zoom[0] && p.x <= zoom[1]).map((p) => [p.lo ?? p.y, p.hi ?? p.y]);
     const spans = zoom ? lines.flatMap(inside) : lines.map((line) => (view.full ? line.full : line.view)).filter(Boolean);
-    const [low, high] = spans.length ? [lowest(spans.map((s) => s[0])), highest(spans.map((s) => s[1]))] : [1, 2];
+    const [low, high] = spans.length ? [Math.min(...spans.map((s) => s[0])), Math.max(...spans.map((s) => s[1]))] : [1, 2];
     const log = view.logY && low > 0, pad = log ? (high / low) ** chart.pad : chart.pad * (high - low || 1);
     return { range: log ? [low / pad, high * pad] : [low - pad, high + pad], log };
   }

@@ -8,6 +8,7 @@ Hyper-parameters are in `param_groups`, state is in `state`, and nothing that a 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
@@ -154,8 +155,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Bring the state of a parameter that was moved or cast (model.to(...)) to its device and dtype."""
         layout, state = self._layouts[p], self.state[p]
         layout.dtype = p.dtype
-        wide = torch.promote_types(p.dtype, torch.float32)
-        dtypes = {"step": torch.float32} | {name: slot.dtype or wide for name, slot in layout.slots(group).items()}
+        dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
         self.state[p] = {name: value.to(p.device, dtypes[name]) for name, value in state.items()}
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     )
                 grad = p.grad
                 if grad is None and group.get("missing") == "zero" and p.requires_grad:
-                    grad = layout.zero_gradient(p)
+                    grad = torch.zeros_like(p)  # sends no message if p is sharded
                 if grad is None or p.numel() == 0:
                     continue
                 if grad.is_sparse:
@@ -294,7 +294,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.state = checkpoint.as_default_dict(self.state)
+        self.state = defaultdict(dict, self.state)
         self._record, self._graphed, self._layouts, self._started = None, None, {}, set()
         self._skipped = SkippedSteps()
         self._match_layouts()

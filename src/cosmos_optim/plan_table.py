@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cosmos_optim import sharding
@@ -135,11 +134,10 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
 def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> PlanRow:
     """Return a parameter's row: its state as the optimizer would allocate it."""
     slots = sharding.layout_of(name, p, RULES[rule], dict(group)).slots(group)
-    wide = torch.promote_types(p.dtype, torch.float32)
-    elements = {key: math.prod(slot.shape) for key, slot in slots.items()}
-    size = sum(elements[key] * (slot.dtype or wide).itemsize for key, slot in slots.items())
+    elements = sum(math.prod(slot.shape) for slot in slots.values())
+    size = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots.values() if slot.dtype)
     rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
-    return PlanRow(name, tuple(p.shape), rule, why, rank, sum(elements.values()), size + 4)
+    return PlanRow(name, tuple(p.shape), rule, why, rank, elements, size + 4)
 
 
 def human(size: int) -> str:

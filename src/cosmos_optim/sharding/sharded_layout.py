@@ -145,11 +145,6 @@ class ShardedLayout(Layout):
             return grad
         return grad.redistribute(self.mesh, self.placements)
 
-    def zero_gradient(self, p: Tensor) -> Tensor:
-        """Return zeros in place of a gradient that is None, without a message to other ranks."""
-        zeros = torch.zeros_like(self.local(p))
-        return DTensor.from_local(zeros, self.mesh, self.placements, run_check=False, shape=p.shape, stride=p.stride())
-
     def split_rows(self, x: Tensor) -> list[Tensor]:
         """Return the row blocks of a fused weight, as far as they are stored here."""
         rows = [self._block_of(self.matrix_cuts["m"], i) for i in range(len(self.sizes_mn))]
@@ -217,13 +212,13 @@ class ShardedLayout(Layout):
             return None
         return next((a for a in range(lead, len(slot.axes)) if slot.axes[a] not in "mn"), lead)
 
-    def zeros(self, p: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
+    def zeros(self, p: Tensor, slot: Slot) -> Tensor:
         """Allocate one state tensor on the parameter's mesh."""
         if slot.axes == "*":
-            return super().zeros(p, slot, dtype)
+            return super().zeros(p, slot)
         placements = self.placements_of(slot)
         shape = self._part_shape(cuts_of(slot.shape, self.mesh, placements))
-        return self._as_dtensor(torch.zeros(shape, dtype=dtype, device=p.device), slot, placements)
+        return self._as_dtensor(torch.zeros(shape, dtype=slot.dtype, device=p.device), slot, placements)
 
     def _as_dtensor(self, local: Tensor, slot: Slot, placements: Sequence[Placement]) -> DTensor:
         shape = torch.Size(slot.shape)
@@ -240,7 +235,7 @@ class ShardedLayout(Layout):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         local = self._narrow(whole, cuts_of(slot.shape, self.mesh, placements))
         if slot.axes == "*":
-            copy = super().zeros(p, slot, value.dtype)
+            copy = super().zeros(p, slot)
             self.local(copy).copy_(local)
             return copy
         return self._as_dtensor(local.to(p.device, copy=True).contiguous(), slot, placements)

@@ -27,19 +27,10 @@ from cosmos_optim.linalg.subspace import first_basis, power_step
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {
-    "betas": (0.9, 0.98),
-    "eps": 1e-8,
-    "rank": 32,
-    "gamma": None,
-    "nesterov": True,
-    "eps_placement": "outside",
-    "ns_steps": 5,
-    "ns_coefficients": "ns5",
-    "ns_dtype": None,
-    "momentum_dtype": None,
-    "residual_guard": 1e-5,
+    "betas": (0.9, 0.98), "eps": 1e-8, "rank": 32, "gamma": None, "nesterov": True, "eps_placement": "outside",
+    "ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None, "momentum_dtype": None, "residual_guard": 1e-5,
     "row_beta2": 0.95,
-}
+}  # fmt: skip
 # The paper's values, if they differ. The defaults are those that docs/results.md found best.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
 # If gamma is None, the SOAP half, which moves at about lr / gamma, is limited to this rate, whatever `adam_lr` is.
@@ -216,12 +207,8 @@ def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     """Return M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n), and v (m, 1) unless row_beta2 is None."""
     r = min(h["rank"], n)
     rows = {} if h["row_beta2"] is None else {"v": Slot("mo", (m, 1))}
-    return {
-        "M": Slot("mn", (m, n), h["momentum_dtype"]),
-        "U": Slot("nr", (n, r)),
-        "S": Slot("rr", (r, r)),
-        "V": Slot("mr", (m, r)),
-    } | rows
+    M = Slot("mn", (m, n), h["momentum_dtype"])
+    return {"M": M, "U": Slot("nr", (n, r)), "S": Slot("rr", (r, r)), "V": Slot("mr", (m, r)), **rows}
 
 
 def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
@@ -231,9 +218,7 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return one | {"O": Slot("mq", (m, q)), "R": Slot("qq", (q, q)), "V": Slot("qr", (q, r))}
 
 
-RULE = Rule(
-    "cosmos", DEFAULTS, CosmosState, slots, direction, start, diagnose, deflates=True, constant_size=True
-)
+RULE = Rule("cosmos", DEFAULTS, CosmosState, slots, direction, start, diagnose, deflates=True, constant_size=True)
 TWO_SIDED = Rule(
     "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start_two_sided, diagnose,
     deflates=True, constant_size=True,

@@ -32,11 +32,10 @@ class Location:
 
     # Bytes of gradients in a stack; None leaves it to the device.
     stack_bytes: int | None = None
+    team: object  # the processes with which a stack exchanges messages, or None
 
-    @property
-    def team(self) -> object:
-        """The processes with which a stack exchanges messages, if any."""
-        return None
+    def __init__(self) -> None:
+        self.team = None
 
     def after(self, others: int) -> Location:
         """Return this location, given that `others` matrices have been assigned to processes before these."""

@@ -30,7 +30,7 @@ class ShardedLocation(Location):
     """A matrix with rows and columns cut over a mesh: the rule runs on the shards.
 
     coordinate: this rank's place in the mesh.
-    matrix_team, row_team, col_team: the ranks that divide the matrix, its rows, its columns; None if they are whole.
+    team, row_team, col_team: the ranks that divide the matrix, its rows, its columns; None if they are whole.
     first_owner: the first of the ranks that own one matrix more than the others.
     """
 
@@ -38,16 +38,11 @@ class ShardedLocation(Location):
     cols: Cut
     mesh_shape: tuple[int, ...]
     coordinate: Coordinate
-    matrix_team: Team
+    team: Team
     row_team: Team | None
     col_team: Team | None
     first_owner: int = 0
     stack_bytes = STACK_BYTES
-
-    @property
-    def team(self) -> Team:
-        """The ranks that hold parts of the matrix."""
-        return self.matrix_team
 
     @cached_property
     def T(self) -> ShardedLocation:
@@ -93,10 +88,6 @@ class ShardedLocation(Location):
 
     def numel(self, p: Tensor) -> int:
         """Return the elements of the largest part that is exchanged."""
-        return self._largest_part
-
-    @cached_property
-    def _largest_part(self) -> int:
         return max(max(shards.part_numels) for shards in self.exchanged)
 
     def algebra(self, m: int, n: int) -> Algebra:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -55,18 +55,7 @@ class Cut:
             offset = min(chunk * coordinate[dim], length)
             start, length = start + offset, min(chunk, length - offset)
         first, last = max(start, self.low), min(start + length, self.high)
-        if last <= first:
-            return Interval(min(first, self.high) - self.low, 0)
-        return Interval(first - self.low, last - first)
-
-    def block(self, low: int, high: int) -> Cut:
-        """Return the same division for one block of the dimension."""
-        return replace(self, low=low, high=high)
-
-
-def uncut(size: int) -> Cut:
-    """Return the cut of a dimension that is not divided."""
-    return Cut(size, (), 0, size)
+        return Interval(min(first, self.high) - self.low, max(last - first, 0))
 
 
 def cuts_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Cut]:

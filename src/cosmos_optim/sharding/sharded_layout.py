@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.rules.rule import Rule, Slot
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, StateCuts, sharded_location
-from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering, uncut
+from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
 
 # Which sides of a matrix may be cut, by Rule.shardable.
 SHARDABLE_SIDES = {"both": "mn", "rows": "m", "none": ""}
@@ -74,14 +75,11 @@ class ShardedLayout(Layout):
 
     def _role(self, dim: int) -> str:
         """Return what a dimension of the stored tensor is: "m" rows, "n" columns, or "b" a batch of matrices."""
-        last = len(self.shape) - 1
         if self.kind == "conv":
-            role = "m" if dim == 0 else "n"
-        elif self.kind == "in_out":
-            role = {last - 1: "n", last: "m"}.get(dim, "b")
+            roles = "m" + "n" * (len(self.shape) - 1)
         else:
-            role = {last - 1: "m", last: "n"}.get(dim, "b")
-        return {"m": "n", "n": "m", "b": "b"}[role] if self.flipped else role
+            roles = "b" * (len(self.shape) - 2) + ("nm" if self.kind == "in_out" else "mn")
+        return roles.translate(str.maketrans("mn", "nm"))[dim] if self.flipped else roles[dim]
 
     def _assign_roles(self, group: dict[str, Any]) -> None:
         roles = [self._role(dim) for dim in range(len(self.shape))]
@@ -89,7 +87,8 @@ class ShardedLayout(Layout):
             raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
         self.matrix_cuts = {role: self.cuts[dim] for dim, role in enumerate(roles) if role != "b"}
         if self.kind == "conv":
-            self.matrix_cuts["m" if self.flipped else "n"] = uncut(self._matrix_shape()[1])
+            columns = self._matrix_shape()[1]
+            self.matrix_cuts["m" if self.flipped else "n"] = Cut(columns, (), 0, columns)
         self.batch_cuts = [cut for cut, role in zip(self.cuts, roles, strict=True) if role == "b"]
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
         self.divided = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
@@ -108,7 +107,7 @@ class ShardedLayout(Layout):
 
     def _block_of(self, rows: Cut, i: int) -> Cut:
         """Return the cut of the rows of block i, given that of all rows."""
-        return rows.block(sum(self.splits[:i]), sum(self.splits[: i + 1])) if self.splits else rows
+        return replace(rows, low=sum(self.splits[:i]), high=sum(self.splits[: i + 1])) if self.splits else rows
 
     def _location_of_block(self, i: int) -> ShardedLocation:
         rows, cols = self._block_of(self.matrix_cuts["m"], i), self.matrix_cuts["n"]

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.rules.rule import Rule, Slot
 from cosmos_optim.sharding import collectives
-from cosmos_optim.sharding.location import ShardedLocation, StateCuts, sharded_location
+from cosmos_optim.sharding.location import ShardedLocation, sharded_location
 from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
 
 # Which sides of a matrix may be cut, by Rule.shardable.
@@ -73,23 +73,20 @@ class ShardedLayout(Layout):
 
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
-    def _role(self, dim: int) -> str:
-        """Return what a dimension of the stored tensor is: "m" rows, "n" columns, or "b" a batch of matrices."""
+    def _assign_roles(self, group: dict[str, Any]) -> None:
+        """Find out what the dimensions of the stored tensor are: "m" rows, "n" columns, "b" a batch of matrices."""
         if self.kind == "conv":
             roles = "m" + "n" * (len(self.shape) - 1)
         else:
             roles = "b" * (len(self.shape) - 2) + ("nm" if self.kind == "in_out" else "mn")
-        return roles.translate(str.maketrans("mn", "nm"))[dim] if self.flipped else roles[dim]
-
-    def _assign_roles(self, group: dict[str, Any]) -> None:
-        roles = [self._role(dim) for dim in range(len(self.shape))]
-        if self.kind == "conv" and any(cut.mesh_dims for cut in self.cuts[1:]):
-            raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
-        self.matrix_cuts = {role: self.cuts[dim] for dim, role in enumerate(roles) if role != "b"}
+        self.roles = roles.translate(str.maketrans("mn", "nm")) if self.flipped else roles
+        self.matrix_cuts = dict(zip(self.roles, self.cuts, strict=True))
         if self.kind == "conv":
+            if any(cut.mesh_dims for cut in self.cuts[1:]):
+                raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
             columns = self._matrix_shape()[1]
             self.matrix_cuts["m" if self.flipped else "n"] = Cut(columns, (), 0, columns)
-        self.batch_cuts = [cut for cut, role in zip(self.cuts, roles, strict=True) if role == "b"]
+        self.batch_cuts = [cut for cut, role in zip(self.cuts, self.roles, strict=True) if role == "b"]
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
         self.divided = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
         self.needs_owners = not self.divided <= set(SHARDABLE_SIDES[self.rule.shardable])
@@ -111,17 +108,15 @@ class ShardedLayout(Layout):
 
     def _location_of_block(self, i: int) -> ShardedLocation:
         rows, cols = self._block_of(self.matrix_cuts["m"], i), self.matrix_cuts["n"]
-        return sharded_location(self.mesh, rows, cols, self._owner_state(i, rows, cols) if self.needs_owners else None)
-
-    def _owner_state(self, i: int, rows: Cut, cols: Cut) -> StateCuts:
-        """Return the cuts of each state tensor of block i."""
+        if not self.needs_owners:
+            return sharded_location(self.mesh, rows, cols)
         state: list[tuple[str, tuple[Cut, ...]]] = []
         for name, (slot, all_cuts) in self.state_cuts.items():
             cuts = [rows, cols] if slot.axes == "*" else all_cuts[self._lead(slot) :]
             if slot.axes.startswith("m"):
                 cuts[0] = self._block_of(cuts[0], i)
             state.append((name, tuple(cuts)))
-        return tuple(state)
+        return sharded_location(self.mesh, rows, cols, tuple(state))
 
     def location(self, i: int) -> Location:
         """Return where block i is."""
@@ -200,11 +195,10 @@ class ShardedLayout(Layout):
         if not isinstance(placement, (Shard, _StridedShard)):
             return None
         dim = placement.dim % len(self.shape)
-        role = self._role(dim)
-        if role == "b":
+        if self.roles[dim] == "b":
             return dim
         lead = self._lead(slot)
-        axis = slot.axes.find(role, lead)
+        axis = slot.axes.find(self.roles[dim], lead)
         if axis >= 0:
             return axis
         if not self.needs_owners:

@@ -69,10 +69,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         adam_lr = lr if adam_lr is None else adam_lr
-        for flag, value in (("cuda_graphs", cuda_graphs), ("two_sided", options.get("two_sided", False))):
-            require_bool(flag, value)
-        for name, rate in (("lr", lr), ("adam_lr", adam_lr)):
-            require_number(name, rate)
+        require_bool("cuda_graphs", cuda_graphs)
+        require_bool("two_sided", options.get("two_sided", False))
+        require_number("lr", lr)
+        require_number("adam_lr", adam_lr)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
@@ -148,8 +148,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._add_layouts(index)
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
-        layout = self._layouts[p]
-        self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **layout.allocate(p, group)}
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        self.state[p] = {"step": step, **self._layouts[p].allocate(p, group)}
 
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
         """Bring the state of a parameter that was moved or cast (model.to(...)) to its device and dtype."""

@@ -68,12 +68,9 @@ class Plan:
             shape = " x ".join(map(str, row.shape)) or "scalar"
             rank = "" if row.rank is None else str(row.rank)
             table.append((row.name, shape, row.rule, row.why, rank, human(row.state_bytes)))
-        widths = [max(len(line[i]) for line in table) for i in range(6)]
-        right = (False, True, False, False, True, True)
-        lines = []
-        for line in table:
-            cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)]
-            lines.append("  ".join(cells).rstrip())
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><<>>", widths, strict=True))
+        lines = [form.format(*line).rstrip() for line in table]
         rule = "-" * max(map(len, lines))
         sums = [f"{name}: {count} tensors, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip

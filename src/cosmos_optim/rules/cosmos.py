@@ -170,17 +170,16 @@ def above_noise(X_sq: Tensor, NU_sq: Tensor, guard: float) -> Tensor:
     return (X_sq > guard * (X_sq + NU_sq)).float()
 
 
-def start(G: Any, state: CosmosState, *, alg: Algebra | None = None) -> CosmosState:
-    """Return the state with U_0, the leading eigenvectors of the first G'G (the paper omits the initialization)."""
-    alg = alg or Algebra(*G.shape[-2:])
-    return state._replace(U=first_basis(G, state.U.shape[-1], alg, like=state.U))
+def start(G: Any, state: Any, *, alg: Algebra | None = None) -> Any:
+    """Return the state with U_0, the leading eigenvectors of the first G'G, and, two-sided, O_0, those of GG'.
 
-
-def start_two_sided(G: Any, state: TwoSidedState, *, alg: Algebra | None = None) -> TwoSidedState:
-    """Return the state with U_0 and O_0, the leading eigenvectors of the first G'G and GG'."""
+    The paper omits the initialization.
+    """
     alg = alg or Algebra(*G.shape[-2:])
-    U = first_basis(G, state.U.shape[-1], alg, like=state.U)
-    return state._replace(U=U, O=first_basis(G.mT, state.O.shape[-1], alg.T, like=state.O))
+    bases = {"U": first_basis(G, state.U.shape[-1], alg, like=state.U)}
+    if "O" in state._fields:
+        bases["O"] = first_basis(G.mT, state.O.shape[-1], alg.T, like=state.O)
+    return state._replace(**bases)
 
 
 def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, alg: Algebra) -> dict[str, Tensor]:
@@ -220,6 +219,6 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
 
 RULE = Rule("cosmos", DEFAULTS, CosmosState, slots, direction, start, diagnose, deflates=True, constant_size=True)
 TWO_SIDED = Rule(
-    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start_two_sided, diagnose,
+    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start, diagnose,
     deflates=True, constant_size=True,
 )  # fmt: skip

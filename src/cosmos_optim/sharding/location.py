@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -43,6 +43,8 @@ class ShardedLocation(Location):
     col_team: Team | None
     first_owner: int = 0
     stack_bytes = STACK_BYTES
+    _by_first_owner: dict[int, ShardedLocation] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _exchanges: dict[int, Exchange] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def T(self) -> ShardedLocation:
@@ -67,19 +69,11 @@ class ShardedLocation(Location):
             self._by_first_owner[first] = replace(self, first_owner=first)
         return self._by_first_owner[first]
 
-    @cached_property
-    def _by_first_owner(self) -> dict[int, ShardedLocation]:
-        return {}
-
     def exchange(self, count: int) -> Exchange:
         """Return the exchange of `count` such matrices with their owners."""
         if count not in self._exchanges:
             self._exchanges[count] = Exchange(self.team, count, self.exchanged, self.first_owner)
         return self._exchanges[count]
-
-    @cached_property
-    def _exchanges(self) -> dict[int, Exchange]:
-        return {}
 
     @cached_property
     def exchanged(self) -> list[ShardMap]:

@@ -15,20 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint, sharding
+from cosmos_optim import checkpoint, hyperparameters, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
 from cosmos_optim.engine.layout import Layout, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.run import run
-from cosmos_optim.hyperparameters import (
-    check_arguments,
-    choose_rule,
-    complete,
-    require_bool,
-    require_number,
-    rule_named,
-)
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
@@ -56,7 +48,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse unknown arguments with a suggestion, before Python does it without one."""
-        check_arguments(cls, kwargs)
+        hyperparameters.check_arguments(cls, kwargs)
         return super().__new__(cls)
 
     def __init__(
@@ -69,10 +61,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         adam_lr = lr if adam_lr is None else adam_lr
-        require_bool("cuda_graphs", cuda_graphs)
-        require_bool("two_sided", options.get("two_sided", False))
-        require_number("lr", lr)
-        require_number("adam_lr", adam_lr)
+        hyperparameters.require_bool("cuda_graphs", cuda_graphs)
+        hyperparameters.require_bool("two_sided", options.get("two_sided", False))
+        hyperparameters.require_number("lr", lr)
+        hyperparameters.require_number("adam_lr", adam_lr)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
@@ -103,14 +95,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
-        name, group = choose_rule(self.rule, param_group, self._options.get("two_sided", False))
-        rule = rule_named(name)
-        if not rule.elementwise and "layout" not in group:
-            refuse_four_dimensions(group["params"], rule)
+        name, group = hyperparameters.choose_rule(self.rule, param_group, self._options.get("two_sided", False))
+        rule = hyperparameters.rule_named(name)
         options = {**self._options, "lr": self.defaults["lr"]}
-        super().add_param_group({**complete(group, rule, options, self.soap_lr), "rule": name})
+        super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
         group = self.param_groups[-1]
         try:
+            if not rule.elementwise and "layout" not in param_group:
+                refuse_four_dimensions(group["params"], rule)
             self._add_layouts(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()

@@ -225,11 +225,10 @@ class Layout:
         return LOCAL
 
 
-def refuse_four_dimensions(params: Any, rule: Rule) -> None:
+def refuse_four_dimensions(params: Sequence[Tensor], rule: Rule) -> None:
     """Raise ValueError for four dimensions: a convolution's kernel far more often than a stack of stacks."""
-    for item in [params] if isinstance(params, Tensor) else params:
-        p = item[1] if isinstance(item, tuple) else item
-        if isinstance(p, Tensor) and p.dim() > 3:
+    for p in params:
+        if p.dim() > 3:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so rule "
                 f"{rule.name!r} cannot tell how to cut it: use param_groups(model), or give its group layout='conv', "

@@ -14,7 +14,7 @@ from cosmos_optim.engine.layout import Job, Location, TakeStep, Tensors
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.sharding import overlap
 from cosmos_optim.sharding.mesh import Coordinate, Cut, Interval, Team, team_of
-from cosmos_optim.sharding.owner_exchange import Exchange, ShardMap, shard_map
+from cosmos_optim.sharding.owner_exchange import Exchange, ShardMap
 from cosmos_optim.sharding.sharded_algebra import ShardedAlgebra
 
 # Bytes of gradients in one stack on one rank. More than on a single device, because each stack costs a round of
@@ -78,7 +78,7 @@ class ShardedLocation(Location):
     @cached_property
     def exchanged(self) -> list[ShardMap]:
         """The tensors that an owner needs of each matrix: here the matrix itself."""
-        return [shard_map((self.rows, self.cols), self.mesh_shape, self.team)]
+        return [ShardMap((self.rows, self.cols), self.mesh_shape, self.team)]
 
     def numel(self, p: Tensor) -> int:
         """Return the elements of the largest part that is exchanged."""
@@ -114,7 +114,7 @@ class OwnerLocation(ShardedLocation):
     def exchanged(self) -> list[ShardMap]:
         """The tensors that an owner needs of each matrix: the gradient and the state."""
         cuts = [(self.rows, self.cols), *(cuts for _, cuts in self.state)]
-        return [shard_map(x, self.mesh_shape, self.team) for x in cuts]
+        return [ShardMap(x, self.mesh_shape, self.team) for x in cuts]
 
     def run(self, take_step: TakeStep, alg: Algebra, G: Tensor, state: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
         """Take the step on the matrices that this rank owns."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.rules.cosmos import PAPER
-from cosmos_optim.rules.rule import Slot
+from cosmos_optim.rules.rule import Settings, Slot
 
 if TYPE_CHECKING:
     from cosmos_optim.optimizer import MatrixOptimizer
@@ -150,9 +150,7 @@ def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
     return f"build the optimizer with {wanted} to continue this checkpoint{hint}"
 
 
-def _checked_state(
-    optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: dict[str, Any]
-) -> dict[str, Any]:
+def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved: dict[str, Any]) -> dict[str, Any]:
     """Return copies of one parameter's saved tensors, on its device and with the shapes that this optimizer keeps."""
     layout = optimizer._layouts[p]
     if p.is_meta:

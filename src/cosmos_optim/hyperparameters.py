@@ -189,21 +189,16 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
             raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}")
     filled = {**{key: options.get(key, default) for key, default in defaults.items()}, **group}
     filled.setdefault("lr", options["adam_lr" if rule.name == "adam" else "lr"])
-    filled["lr"] = _rate(filled["lr"])
+    lr = filled["lr"]
+    require_number("lr", lr)
+    if isinstance(lr, Tensor):
+        require(lr.numel() == 1, "lr", lr, "a tensor must have one element")
+        filled["lr"] = lr.view(()) if lr.dim() else lr  # the same memory
     for key in ("lr", *defaults):
         CHECKS[key](key, filled[key])
     if "gamma" in rule.defaults and filled["gamma"] is None:
         filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
     return filled
-
-
-def _rate(lr: Any) -> Any:
-    """Return a learning rate as a number or a tensor without dimensions."""
-    require_number("lr", lr)
-    if isinstance(lr, Tensor) and lr.dim() > 0:
-        require(lr.numel() == 1, "lr", lr, "a tensor must have one element")
-        return lr.view(())  # the same memory
-    return lr
 
 
 def _gamma(lr: float | Tensor, adam_lr: float | Tensor, soap_lr: float) -> float:

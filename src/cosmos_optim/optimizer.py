@@ -52,14 +52,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return super().__new__(cls)
 
     def __init__(
-        self,
-        params: nn.Module | Iterable[Any],
-        lr: float | Tensor,
-        *,
-        adam_lr: float | Tensor | None = None,
-        cuda_graphs: bool = True,
-        **options: Any,
-    ) -> None:
+        self, params: nn.Module | Iterable[Any], lr: float | Tensor, *, adam_lr: float | Tensor | None = None,
+        cuda_graphs: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
         hyperparameters.require_bool("cuda_graphs", cuda_graphs)
         hyperparameters.require_bool("two_sided", options.get("two_sided", False))

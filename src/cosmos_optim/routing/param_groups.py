@@ -109,7 +109,11 @@ def routes(
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
     if overrides and not isinstance(overrides, Mapping):
         raise TypeError(f"overrides must map patterns to rules or settings, got {overrides!r}")
-    asked = {pattern: _as_settings(pattern, value) for pattern, value in (overrides or {}).items()}
+    asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
+    for pattern, settings in asked.items():
+        if not isinstance(settings, Mapping):
+            wanted = "neither a rule's name nor a mapping of hyper-parameters"
+            raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
     used: set[str] = set()
     heads = find_output_heads(model, head)
     tied = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
@@ -136,15 +140,6 @@ def routes(
         known = [parameter.name for parameter in _model_parameters(model)][:3]
         raise ValueError(f"overrides that match no parameter: {unused}; names look like {known}")
     return found
-
-
-def _as_settings(pattern: str, value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an override as a mapping of settings."""
-    if isinstance(value, str):
-        return {"rule": value}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"override {pattern!r}: {value!r} is neither a rule's name nor a mapping of hyper-parameters")
-    return value
 
 
 def _overridden(parameter: ModelParameter, route: Route | None, pattern: str, asked: Mapping[str, Any]) -> Route | None:

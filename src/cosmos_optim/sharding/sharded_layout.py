@@ -179,31 +179,21 @@ class ShardedLayout(Layout):
         """Return the placements of a state tensor on the parameter's mesh."""
         if slot.axes == "*":
             return self.placements
-        placements: list[Placement] = []
-        for placement in self.placements:
-            axis = self._axis_for(placement, slot)
-            if axis is None:
-                placements.append(Replicate())
-            elif isinstance(placement, _StridedShard):
-                placements.append(_StridedShard(axis, split_factor=placement.split_factor))
-            else:
-                placements.append(Shard(axis))
-        return tuple(placements)
+        return tuple(self._placement_of(slot, placement) for placement in self.placements)
 
-    def _axis_for(self, placement: Placement, slot: Slot) -> int | None:
-        """Return the dimension of a state tensor that a mesh dimension with this placement cuts, if any."""
+    def _placement_of(self, slot: Slot, placement: Placement) -> Placement:
+        """Return how the mesh dimension that cuts the parameter by this placement cuts a state tensor."""
         if not isinstance(placement, (Shard, _StridedShard)):
-            return None
-        dim = placement.dim % len(self.shape)
-        if self.roles[dim] == "b":
-            return dim
-        lead = self._lead(slot)
-        axis = slot.axes.find(self.roles[dim], lead)
-        if axis >= 0:
-            return axis
-        if not self.needs_owners:
-            return None
-        return next((a for a in range(lead, len(slot.axes)) if slot.axes[a] not in "mn"), lead)
+            return Replicate()
+        dim, lead = placement.dim % len(self.shape), self._lead(slot)
+        axis = dim if self.roles[dim] == "b" else slot.axes.find(self.roles[dim], lead)
+        if axis < 0 and self.needs_owners:
+            axis = next((a for a in range(lead, len(slot.axes)) if slot.axes[a] not in "mn"), lead)
+        if axis < 0:
+            return Replicate()
+        if isinstance(placement, _StridedShard):
+            return _StridedShard(axis, split_factor=placement.split_factor)
+        return Shard(axis)
 
     def zeros(self, p: Tensor, slot: Slot) -> Tensor:
         """Allocate one state tensor on the parameter's mesh."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,14 +56,12 @@ def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry]
 
 def stack_jobs(
     batch: Batch, check: GradientCheck, record: Record | None, assigned: Counter[object]
-) -> list[LocatedJob]:
+) -> Iterator[LocatedJob]:
     """Return a job for each stack of a batch. `assigned` counts the matrices that each team has been given so far."""
-    jobs: list[LocatedJob] = []
     for stack in batch.stacks():
         location = stack.location.after(assigned[stack.location.team])
         assigned[stack.location.team] += len(stack.matrices)
-        jobs.append((stack, partial(run_stack, stack, location, check, record)))
-    return jobs
+        yield stack, partial(run_stack, stack, location, check, record)
 
 
 def run_jobs(jobs: Sequence[LocatedJob]) -> None:

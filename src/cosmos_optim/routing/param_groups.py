@@ -285,10 +285,8 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     if isinstance(params, Tensor):
         raise TypeError("params must be a model or an iterable of tensors or groups, got one tensor: put it in a list")
     given = _listed(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    listed = []
+    groups = [dict(x) for x in given] if given and isinstance(given[0], dict) else [{"params": given}]
     for group in groups:
-        group = dict(group)
         if "params" not in group:
             raise ValueError(f"a parameter group with {sorted(group)} has no 'params': list its parameters there")
         held = group["params"]
@@ -301,5 +299,4 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
                         f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which "
                         "gives embeddings, heads, norms and biases to AdamW, or put it in a group with rule='adam'"
                     )
-        listed.append(group)
-    return listed if given else given
+    return groups if given else given

@@ -258,12 +258,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state stored here; shared storage counts once."""
-        storages = {}
-        for p, state in self.state.items():
-            for value in state.values():
-                storage = self._layouts[p].local(value).untyped_storage()
-                storages[storage.data_ptr(), storage.device] = storage.nbytes()
-        return sum(storages.values())
+        held = (self._layouts[p].local(x).untyped_storage() for p, state in self.state.items() for x in state.values())
+        return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch's gathering of sharded state refuses dtypes."""

@@ -102,10 +102,9 @@ class Batch:
         return self.split(max(1, bound // (elements * 4)))
 
 
-def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+def by_group(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Return the entries of each parameter group, in the order they were collected."""
-    for _, held in groupby(entries, key=lambda e: id(e.group)):
-        yield list(held)
+    return [list(held) for _, held in groupby(entries, key=lambda e: id(e.group))]
 
 
 def batches(entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Tensor, Tensor]]) -> Iterator[Batch]:

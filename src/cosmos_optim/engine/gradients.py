@@ -1,4 +1,4 @@
-"""Look at the gradients before anything is written: is one not finite, is one the first that is not zero?
+"""Look at the gradients before anything is written: which are not finite, and which are the first that are not zero.
 
 One pass over all gradients gives the largest |g| of each matrix (`grad_max`); everything else follows from these few
 numbers. On a GPU they stay there once every parameter has started, so a step makes the host wait for nothing.
@@ -100,15 +100,15 @@ def check_gradients(
     if max_over_ranks is not None:
         worst, grad_max = agree(entries, worst, grad_max, max_over_ranks)
     bad = worst > largest_allowed(entries)
+    none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad.any(), old, [False] * len(entries), grad_max)
+        return GradientCheck(entries, False, bad.any(), old, none, grad_max)
     flags = bad.tolist()
     if any(flags):
         _raise_if_asked(compress(entries, flags) if raising else ())
-        return GradientCheck(entries, True, None, old, [False] * len(entries), grad_max)
-    nonzero = (worst > 0).tolist() if not all(old) else [True] * len(entries)
-    now = [a or b for a, b in zip(old, nonzero, strict=True)]
-    return GradientCheck(entries, False, None, now, [n and not o for n, o in zip(now, old, strict=True)], grad_max)
+        return GradientCheck(entries, True, None, old, none, grad_max)
+    fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
+    return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:

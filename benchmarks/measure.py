@@ -101,7 +101,8 @@ KINDS = {
     "thin products": ("_project", "_momentum", "_overlap", "_split"),
     "thin factors": (
         "_second_moment", "_soap_half", "_scale_for_power_step", "_power_sum", "_norm_sq_and_max",
-        "_update_coefficients", "_muon_gain", "_norm_and_weight", "_row_gains", "_row_norm_sq", "_copy_factors", "_eigh",
+        "_update_coefficients", "_muon_gain", "_norm_and_weight", "_row_gains", "_row_norm_sq", "_copy_factors",
+        "_eigh",
     ),
     "residual and update": ("_residual", "_update"),
     "adam": ("FusedAdam", "fused_adam"),

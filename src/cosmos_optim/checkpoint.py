@@ -6,14 +6,13 @@ Checkpoints of earlier versions load too: `_translate` says what has changed sin
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cosmos_optim.rules.cosmos import PAPER
+from cosmos_optim.rules.rule import Settings, Slot
 
 if TYPE_CHECKING:
     from cosmos_optim.optimizer import MatrixOptimizer
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 
 # Hyper-parameters that decide what the state means: a checkpoint with other values cannot be continued.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows", "row_beta2", "normalize")
-
-
-def as_default_dict(state: Any) -> defaultdict[Tensor, Any]:
-    """Return the state in the container that torch's Optimizer expects."""
-    return defaultdict(dict, state)
 
 
 def started(optimizer: MatrixOptimizer) -> set[Tensor]:
@@ -64,25 +58,19 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
     _check_groups(optimizer, saved)
     saved = [_in_our_order(group, ours) for ours, group in zip(optimizer.param_groups, saved, strict=True)]
-    ids = chain.from_iterable(group["params"] for group in saved)
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    hyper = {p: {**a, **b} for a, b in zip(optimizer.param_groups, saved, strict=True) for p in a["params"]}
     loaded: dict[Tensor, dict[str, Any]] = {}
     without_state = []
-    for key, p in zip(ids, params, strict=True):
-        if key in state_dict["state"]:
-            loaded[p] = _checked_state(optimizer, p, hyper[p], state_dict["state"][key])
-        else:
-            without_state.append(p)
     for ours, group in zip(optimizer.param_groups, saved, strict=True):
-        names = ours.get("param_names")
+        for key, p in zip(group["params"], ours["params"], strict=True):
+            if key in state_dict["state"]:
+                loaded[p] = _checked_state(optimizer, p, {**ours, **group}, state_dict["state"][key])
+            elif not p.is_meta:
+                without_state.append((p, ours))
+    for ours, group in zip(optimizer.param_groups, saved, strict=True):
         ours.update({k: v for k, v in group.items() if k not in ("params", "param_names")})
-        if names is not None:
-            ours["param_names"] = names
     optimizer.state.update(loaded)
-    for p in without_state:  # the checkpoint was written before their first step
-        if not p.is_meta:
-            optimizer._allocate(p, hyper[p])
+    for p, ours in without_state:  # the checkpoint was written before their first step
+        optimizer._allocate(p, ours)
     optimizer._started = started(optimizer)
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
         post(optimizer)
@@ -139,16 +127,12 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
                 f"group {i} has {len(b['params'])} parameters in the checkpoint and {len(a['params'])} here: build the "
                 "optimizer from the same model, with the same parameters frozen"
             )
-        both = [key for key in STRUCTURE if key in a and key in b]
-        differ = {key: b[key] for key in both if _structure(key, a[key]) != _structure(key, b[key])}
+        differ = {key: b[key] for key in STRUCTURE if key in a and key in b and a[key] != b[key]}
+        if None not in (a.get("row_beta2"), b.get("row_beta2")):  # the state is the same for any two averages
+            differ.pop("row_beta2", None)
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")
-
-
-def _structure(key: str, value: Any) -> Any:
-    """Return the part of a hyper-parameter that decides the state: of an average, whether it exists."""
-    return value is None if key == "row_beta2" else value
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
@@ -162,31 +146,26 @@ def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
     return f"build the optimizer with {wanted} to continue this checkpoint{hint}"
 
 
-def _checked_state(
-    optimizer: MatrixOptimizer, p: Tensor, group: dict[str, Any], saved: dict[str, Any]
-) -> dict[str, Any]:
+def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved: dict[str, Any]) -> dict[str, Any]:
     """Return copies of one parameter's saved tensors, on its device and with the shapes that this optimizer keeps."""
     layout = optimizer._layouts[p]
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
-    slots = layout.slots(group)
-    wide = torch.promote_types(p.dtype, torch.float32)
-    shapes = {"step": (), **{name: slot.shape for name, slot in slots.items()}}
-    if set(saved) != set(shapes):
+    slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
+    if set(saved) != set(slots):
         raise ValueError(
             f"parameter {layout.name!r}: the checkpoint has state {sorted(saved)}, this optimizer keeps "
-            f"{sorted(shapes)}: load it into the optimizer class and options that wrote it"
+            f"{sorted(slots)}: load it into the optimizer class and options that wrote it"
         )
     checked = {}
-    for name, shape in shapes.items():
-        value = saved[name]
+    for name, slot in slots.items():
+        value, shape = saved[name], () if slot is None else slot.shape
         value = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
                 f"parameter {layout.name!r}: state {name!r} has shape {tuple(value.shape)} in the checkpoint and "
                 f"{tuple(shape)} here: load it into the same model and options that wrote it"
             )
-        slot = slots.get(name)
-        dtype = torch.float32 if slot is None else slot.dtype or wide
+        dtype = torch.float32 if slot is None else slot.dtype
         checked[name] = layout.adopt(value.detach().to(dtype), p, slot)
     return checked

@@ -23,15 +23,9 @@ from cosmos_optim.rules.rule import two_sided
 
 # The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
-    "weight_decay": 0.0,
-    "maximize": False,
-    "nonfinite": "skip",
-    "missing": "skip",
-    "stochastic_rounding": False,
-    "side": "input",
-    "split_sizes": None,
-    "layout": "matrix",
-}
+    "weight_decay": 0.0, "maximize": False, "nonfinite": "skip", "missing": "skip", "stochastic_rounding": False,
+    "side": "input", "split_sizes": None, "layout": "matrix",
+}  # fmt: skip
 # Keys that other code keeps in a group: the optimizer itself, torch's schedulers, and people's labels for loggers.
 FOREIGN = (
     "params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
@@ -39,7 +33,6 @@ FOREIGN = (
 )  # fmt: skip
 ROUTING = ("overrides", "head")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr"}
-
 
 Check = Callable[[str, Any], None]
 
@@ -82,9 +75,12 @@ def _integer(name: str, value: Any) -> None:
     require(isinstance(value, int) and value >= 1, name, value, "it must be a positive integer")
 
 
-def _one_of(choices: Iterable[Any]) -> Check:
-    known = tuple(choices)
-    return lambda name, value: require(value in known, name, value, f"one of {known}")
+def _check(is_valid: Callable[[Any], bool], wanted: str) -> Check:
+    return lambda name, value: require(is_valid(value), name, value, wanted)
+
+
+def _one_of(*choices: Any) -> Check:
+    return _check(lambda value: value in choices, f"one of {choices}")
 
 
 def _betas(name: str, value: Any) -> None:
@@ -93,55 +89,40 @@ def _betas(name: str, value: Any) -> None:
         _FRACTION(f"{name}[{i}]", beta)
 
 
-def _nesterov(name: str, value: Any) -> None:
-    wanted = "give True or False (a number of steps to look ahead was measured to be worse than one)"
-    require(is_bool(value), name, value, wanted)
+def _is_float_dtype(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
-def _ns_dtype(name: str, value: Any) -> None:
-    is_float = isinstance(value, torch.dtype) and value.is_floating_point
-    require(value is None or is_float, name, value, "a floating-point torch.dtype, or None to choose by device")
-
-
-def _split_sizes(name: str, value: Any) -> None:
-    listed = isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value)
-    require(value is None or listed, name, value, "a list of the rows of each block")
+def _is_sizes(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value))
 
 
 _NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
 _FRACTION = _number(0, 1, "it must lie in [0, 1)")
+_ONE_STEP = "give True or False (a number of steps to look ahead was measured to be worse than one)"
 # A hyper-parameter means the same in every rule that has it, so one check serves all.
 CHECKS: dict[str, Check] = {
-    "lr": _NOT_NEGATIVE,
+    **dict.fromkeys(("lr", "weight_decay", "eps"), _NOT_NEGATIVE),  # at eps = 0, 0/0 counts as 0
+    **dict.fromkeys(("momentum", "beta2"), _FRACTION),
+    **dict.fromkeys(("rank", "ns_steps", "frequency", "update_gap", "block_rows"), _integer),
+    **dict.fromkeys(("maximize", "stochastic_rounding", "normalize"), require_bool),
     "betas": _betas,
-    "eps": _NOT_NEGATIVE,  # at 0, 0/0 counts as 0
-    "rank": _integer,
     "gamma": _number(0, math.inf, "give 0 or a positive number, or None for lr / adam_lr", optional=True),
-    "momentum": _FRACTION,
-    "beta2": _FRACTION,
     "row_beta2": _number(0, 1, "it must lie in [0, 1); None is off", optional=True),
     "residual_guard": _number(0, 1, "it must lie in [0, 1); 0 is off"),
-    "nesterov": _nesterov,
-    "normalize": require_bool,
-    "eps_placement": _one_of(("outside", "inside")),
-    "scaling": _one_of(sorted(SCALINGS)),
-    "squares": _one_of(("gradient", "momentum")),
-    "frequency": _integer,
-    "update_gap": _integer,
-    "block_rows": _integer,
     "scale": _number(1e-300, math.inf, "it must be positive"),
-    "ns_steps": _integer,
-    "ns_coefficients": _one_of(sorted(COEFFICIENTS)),
-    "ns_dtype": _ns_dtype,
-    "momentum_dtype": _one_of((None, torch.float32, torch.bfloat16)),
-    "weight_decay": _NOT_NEGATIVE,
-    "maximize": require_bool,
-    "stochastic_rounding": require_bool,
-    "nonfinite": _one_of(("skip", "raise")),
-    "missing": _one_of(("skip", "zero")),
-    "side": _one_of(("input", "smaller")),
-    "layout": _one_of(LAYOUTS),
-    "split_sizes": _split_sizes,
+    "nesterov": _check(is_bool, _ONE_STEP),
+    "eps_placement": _one_of("outside", "inside"),
+    "scaling": _one_of(*sorted(SCALINGS)),
+    "squares": _one_of("gradient", "momentum"),
+    "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
+    "ns_dtype": _check(_is_float_dtype, "a floating-point torch.dtype, or None to choose by device"),
+    "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16),
+    "nonfinite": _one_of("skip", "raise"),
+    "missing": _one_of("skip", "zero"),
+    "side": _one_of("input", "smaller"),
+    "layout": _one_of(*LAYOUTS),
+    "split_sizes": _check(_is_sizes, "a list of the rows of each block"),
 }
 
 
@@ -208,21 +189,16 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
             raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}")
     filled = {**{key: options.get(key, default) for key, default in defaults.items()}, **group}
     filled.setdefault("lr", options["adam_lr" if rule.name == "adam" else "lr"])
-    filled["lr"] = _rate(filled["lr"])
+    lr = filled["lr"]
+    require_number("lr", lr)
+    if isinstance(lr, Tensor):
+        require(lr.numel() == 1, "lr", lr, "a tensor must have one element")
+        filled["lr"] = lr.view(()) if lr.dim() else lr  # the same memory
     for key in ("lr", *defaults):
         CHECKS[key](key, filled[key])
     if "gamma" in rule.defaults and filled["gamma"] is None:
         filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
     return filled
-
-
-def _rate(lr: Any) -> Any:
-    """Return a learning rate as a number or a tensor without dimensions."""
-    require_number("lr", lr)
-    if isinstance(lr, Tensor) and lr.dim() > 0:
-        require(lr.numel() == 1, "lr", lr, "a tensor must have one element")
-        return lr.view(())  # the same memory
-    return lr
 
 
 def _gamma(lr: float | Tensor, adam_lr: float | Tensor, soap_lr: float) -> float:

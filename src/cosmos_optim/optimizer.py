@@ -8,26 +8,19 @@ Hyper-parameters are in `param_groups`, state is in `state`, and nothing that a 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint, sharding
+from cosmos_optim import checkpoint, hyperparameters, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
 from cosmos_optim.engine.layout import Layout, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.run import run
-from cosmos_optim.hyperparameters import (
-    check_arguments,
-    choose_rule,
-    complete,
-    require_bool,
-    require_number,
-    rule_named,
-)
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
@@ -55,23 +48,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse unknown arguments with a suggestion, before Python does it without one."""
-        check_arguments(cls, kwargs)
+        hyperparameters.check_arguments(cls, kwargs)
         return super().__new__(cls)
 
     def __init__(
-        self,
-        params: nn.Module | Iterable[Any],
-        lr: float | Tensor,
-        *,
-        adam_lr: float | Tensor | None = None,
-        cuda_graphs: bool = True,
-        **options: Any,
-    ) -> None:
+        self, params: nn.Module | Iterable[Any], lr: float | Tensor, *, adam_lr: float | Tensor | None = None,
+        cuda_graphs: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
-        for flag, value in (("cuda_graphs", cuda_graphs), ("two_sided", options.get("two_sided", False))):
-            require_bool(flag, value)
-        for name, rate in (("lr", lr), ("adam_lr", adam_lr)):
-            require_number(name, rate)
+        hyperparameters.require_bool("cuda_graphs", cuda_graphs)
+        hyperparameters.require_bool("two_sided", options.get("two_sided", False))
+        hyperparameters.require_number("lr", lr)
+        hyperparameters.require_number("adam_lr", adam_lr)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
@@ -102,14 +90,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
-        name, group = choose_rule(self.rule, param_group, self._options.get("two_sided", False))
-        rule = rule_named(name)
-        if not rule.elementwise and "layout" not in group:
-            refuse_four_dimensions(group["params"], rule)
+        name, group = hyperparameters.choose_rule(self.rule, param_group, self._options.get("two_sided", False))
+        rule = hyperparameters.rule_named(name)
         options = {**self._options, "lr": self.defaults["lr"]}
-        super().add_param_group({**complete(group, rule, options, self.soap_lr), "rule": name})
+        super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
         group = self.param_groups[-1]
         try:
+            if not rule.elementwise and "layout" not in param_group:
+                refuse_four_dimensions(group["params"], rule)
             self._add_layouts(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
@@ -147,15 +135,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._add_layouts(index)
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
-        layout = self._layouts[p]
-        self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **layout.allocate(p, group)}
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        self.state[p] = {"step": step, **self._layouts[p].allocate(p, group)}
 
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
         """Bring the state of a parameter that was moved or cast (model.to(...)) to its device and dtype."""
         layout, state = self._layouts[p], self.state[p]
         layout.dtype = p.dtype
-        wide = torch.promote_types(p.dtype, torch.float32)
-        dtypes = {"step": torch.float32} | {name: slot.dtype or wide for name, slot in layout.slots(group).items()}
+        dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
         self.state[p] = {name: value.to(p.device, dtypes[name]) for name, value in state.items()}
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -214,7 +201,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     )
                 grad = p.grad
                 if grad is None and group.get("missing") == "zero" and p.requires_grad:
-                    grad = layout.zero_gradient(p)
+                    grad = torch.zeros_like(p)  # sends no message if p is sharded
                 if grad is None or p.numel() == 0:
                     continue
                 if grad.is_sparse:
@@ -271,12 +258,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state stored here; shared storage counts once."""
-        storages = {}
-        for p, state in self.state.items():
-            for value in state.values():
-                storage = self._layouts[p].local(value).untyped_storage()
-                storages[storage.data_ptr(), storage.device] = storage.nbytes()
-        return sum(storages.values())
+        held = (self._layouts[p].local(x).untyped_storage() for p, state in self.state.items() for x in state.values())
+        return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch's gathering of sharded state refuses dtypes."""
@@ -294,7 +277,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.state = checkpoint.as_default_dict(self.state)
+        self.state = defaultdict(dict, self.state)
         self._record, self._graphed, self._layouts, self._started = None, None, {}, set()
         self._skipped = SkippedSteps()
         self._match_layouts()

@@ -122,10 +122,8 @@ class Muon(MatrixOptimizer):
     """Muon (the paper's Algorithm 3): the orthogonalized momentum, W <- W - lr sqrt(max(m, n)) NS5(N / |N|).
 
     Args:
-        params: a model, `param_groups(model, "muon")`, or anything torch.optim takes (then every one a matrix).
         lr: learning rate of the hidden matrices; with scaling="paper" the RMS of their update is about lr.
-        adam_lr: learning rate of embeddings, output head, norms and biases.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
+        params, adam_lr, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "muon")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         momentum: decay of the momentum; the paper's LLaMA runs use 0.9.
@@ -162,10 +160,8 @@ class NorMuon(MatrixOptimizer):
         B = NS5(N / |N|),  v = b2 v + (1 - b2) mean of each row of B^2,  W <- W - lr B / (sqrt(v) + eps), at RMS lr
 
     Args:
-        params: a model, `param_groups(model, "normuon")`, or anything torch.optim takes (then every one a matrix).
         lr: learning rate of the hidden matrices: the RMS of their update.
-        adam_lr: learning rate of embeddings, output head, norms and biases.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
+        params, adam_lr, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "normuon")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         momentum: decay of the momentum.
@@ -201,10 +197,9 @@ class SOAP(MatrixOptimizer):
         V = b2 V + (1 - b2) (G U)^2,  W <- W - lr ((M U / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)) U'
 
     Args:
-        params: a model, `param_groups(model, "soap")`, or anything torch.optim takes (then every one a matrix).
         lr: learning rate of the hidden matrices.
         adam_lr: learning rate of embeddings, output head, norms and biases; None means lr.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
+        params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "soap")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         frequency: steps between two updates of the basis. Frequent updates need a warm-up (docs/algorithm.md): after
@@ -239,10 +234,9 @@ class GaLore(MatrixOptimizer):
         W <- W - lr scale Adam(G Q) Q'
 
     Args:
-        params: a model, `param_groups(model, "galore")`, or anything torch.optim takes (then every one a matrix).
         lr: learning rate of the hidden matrices.
         adam_lr: learning rate of embeddings, output head, norms and biases; None means lr.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
+        params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "galore")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         rank: columns of Q, at most the shorter side of the matrix.
@@ -278,10 +272,9 @@ class AdamMini(MatrixOptimizer):
     trained by AdamW: biases as in the authors' package, which has one second moment for all of a norm.
 
     Args:
-        params: a model, `param_groups(model, "adam-mini")`, or anything torch.optim takes (then every one a matrix).
         lr: learning rate of everything with rows.
         adam_lr: learning rate of norms and biases; None means lr.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
+        params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "adam-mini")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except head_dim and cuda_graphs:
         head_dim: rows of an attention head (64 if None): the block_rows of the queries and keys, known by their names.
@@ -316,10 +309,9 @@ class Adam(MatrixOptimizer):
         V = b2 V + (1 - b2) G^2,  W <- W - lr (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
 
     Args:
-        params: a model, `param_groups(model, "adam")`, or anything torch.optim takes.
         lr: learning rate.
         adam_lr: the same as lr, for code that passes both to every optimizer; it wins if both are given.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
+        params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "adam")`; they may hold vectors too.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         betas: decay of the two moments.
@@ -343,12 +335,6 @@ class Adam(MatrixOptimizer):
 
 
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
-    "cosmos": Cosmos,
-    "cosmos-paper": CosmosPaper,
-    "muon": Muon,
-    "normuon": NorMuon,
-    "soap": SOAP,
-    "galore": GaLore,
-    "adam-mini": AdamMini,
-    "adam": Adam,
-}
+    "cosmos": Cosmos, "cosmos-paper": CosmosPaper, "muon": Muon, "normuon": NorMuon, "soap": SOAP, "galore": GaLore,
+    "adam-mini": AdamMini, "adam": Adam,
+}  # fmt: skip

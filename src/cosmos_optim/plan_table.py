@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cosmos_optim import sharding
@@ -69,12 +68,9 @@ class Plan:
             shape = " x ".join(map(str, row.shape)) or "scalar"
             rank = "" if row.rank is None else str(row.rank)
             table.append((row.name, shape, row.rule, row.why, rank, human(row.state_bytes)))
-        widths = [max(len(line[i]) for line in table) for i in range(6)]
-        right = (False, True, False, False, True, True)
-        lines = []
-        for line in table:
-            cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)]
-            lines.append("  ".join(cells).rstrip())
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><<>>", widths, strict=True))
+        lines = [form.format(*line).rstrip() for line in table]
         rule = "-" * max(map(len, lines))
         sums = [f"{name}: {count} tensors, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip
@@ -135,11 +131,10 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
 def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> PlanRow:
     """Return a parameter's row: its state as the optimizer would allocate it."""
     slots = sharding.layout_of(name, p, RULES[rule], dict(group)).slots(group)
-    wide = torch.promote_types(p.dtype, torch.float32)
-    elements = {key: math.prod(slot.shape) for key, slot in slots.items()}
-    size = sum(elements[key] * (slot.dtype or wide).itemsize for key, slot in slots.items())
+    elements = sum(math.prod(slot.shape) for slot in slots.values())
+    size = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots.values() if slot.dtype)
     rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
-    return PlanRow(name, tuple(p.shape), rule, why, rank, sum(elements.values()), size + 4)
+    return PlanRow(name, tuple(p.shape), rule, why, rank, elements, size + 4)
 
 
 def human(size: int) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.mesh import Cut, Team
-from cosmos_optim.sharding.owner_exchange import Exchange, shard_map
+from cosmos_optim.sharding.owner_exchange import Exchange, ShardMap
 
 
 def cut(size: int, *mesh_dims: int) -> Cut:
@@ -42,7 +42,7 @@ def test_a_grid_of_equal_parts_is_exchanged_as_any_parts_are(
     monkeypatch.setattr(collectives, "exchange", exchange)
     for rank in range(len(coordinates)):
         team = Team(None, coordinates, rank)  # type: ignore[arg-type]
-        shards = shard_map(cuts, mesh, team)
+        shards = ShardMap(cuts, mesh, team)
         by_grid, one_by_one = Exchange(team, count, [shards, shards]), Exchange(team, count, [shards, shards])
         assert [grid.rank_step for grid in by_grid.grids] == ([] if rank_step is None else [rank_step] * 2)
         one_by_one.grids = []

@@ -37,7 +37,6 @@ class Matrix:
     """One block of an entry: 2-D views of its parameter, gradient and state.
 
     index: which block of the entry it is.
-    fresh: whether this is its first real gradient, so that its first bases must be taken.
     """
 
     name: str
@@ -46,42 +45,24 @@ class Matrix:
     p: Tensor
     grad: Tensor
     state: Tensors
-    location: Location
-    fresh: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Matrices of one group with equal shape, dtypes and location. m, n: their global shape."""
+    """Matrices of one group with equal shape, dtypes, device and location.
+
+    m, n: their global shape.
+    fresh: whether this is their first real gradient, so that their first bases must be taken.
+    """
 
     m: int
     n: int
+    rule: Rule
+    group: dict[str, Any]
+    location: Location
+    device: torch.device
+    fresh: bool
     matrices: list[Matrix]
-
-    @property
-    def rule(self) -> Rule:
-        """The rule of all of them."""
-        return self.matrices[0].entry.rule
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The settings of all of them."""
-        return self.matrices[0].entry.group
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all of them."""
-        return self.matrices[0].p.device
-
-    @property
-    def location(self) -> Location:
-        """The location of all of them."""
-        return self.matrices[0].location
-
-    @property
-    def fresh(self) -> bool:
-        """Whether their first bases must be taken."""
-        return self.matrices[0].fresh
 
     @property
     def params(self) -> list[Tensor]:
@@ -104,7 +85,7 @@ class Batch:
 
     def started(self) -> Batch:
         """Return the same batch with its first bases taken."""
-        return replace(self, matrices=[replace(x, fresh=False) for x in self.matrices])
+        return replace(self, fresh=False)
 
     def split(self, size: int) -> Iterator[Batch]:
         """Cut the batch into parts of at most `size` matrices, as even as possible."""
@@ -121,10 +102,9 @@ class Batch:
         return self.split(max(1, bound // (elements * 4)))
 
 
-def by_group(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+def by_group(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Return the entries of each parameter group, in the order they were collected."""
-    for _, held in groupby(entries, key=lambda e: id(e.group)):
-        yield list(held)
+    return [list(held) for _, held in groupby(entries, key=lambda e: id(e.group))]
 
 
 def batches(entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
@@ -138,54 +118,41 @@ def batches(entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Ten
     for held in by_group(entries):
         found: dict[Any, list[Matrix]] = defaultdict(list)
         for e in held:
-            for key, matrix in _matrices(e, e.p in fresh, copies):
-                found[key].append(matrix)
-        for ((m, n), *_), matrices in found.items():
-            yield Batch(m, n, matrices)
+            is_fresh = e.p in fresh
+            for x in _matrices(e, copies):
+                (m, n), location = e.layout.blocks_mn[x.index], e.layout.location(x.index)
+                found[m, n, location, x.p.device, is_fresh, x.p.shape, x.p.dtype, x.grad.dtype].append(x)
+        for (m, n, location, device, is_fresh, *_), matrices in found.items():
+            yield Batch(m, n, held[0].rule, held[0].group, location, device, is_fresh, matrices)
 
 
-def _matrices(
-    e: Entry, fresh: bool, copies: list[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[tuple[Any, ...], Matrix]]:
-    """Return each block of an entry with a key that is equal if two blocks may share a batch."""
+def _matrices(e: Entry, copies: list[tuple[Tensor, Tensor]]) -> Iterator[Matrix]:
+    """Return each block of an entry."""
     layout = e.layout
     stored = layout.local(e.p)
-    flat = layout.flat(stored)
+    flat = stored.contiguous() if layout.flattens else stored  # its blocks must be views of it
     if flat is not stored:
         copies.append((stored, flat))
-    views = zip(
-        layout.blocks(flat), layout.blocks(layout.local(e.grad)), layout.state_blocks(e.state, e.group),
-        layout.blocks_mn, strict=True,
-    )  # fmt: skip
     several = len(layout.blocks_mn) > 1
-    for i, (p, grad, state, shape) in enumerate(views):
-        name = f"{layout.name}[{i}]" if several else layout.name
-        location = layout.location(i)
-        key = (shape, fresh, location, p.shape, p.dtype, grad.dtype, p.device)
-        yield key, Matrix(name, i, e, p, grad, state, location, fresh)
+    views = (layout.blocks(flat), layout.blocks(layout.local(e.grad)), layout.state_blocks(e.state, e.group))
+    for i, (p, grad, state) in enumerate(zip(*views, strict=True)):
+        yield Matrix(f"{layout.name}[{i}]" if several else layout.name, i, e, p, grad, state)
 
 
 def decay_of(group: dict[str, Any]) -> float | Tensor:
     """Return 1 - lr * weight_decay, a number or a tensor as lr is."""
-    if not group["weight_decay"]:
-        return 1.0
-    decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
-    return decay
+    return 1 - group["lr"] * group["weight_decay"] if group["weight_decay"] else 1.0
 
 
 def signed_lr(group: dict[str, Any]) -> float | Tensor:
     """Return lr, negative for maximize: every rule is odd in the gradient."""
-    lr: float | Tensor = -group["lr"] if group["maximize"] else group["lr"]
-    return lr
+    return -group["lr"] if group["maximize"] else group["lr"]
 
 
 def settings_key(group: dict[str, Any]) -> Hashable:
-    """Return what a step depends on in a group, except the values that reach it as numbers."""
-    return tuple((k, _value_key(v)) for k, v in group.items() if k not in NUMBERS)
+    """Return what a step depends on in a group, except the values that reach it as numbers.
 
-
-def _value_key(value: object) -> Hashable:
-    """Return a value's text, or, if a kernel reads it from memory, its address."""
-    if isinstance(value, Tensor) and value.is_cuda:
-        return value.data_ptr()
-    return repr(value)
+    That is each value's text, or its address if it is a tensor that a kernel reads from memory.
+    """
+    values = {key: value for key, value in group.items() if key not in NUMBERS}
+    return tuple((k, v.data_ptr() if isinstance(v, Tensor) and v.is_cuda else repr(v)) for k, v in values.items())

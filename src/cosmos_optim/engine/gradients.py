@@ -1,4 +1,4 @@
-"""Look at the gradients before anything is written, for one that is not finite and for first ones.
+"""Look at the gradients before anything is written: which are not finite, and which are the first that are not zero.
 
 One pass over all gradients gives the largest |g| of each matrix (`grad_max`); everything else follows from these few
 numbers. On a GPU they stay there once every parameter has started, so a step makes the host wait for nothing.
@@ -7,10 +7,10 @@ numbers. On a GPU they stay there once every parameter has started, so a step ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 
 import torch
 from torch import Tensor
@@ -91,21 +91,24 @@ def check_gradients(
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
     # While parameters wait for their first gradient the ranks must agree on each one, later only on the largest.
-    worst = entry_max(entries, grad_max) if not all(old) or raising else overall_max(grad_max)
+    if not all(old) or raising:
+        worst = entry_max(entries, grad_max)
+    else:
+        worst = grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
     if found_inf is not None:
         worst = torch.where(found_inf.to(device).view(()) != 0, float("inf"), worst)
     if max_over_ranks is not None:
         worst, grad_max = agree(entries, worst, grad_max, max_over_ranks)
     bad = worst > largest_allowed(entries)
+    none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad.any(), old, [False] * len(entries), grad_max)
+        return GradientCheck(entries, False, bad.any(), old, none, grad_max)
     flags = bad.tolist()
     if any(flags):
-        _raise_if_asked(entries, flags)
-        return GradientCheck(entries, True, None, old, [False] * len(entries), grad_max)
-    nonzero = (worst > 0).tolist() if not all(old) else [True] * len(entries)
-    now = [a or b for a, b in zip(old, nonzero, strict=True)]
-    return GradientCheck(entries, False, None, now, [n and not o for n, o in zip(now, old, strict=True)], grad_max)
+        _raise_if_asked(compress(entries, flags) if raising else ())
+        return GradientCheck(entries, True, None, old, none, grad_max)
+    fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
+    return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:
@@ -118,11 +121,6 @@ def largest_allowed(entries: Sequence[Entry]) -> float:
             most = max(most, 1.0, weight * (1 if held[0].rule.elementwise else max(numels)))
     limit = torch.finfo(torch.float32).max
     return math.sqrt(limit / most) if most else limit
-
-
-def overall_max(grad_max: Tensor) -> Tensor:
-    """Return the largest |g| of all, (1,)."""
-    return grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
 
 
 def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
@@ -193,12 +191,10 @@ def _matrix_max(stack: Tensor) -> Tensor:
     return maxima
 
 
-def _raise_if_asked(entries: Sequence[Entry], flags: Sequence[bool]) -> None:
+def _raise_if_asked(bad: Iterable[Entry]) -> None:
     """Raise FloatingPointError for the first gradient that is not finite in a group with nonfinite='raise'."""
-    if len(flags) != len(entries):
-        return
-    for entry, flag in zip(entries, flags, strict=True):
-        if flag and entry.group["nonfinite"] == "raise":
+    for entry in bad:
+        if entry.group["nonfinite"] == "raise":
             raise FloatingPointError(
                 f"the gradient of parameter {entry.layout.name!r} (shape {tuple(entry.p.shape)}) is not finite, or its "
                 "square is not; nothing was changed by this step. Use nonfinite='skip' to skip such steps instead"

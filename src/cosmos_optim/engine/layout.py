@@ -32,11 +32,10 @@ class Location:
 
     # Bytes of gradients in a stack; None leaves it to the device.
     stack_bytes: int | None = None
+    team: object  # the processes with which a stack exchanges messages, or None
 
-    @property
-    def team(self) -> object:
-        """The processes with which a stack exchanges messages, if any."""
-        return None
+    def __init__(self) -> None:
+        self.team = None
 
     def after(self, others: int) -> Location:
         """Return this location, given that `others` matrices have been assigned to processes before these."""
@@ -125,21 +124,13 @@ class Layout:
         """Return a gradient with the placement of its parameter."""
         return grad
 
-    def zero_gradient(self, p: Tensor) -> Tensor:
-        """Return zeros in place of a gradient that is None."""
-        return torch.zeros_like(p)
-
-    def flat(self, tensor: Tensor) -> Tensor:
-        """Return a local tensor with blocks that are views of it: itself, or a copy if its strides forbid that."""
-        return tensor.contiguous() if self.flattens else tensor
-
     @property
     def flattens(self) -> bool:
         """Whether several dimensions become one, which only contiguous memory allows."""
         return not self.rule.elementwise and (self.kind == "conv" or len(self.shape) > 3)
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
-        """Return the (m, n) matrices of a local tensor shaped like the parameter, as views if it is `flat`."""
+        """Return the (m, n) matrices of a local tensor shaped like the parameter, as views if it is contiguous."""
         if self.kind == "conv":
             cut = [tensor.flatten(1)]
         else:
@@ -172,19 +163,22 @@ class Layout:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def slots(self, h: Settings) -> dict[str, Slot]:
-        """Return the slots of the parameter's state: the rule's slots of one block, widened to all blocks."""
+        """Return the slots of the parameter's state: the rule's slots of one block, widened to all, with dtypes."""
         if self.rule.elementwise:
-            return {k: Slot("*", self.shape, s.dtype) for k, s in self.rule.slots(math.prod(self.shape), 1, h).items()}
+            return {name: self._slot("*", self.shape, slot.dtype) for name, slot in self.rule.slots(1, 1, h).items()}
         each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
         return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
+
+    def _slot(self, axes: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Slot:
+        return Slot(axes, shape, dtype or torch.promote_types(self.dtype, torch.float32))
 
     def _widen(self, name: str, slots: list[Slot]) -> Slot:
         first = slots[0]
         if first.axes == "mn":
-            return Slot("*", self.shape, first.dtype)
+            return self._slot("*", self.shape, first.dtype)
         if self.splits is None:
             lead = () if self.kind == "conv" else self.shape[:-2]
-            return Slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
+            return self._slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
         rows = first.axes.startswith("m")
         if any(s.shape[1:] != first.shape[1:] or (not rows and s.shape != first.shape) for s in slots):
             raise ValueError(
@@ -192,26 +186,25 @@ class Layout:
                 "widths; lower rank to at most the smallest block"
             )
         if rows:
-            return Slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
-        return Slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
+            return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
+        return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
 
     def allocate(self, p: Tensor, h: Settings) -> Tensors:
         """Allocate zero state for the parameter, on its device."""
-        wide = torch.promote_types(p.dtype, torch.float32)
-        return {name: self.zeros(p, slot, slot.dtype or wide) for name, slot in self.slots(h).items()}
+        return {name: self.zeros(p, slot) for name, slot in self.slots(h).items()}
 
-    def zeros(self, p: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
+    def zeros(self, p: Tensor, slot: Slot) -> Tensor:
         """Allocate one state tensor, with the parameter's memory order if it has its shape and views stay possible."""
         if slot.axes == "*":
             order = torch.contiguous_format if self.flattens else torch.preserve_format
-            return torch.zeros_like(p, dtype=dtype, memory_format=order)
-        return torch.zeros(slot.shape, dtype=dtype, device=p.device)
+            return torch.zeros_like(p, dtype=slot.dtype, memory_format=order)
+        return torch.zeros(slot.shape, dtype=slot.dtype, device=p.device)
 
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
         """Copy a loaded state tensor to the parameter's device; a number that all processes keep has no slot."""
         if slot is None:
             return value.to(p.device, copy=True)
-        return self.zeros(p, slot, value.dtype).copy_(value)
+        return self.zeros(p, slot).copy_(value)
 
     def state_blocks(self, state: Tensors, h: Settings) -> list[Tensors]:
         """Return the state of each block as views, in the order of `blocks`."""
@@ -232,11 +225,10 @@ class Layout:
         return LOCAL
 
 
-def refuse_four_dimensions(params: Any, rule: Rule) -> None:
+def refuse_four_dimensions(params: Sequence[Tensor], rule: Rule) -> None:
     """Raise ValueError for four dimensions: a convolution's kernel far more often than a stack of stacks."""
-    for item in [params] if isinstance(params, Tensor) else params:
-        p = item[1] if isinstance(item, tuple) else item
-        if isinstance(p, Tensor) and p.dim() > 3:
+    for p in params:
+        if p.dim() > 3:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so rule "
                 f"{rule.name!r} cannot tell how to cut it: use param_groups(model), or give its group layout='conv', "

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.batching import Batch, Entry, Matrix, batches, by_group, decay_of, signed_lr
+from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_of, signed_lr
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Tensors
@@ -56,14 +56,12 @@ def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry]
 
 def stack_jobs(
     batch: Batch, check: GradientCheck, record: Record | None, assigned: Counter[object]
-) -> list[LocatedJob]:
+) -> Iterator[LocatedJob]:
     """Return a job for each stack of a batch. `assigned` counts the matrices that each team has been given so far."""
-    jobs: list[LocatedJob] = []
     for stack in batch.stacks():
         location = stack.location.after(assigned[stack.location.team])
         assigned[stack.location.team] += len(stack.matrices)
-        jobs.append((stack, partial(run_stack, stack, location, check, record)))
-    return jobs
+        yield stack, partial(run_stack, stack, location, check, record)
 
 
 def run_jobs(jobs: Sequence[LocatedJob]) -> None:
@@ -118,18 +116,13 @@ def direction_of(stack: Batch, location: Any, grad_max: Tensor, record: Record |
             values = {} if rule.diagnose is None else rule.diagnose(G, D, state, new, alg=alg)
             moves = (grad_max[mine] > 0).view(-1, 1, 1) if rule.constant_size else 1.0
             values["update_rms"] = (alg.norm_sq(D) / (alg.m * alg.n) * moves).sqrt()
-            note(record, stack.matrices[mine], values)
+            for key, tensor in values.items():
+                for matrix, value in zip(stack.matrices[mine], tensor.flatten().tolist(), strict=True):
+                    record.setdefault(matrix.name, {})[key] = value
         return D, {name: tensor for name, tensor in new._asdict().items() if tensor is not None}
 
     G, state = load(stack.grads, dtype), {name: load(x, dtype) for name, x in stack.state().items()}
     return location.run(take_step, location.algebra(stack.m, stack.n), G, state, t)
-
-
-def note(record: Record, matrices: Sequence[Matrix], values: dict[str, Tensor]) -> None:
-    """Write numbers of each matrix, (B, 1, 1) by name, into the record."""
-    for key, tensor in values.items():
-        for matrix, value in zip(matrices, tensor.flatten().tolist(), strict=True):
-            record.setdefault(matrix.name, {})[key] = value
 
 
 def load(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -33,6 +33,7 @@ HEAD_ROWS = 64
 RECURRENT_BLOCKS: dict[type[nn.Module], int] = {
     nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3, nn.RNN: 1, nn.RNNCell: 1,
 }  # fmt: skip
+Overrides = Mapping[str, str | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,9 @@ class Route:
 
 
 def param_groups(
-    model: nn.Module,
-    rule: str = "cosmos",
-    *,
-    overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
-    head: nn.Module | str | None = None,
-    beside: Optimizer | None = None,
-) -> list[dict[str, Any]]:
+    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
+    head: nn.Module | str | None = None, beside: Optimizer | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Sort a model's parameters into groups for `Cosmos` and its peers.
 
     Hidden matrices get `rule`; embeddings, the output head, norms and vectors get AdamW (rule "adam").
@@ -105,18 +102,18 @@ def param_groups(
 
 
 def routes(
-    model: nn.Module,
-    rule: str = "cosmos",
-    *,
-    overrides: Mapping[str, str | Mapping[str, Any]] | None = None,
-    head: nn.Module | str | None = None,
+    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None, head: nn.Module | str | None = None
 ) -> list[tuple[ModelParameter, Route]]:
     """Return every trainable parameter with its route."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
     if overrides and not isinstance(overrides, Mapping):
         raise TypeError(f"overrides must map patterns to rules or settings, got {overrides!r}")
-    asked = {pattern: _as_settings(pattern, value) for pattern, value in (overrides or {}).items()}
+    asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
+    for pattern, settings in asked.items():
+        if not isinstance(settings, Mapping):
+            wanted = "neither a rule's name nor a mapping of hyper-parameters"
+            raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
     used: set[str] = set()
     heads = find_output_heads(model, head)
     tied = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
@@ -139,20 +136,10 @@ def routes(
         else:
             found.append((parameter, route))
     _refuse_unknown(unknown, rule)
-    unused = [pattern for pattern in asked if pattern not in used]
-    if unused:
+    if unused := [pattern for pattern in asked if pattern not in used]:
         known = [parameter.name for parameter in _model_parameters(model)][:3]
         raise ValueError(f"overrides that match no parameter: {unused}; names look like {known}")
     return found
-
-
-def _as_settings(pattern: str, value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an override as a mapping of settings."""
-    if isinstance(value, str):
-        return {"rule": value}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"override {pattern!r}: {value!r} is neither a rule's name nor a mapping of hyper-parameters")
-    return value
 
 
 def _overridden(parameter: ModelParameter, route: Route | None, pattern: str, asked: Mapping[str, Any]) -> Route | None:
@@ -216,42 +203,42 @@ def _refuse_flat(parameter: ModelParameter) -> None:
 
 def _route(parameter: ModelParameter, rule: str, is_embedding: bool, is_head: bool) -> Route | None:
     """Return the route of a parameter, or None if nothing says what it is."""
-    p, module, kind = parameter.p, parameter.module, type(parameter.module).__name__.removeprefix("FSDP")
-    if is_embedding or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return Route("adam", "embedding")
-    if p.dim() < 2:
-        return Route("adam", "vector" if p.dim() else "scalar")
-    if is_head:
-        return Route("adam", "output head")
-    if BIAS_NAME.search(parameter.attribute):  # one row for each expert, or for each head or position of attention
-        return Route("adam", "biases")
-    if p.numel() == max(p.shape) and parameter.attribute != "weight":  # such as the magnitudes of weight_norm
-        return Route("adam", "vector in effect")
-    if "norm" in kind.lower() and not isinstance(module, nn.Linear):
-        return Route("adam", "norm")
-    why, settings = _matrix_form(parameter)
-    if why == "depthwise convolution":
-        return Route("adam", why)
-    if why:
-        return Route(rule, why, settings)
-    known = isinstance(module, nn.Linear) or hasattr(module, "out_features")
-    if p.dim() == 2 and (known or any(word in kind.lower() for word in LINEAR_KINDS)):
-        return Route(rule, "linear")
-    if 1 in p.shape[-2:]:
-        return Route("adam", "vector in effect")
+    p, module, kind = parameter.p, parameter.module, type(parameter.module).__name__.removeprefix("FSDP").lower()
+    form, settings = _matrix_form(parameter)
+    is_linear = isinstance(module, nn.Linear)
+    has_matrix = is_linear or hasattr(module, "out_features") or any(word in kind for word in LINEAR_KINDS)
     near = 2 if isinstance(module, (nn.ParameterList, nn.ParameterDict)) else 1
-    if EMBEDDING_NAME.search(".".join([*parameter.module_path.split(".")[-near:], parameter.tensor_name]).lower()):
-        return Route("adam", "embedding")
-    if isinstance(module, nn.MultiheadAttention):
-        return Route(rule, "projection")
-    return None
+    path = ".".join([*parameter.module_path.split(".")[-near:], parameter.tensor_name]).lower()
+    is_row = p.numel() == max(p.shape, default=1) and parameter.attribute != "weight"  # as in weight_norm
+    table: list[tuple[object, Route]] = [
+        (is_embedding or isinstance(module, (nn.Embedding, nn.EmbeddingBag)), Route("adam", "embedding")),
+        (p.dim() < 2, Route("adam", "vector" if p.dim() else "scalar")),
+        (is_head, Route("adam", "output head")),
+        (BIAS_NAME.search(parameter.attribute), Route("adam", "biases")),  # a row for each expert, head or position
+        (is_row, Route("adam", "vector in effect")),
+        ("norm" in kind and not is_linear, Route("adam", "norm")),
+        (form == "depthwise convolution", Route("adam", form)),
+        (form, Route(rule, form, settings)),
+        (p.dim() == 2 and has_matrix, Route(rule, "linear")),
+        (1 in p.shape[-2:], Route("adam", "vector in effect")),
+        (EMBEDDING_NAME.search(path), Route("adam", "embedding")),
+        (isinstance(module, nn.MultiheadAttention), Route(rule, "projection")),
+    ]
+    return next((route for matches, route in table if matches), None)
 
 
 def _matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
-    """Say what a parameter is if it is not one plain matrix, with its settings; otherwise return "" and none."""
+    """Say what a parameter is if it is not one plain matrix, with its settings; otherwise return "" and none.
+
+    A convolution is flattened to (out, in * kernel), one block for each group; a depthwise one is not a matrix.
+    """
     p, module, kind = parameter.p, parameter.module, type(parameter.module).__name__.removeprefix("FSDP")
     if isinstance(module, nn.modules.conv._ConvNd) and p.dim() > 2:
-        return _convolution(parameter, module)
+        if module.groups == 1:
+            return "convolution", {"layout": "conv"}
+        if p.shape[1] == 1 or p.shape[0] == module.groups:
+            return "depthwise convolution", {"layout": "conv"}
+        return "grouped convolution", {"layout": "conv", "split_sizes": (p.shape[0] // module.groups,) * module.groups}
     if kind == "Conv1D" and hasattr(module, "nf"):
         return "Conv1D, stored (in, out)", {"layout": "in_out"}
     if isinstance(module, nn.MultiheadAttention) and parameter.tensor_name == "in_proj_weight":
@@ -281,16 +268,6 @@ def _adam_mini_route(parameter: ModelParameter, route: Route) -> Route:
     return Route("adam-mini", f"rows: {route.why}", settings)
 
 
-def _convolution(parameter: ModelParameter, module: nn.modules.conv._ConvNd) -> tuple[str, dict[str, Any]]:
-    """Flatten a kernel to (out, in * kernel), one block for each group; a depthwise kernel is not a matrix."""
-    rows, count = parameter.p.shape[0], module.groups
-    if count == 1:
-        return "convolution", {"layout": "conv"}
-    if parameter.p.shape[1] == 1 or rows == count:
-        return "depthwise convolution", {"layout": "conv"}
-    return "grouped convolution", {"layout": "conv", "split_sizes": (rows // count,) * count}
-
-
 def _listed(items: Iterable[Any]) -> list[Any]:
     """Return a list of the items; refuse a set, which has another order in every run."""
     if isinstance(items, (set, frozenset)):
@@ -308,10 +285,8 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     if isinstance(params, Tensor):
         raise TypeError("params must be a model or an iterable of tensors or groups, got one tensor: put it in a list")
     given = _listed(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    listed = []
+    groups = [dict(x) for x in given] if given and isinstance(given[0], dict) else [{"params": given}]
     for group in groups:
-        group = dict(group)
         if "params" not in group:
             raise ValueError(f"a parameter group with {sorted(group)} has no 'params': list its parameters there")
         held = group["params"]
@@ -324,5 +299,4 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
                         f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which "
                         "gives embeddings, heads, norms and biases to AdamW, or put it in a group with rule='adam'"
                     )
-        listed.append(group)
-    return listed if given else given
+    return groups if given else given

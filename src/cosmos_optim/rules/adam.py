@@ -40,14 +40,9 @@ def direction(
 
 
 def fused_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    state: dict[str, list[Tensor]],
-    steps: Sequence[Tensor],
-    *,
-    settings: Settings,
-    skip: Tensor | None,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], state: dict[str, list[Tensor]], steps: Sequence[Tensor], *,
+    settings: Settings, skip: Tensor | None,
+) -> None:  # fmt: skip
     """Take the same step in one kernel, for tensors that all have one dtype; `steps` have been advanced already."""
     lr, betas = settings["lr"], settings["betas"]
     if isinstance(lr, Tensor):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.normalization import bias_correction, quotient
@@ -36,7 +37,8 @@ def direction(
     m = torch.lerp(state.exp_avg, G, 1 - b1)
     mean = alg.mm(G * G, G.new_full((G.shape[-1], 1), 1 / alg.n))
     if rows > 1:
-        member = alg.T.slice_n(membership(alg.m, rows, like=G))
+        block = torch.arange(alg.m, dtype=torch.int64, device=G.device) // rows
+        member = alg.T.slice_n(one_hot(block, alg.m // rows).to(G.dtype))  # (m, blocks): 1 if a row is in a block
         mean = alg.tn(member.expand(*G.shape[:-2], -1, -1), mean) / rows
     v = b2 * state.v + (1 - b2) * mean
     root = (v / bias_correction(b2, t)).sqrt() + eps
@@ -47,12 +49,6 @@ def direction(
 def rows_of_a_block(m: int, block_rows: int) -> int:
     """Return the rows in a block; one row if `block_rows` do not divide the matrix."""
     return block_rows if m % block_rows == 0 else 1
-
-
-def membership(m: int, rows: int, like: Tensor) -> Tensor:
-    """Return (m, m / rows): 1 if a row belongs to a block, else 0."""
-    block = torch.arange(m, dtype=torch.int64, device=like.device) // rows
-    return torch.nn.functional.one_hot(block, m // rows).to(like.dtype)
 
 
 def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:

@@ -27,19 +27,10 @@ from cosmos_optim.linalg.subspace import first_basis, power_step
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {
-    "betas": (0.9, 0.98),
-    "eps": 1e-8,
-    "rank": 32,
-    "gamma": None,
-    "nesterov": True,
-    "eps_placement": "outside",
-    "ns_steps": 5,
-    "ns_coefficients": "ns5",
-    "ns_dtype": None,
-    "momentum_dtype": None,
-    "residual_guard": 1e-5,
+    "betas": (0.9, 0.98), "eps": 1e-8, "rank": 32, "gamma": None, "nesterov": True, "eps_placement": "outside",
+    "ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None, "momentum_dtype": None, "residual_guard": 1e-5,
     "row_beta2": 0.95,
-}
+}  # fmt: skip
 # The paper's values, if they differ. The defaults are those that docs/results.md found best.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
 # If gamma is None, the SOAP half, which moves at about lr / gamma, is limited to this rate, whatever `adam_lr` is.
@@ -179,17 +170,16 @@ def above_noise(X_sq: Tensor, NU_sq: Tensor, guard: float) -> Tensor:
     return (X_sq > guard * (X_sq + NU_sq)).float()
 
 
-def start(G: Any, state: CosmosState, *, alg: Algebra | None = None) -> CosmosState:
-    """Return the state with U_0, the leading eigenvectors of the first G'G (the paper omits the initialization)."""
-    alg = alg or Algebra(*G.shape[-2:])
-    return state._replace(U=first_basis(G, state.U.shape[-1], alg, like=state.U))
+def start(G: Any, state: Any, *, alg: Algebra | None = None) -> Any:
+    """Return the state with U_0, the leading eigenvectors of the first G'G, and, two-sided, O_0, those of GG'.
 
-
-def start_two_sided(G: Any, state: TwoSidedState, *, alg: Algebra | None = None) -> TwoSidedState:
-    """Return the state with U_0 and O_0, the leading eigenvectors of the first G'G and GG'."""
+    The paper omits the initialization.
+    """
     alg = alg or Algebra(*G.shape[-2:])
-    U = first_basis(G, state.U.shape[-1], alg, like=state.U)
-    return state._replace(U=U, O=first_basis(G.mT, state.O.shape[-1], alg.T, like=state.O))
+    bases = {"U": first_basis(G, state.U.shape[-1], alg, like=state.U)}
+    if "O" in state._fields:
+        bases["O"] = first_basis(G.mT, state.O.shape[-1], alg.T, like=state.O)
+    return state._replace(**bases)
 
 
 def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, alg: Algebra) -> dict[str, Tensor]:
@@ -216,12 +206,8 @@ def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     """Return M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n), and v (m, 1) unless row_beta2 is None."""
     r = min(h["rank"], n)
     rows = {} if h["row_beta2"] is None else {"v": Slot("mo", (m, 1))}
-    return {
-        "M": Slot("mn", (m, n), h["momentum_dtype"]),
-        "U": Slot("nr", (n, r)),
-        "S": Slot("rr", (r, r)),
-        "V": Slot("mr", (m, r)),
-    } | rows
+    M = Slot("mn", (m, n), h["momentum_dtype"])
+    return {"M": M, "U": Slot("nr", (n, r)), "S": Slot("rr", (r, r)), "V": Slot("mr", (m, r)), **rows}
 
 
 def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
@@ -231,10 +217,8 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return one | {"O": Slot("mq", (m, q)), "R": Slot("qq", (q, q)), "V": Slot("qr", (q, r))}
 
 
-RULE = Rule(
-    "cosmos", DEFAULTS, CosmosState, slots, direction, start, diagnose, deflates=True, constant_size=True
-)
+RULE = Rule("cosmos", DEFAULTS, CosmosState, slots, direction, start, diagnose, deflates=True, constant_size=True)
 TWO_SIDED = Rule(
-    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start_two_sided, diagnose,
+    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start, diagnose,
     deflates=True, constant_size=True,
 )  # fmt: skip

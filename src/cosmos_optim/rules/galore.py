@@ -38,9 +38,7 @@ def direction(
     """Return the direction of one Adam step in the projected space, and the new state."""
     alg = alg or Algebra(*G.shape[-2:])
     if alg.m < alg.n:
-        D, new = direction(
-            G.mT, state, t, betas=betas, eps=eps, update_gap=update_gap, scale=scale, alg=alg.T
-        )  # fmt: skip
+        D, new = direction(G.mT, state, t, betas=betas, eps=eps, update_gap=update_gap, scale=scale, alg=alg.T)
         return D.mT, new
     Q = renew(G, state.Q, t, update_gap, alg)
     D, moments = adam.direction(alg.mm(G, Q), adam.AdamState(*state[1:]), t, betas=betas, eps=eps)

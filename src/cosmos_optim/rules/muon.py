@@ -28,13 +28,9 @@ SCALINGS: dict[str, Callable[[int, int], float]] = {
 }
 
 _ITERATION: dict[str, Any] = {
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_steps": 5,
-    "ns_coefficients": "ns5",
-    "ns_dtype": None,
+    "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None,
     "momentum_dtype": None,
-}
+}  # fmt: skip
 DEFAULTS: dict[str, Any] = {**_ITERATION, "scaling": "paper", "normalize": False}
 DEFAULTS_NORMUON: dict[str, Any] = {**_ITERATION, "beta2": 0.95, "eps": 1e-8}
 NS5 = NewtonSchulz()
@@ -102,7 +98,4 @@ def slots_normuon(m: int, n: int, h: Settings) -> dict[str, Slot]:
 
 
 MUON = Rule("muon", DEFAULTS, MuonState, slots, direction, constant_size=True)
-NORMUON = Rule(
-    "normuon", DEFAULTS_NORMUON, NorMuonState, slots_normuon, direction_normuon,
-    constant_size=True,
-)  # fmt: skip
+NORMUON = Rule("normuon", DEFAULTS_NORMUON, NorMuonState, slots_normuon, direction_normuon, constant_size=True)

@@ -34,15 +34,6 @@ class Slot:
     dtype: torch.dtype | None = None
 
 
-# direction(G, state, t, *, alg, ...) -> (D, new state). t (..., 1, 1) counts real gradients from 1; further arguments
-# are the rule's own hyper-parameters.
-Direction = Callable[..., tuple[Tensor, Any]]
-# start(G, state, *, alg) -> the state with the bases that the first gradient gives.
-TakeFirstBases = Callable[..., Any]
-# diagnose(G, D, old state, new state, *, alg) -> numbers that describe a step, (..., 1, 1) each.
-Diagnose = Callable[..., dict[str, Tensor]]
-
-
 @dataclass(frozen=True)
 class Rule:
     """A named update rule.
@@ -51,9 +42,10 @@ class Rule:
     defaults: its hyper-parameters with their defaults, as a parameter group holds them.
     State: the NamedTuple of its state; a field that is None has no tensor.
     slots: (m, n, settings) -> the state of one matrix. For an elementwise rule m is the number of elements, n is 1.
-    direction: the update.
-    start: takes the first bases, if the rule has any.
-    diagnose: numbers for `optimizer.diagnostics()`, if the rule has any.
+    direction: (G, state, t, *, alg, its own hyper-parameters) -> (D, new state); t (..., 1, 1) counts real gradients
+        from 1.
+    start: (G, state, *, alg) -> the state with the bases that the first gradient gives, if the rule has any.
+    diagnose: (G, D, old state, new state, *, alg) -> numbers for `optimizer.diagnostics()`, (..., 1, 1) each.
     deflates: whether it removes the leading directions of a matrix before Newton-Schulz.
     elementwise: whether it takes parameters of any shape and no Algebra.
     constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient must then
@@ -66,9 +58,9 @@ class Rule:
     defaults: Settings
     State: type[Any]
     slots: Callable[[int, int, Settings], dict[str, Slot]]
-    direction: Direction
-    start: TakeFirstBases | None = None
-    diagnose: Diagnose | None = None
+    direction: Callable[..., tuple[Tensor, Any]]
+    start: Callable[..., Any] | None = None
+    diagnose: Callable[..., dict[str, Tensor]] | None = None
     deflates: bool = False
     elementwise: bool = False
     constant_size: bool = False

@@ -18,7 +18,7 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.cholesky_qr import next_basis
 from cosmos_optim.linalg.normalization import bias_correction, quotient
-from cosmos_optim.linalg.subspace import first_basis
+from cosmos_optim.rules.cosmos import start
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "squares": "gradient"}
@@ -95,19 +95,6 @@ def updated_basis(U: Tensor, L: Tensor, t: Tensor, frequency: int) -> Tensor:
     return torch.where(due, next_basis(L @ U, U), U)
 
 
-def start(G: Tensor, state: SoapState, *, alg: Algebra | None = None) -> SoapState:
-    """Return the state with the eigenvectors of the first G'G."""
-    alg = alg or Algebra(*G.shape[-2:])
-    return state._replace(U=first_basis(G, alg.n, alg, like=state.U))
-
-
-def start_two_sided(G: Tensor, state: TwoSidedSoapState, *, alg: Algebra | None = None) -> TwoSidedSoapState:
-    """Return the state with the eigenvectors of the first G'G and GG'."""
-    alg = alg or Algebra(*G.shape[-2:])
-    U, O = first_basis(G, alg.n, alg, like=state.U), first_basis(G.mT, alg.m, alg.T, like=state.O)
-    return state._replace(U=U, O=O)
-
-
 def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     """Return M and V (m, n), L and U (n, n)."""
     return {"M": Slot("mn", (m, n)), "V": Slot("mn", (m, n)), "L": Slot("nk", (n, n)), "U": Slot("nk", (n, n))}
@@ -120,6 +107,5 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
 
 RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, start, shardable="rows")
 TWO_SIDED = Rule(
-    "soap-two-sided", DEFAULTS, TwoSidedSoapState, slots_two_sided, direction_two_sided, start_two_sided,
-    shardable="none",
-)  # fmt: skip
+    "soap-two-sided", DEFAULTS, TwoSidedSoapState, slots_two_sided, direction_two_sided, start, shardable="none"
+)

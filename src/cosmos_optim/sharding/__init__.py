@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
@@ -24,12 +25,20 @@ from cosmos_optim.rules.rule import Rule
 
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
-    """Return the layout of a parameter, read from the parameter."""
-    _refuse_flat_partition(name, p)
-    if _is_dtensor(p):
+    """Return the layout of a parameter, read from the parameter. Raise ValueError for a flat partition of a matrix."""
+    for mark, engine in (("_fsdp_flattened", "FSDP1"), ("_is_flat_param", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")):
+        if hasattr(p, mark):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(p.shape)} is a flat partition made by {engine} (placement: 1-D), "
+                "so its rows and columns are lost. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) or "
+                "tensor parallelism, or do not shard it (DDP)"
+            )
+    # Importing DTensor takes seconds, and as long as nobody has done it there is none.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(p, tensors.DTensor):
         from cosmos_optim.sharding.sharded_layout import ShardedLayout
 
-        return ShardedLayout(name, p, rule, group)  # type: ignore[arg-type]
+        return ShardedLayout(name, p, rule, group)
     return Layout(name, p, rule, group)
 
 
@@ -49,27 +58,4 @@ def max_over_ranks(layouts: Sequence[Layout]) -> Callable[[Tensor], Tensor]:
     from cosmos_optim.sharding import collectives, sharded_layout
 
     groups = sharded_layout.groups_of_all_ranks(layouts)
-
-    def maximum(values: Tensor) -> Tensor:
-        for group in groups:
-            values = collectives.maximum(values, group)
-        return values
-
-    return maximum
-
-
-def _is_dtensor(p: Tensor) -> bool:
-    """Return whether p is a DTensor. Do not import that class: it takes seconds, and without it there is no DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(p, module.DTensor)
-
-
-def _refuse_flat_partition(name: str, p: Tensor) -> None:
-    """Raise ValueError for a flat partition made by FSDP1 or ZeRO: it does not say which rows and columns it holds."""
-    for mark, engine in (("_fsdp_flattened", "FSDP1"), ("_is_flat_param", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")):
-        if hasattr(p, mark):
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(p.shape)} is a flat partition made by {engine} (placement: 1-D), "
-                "so its rows and columns are lost. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) or "
-                "tensor parallelism, or do not shard it (DDP)"
-            )
+    return lambda values: reduce(collectives.maximum, groups, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -14,7 +14,7 @@ from cosmos_optim.engine.layout import Job, Location, TakeStep, Tensors
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.sharding import overlap
 from cosmos_optim.sharding.mesh import Coordinate, Cut, Interval, Team, team_of
-from cosmos_optim.sharding.owner_exchange import Exchange, ShardMap, shard_map
+from cosmos_optim.sharding.owner_exchange import Exchange, ShardMap
 from cosmos_optim.sharding.sharded_algebra import ShardedAlgebra
 
 # Bytes of gradients in one stack on one rank. More than on a single device, because each stack costs a round of
@@ -30,7 +30,7 @@ class ShardedLocation(Location):
     """A matrix with rows and columns cut over a mesh: the rule runs on the shards.
 
     coordinate: this rank's place in the mesh.
-    matrix_team, row_team, col_team: the ranks that divide the matrix, its rows, its columns; None if they are whole.
+    team, row_team, col_team: the ranks that divide the matrix, its rows, its columns; None if they are whole.
     first_owner: the first of the ranks that own one matrix more than the others.
     """
 
@@ -38,16 +38,13 @@ class ShardedLocation(Location):
     cols: Cut
     mesh_shape: tuple[int, ...]
     coordinate: Coordinate
-    matrix_team: Team
+    team: Team
     row_team: Team | None
     col_team: Team | None
     first_owner: int = 0
     stack_bytes = STACK_BYTES
-
-    @property
-    def team(self) -> Team:
-        """The ranks that hold parts of the matrix."""
-        return self.matrix_team
+    _by_first_owner: dict[int, ShardedLocation] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _exchanges: dict[int, Exchange] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def T(self) -> ShardedLocation:
@@ -72,10 +69,6 @@ class ShardedLocation(Location):
             self._by_first_owner[first] = replace(self, first_owner=first)
         return self._by_first_owner[first]
 
-    @cached_property
-    def _by_first_owner(self) -> dict[int, ShardedLocation]:
-        return {}
-
     def exchange(self, count: int) -> Exchange:
         """Return the exchange of `count` such matrices with their owners."""
         if count not in self._exchanges:
@@ -83,20 +76,12 @@ class ShardedLocation(Location):
         return self._exchanges[count]
 
     @cached_property
-    def _exchanges(self) -> dict[int, Exchange]:
-        return {}
-
-    @cached_property
     def exchanged(self) -> list[ShardMap]:
         """The tensors that an owner needs of each matrix: here the matrix itself."""
-        return [shard_map((self.rows, self.cols), self.mesh_shape, self.team)]
+        return [ShardMap((self.rows, self.cols), self.mesh_shape, self.team)]
 
     def numel(self, p: Tensor) -> int:
         """Return the elements of the largest part that is exchanged."""
-        return self._largest_part
-
-    @cached_property
-    def _largest_part(self) -> int:
         return max(max(shards.part_numels) for shards in self.exchanged)
 
     def algebra(self, m: int, n: int) -> Algebra:
@@ -129,7 +114,7 @@ class OwnerLocation(ShardedLocation):
     def exchanged(self) -> list[ShardMap]:
         """The tensors that an owner needs of each matrix: the gradient and the state."""
         cuts = [(self.rows, self.cols), *(cuts for _, cuts in self.state)]
-        return [shard_map(x, self.mesh_shape, self.team) for x in cuts]
+        return [ShardMap(x, self.mesh_shape, self.team) for x in cuts]
 
     def run(self, take_step: TakeStep, alg: Algebra, G: Tensor, state: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
         """Take the step on the matrices that this rank owns."""

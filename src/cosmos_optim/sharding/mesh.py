@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -55,18 +55,7 @@ class Cut:
             offset = min(chunk * coordinate[dim], length)
             start, length = start + offset, min(chunk, length - offset)
         first, last = max(start, self.low), min(start + length, self.high)
-        if last <= first:
-            return Interval(min(first, self.high) - self.low, 0)
-        return Interval(first - self.low, last - first)
-
-    def block(self, low: int, high: int) -> Cut:
-        """Return the same division for one block of the dimension."""
-        return replace(self, low=low, high=high)
-
-
-def uncut(size: int) -> Cut:
-    """Return the cut of a dimension that is not divided."""
-    return Cut(size, (), 0, size)
+        return Interval(min(first, self.high) - self.low, max(last - first, 0))
 
 
 def cuts_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Cut]:
@@ -171,14 +160,10 @@ def _group_over(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]) -> dist
         return dist.group.WORLD
     if mesh.size() < dist.get_world_size():
         return _group_of_some_ranks(mesh, dims, ranks)
-    found = None
+    # All ranks are in the mesh, and each must take part in making every group.
     others = (range(1 if d in dims else mesh.size(d)) for d in range(mesh.ndim))
-    for coordinate in product(*others):  # all ranks are in the mesh, and each must take part in making every group
-        members = sorted(_members(mesh, dims, coordinate))
-        group = dist.new_group(members)
-        found = group if members == ranks else found
-    assert found is not None
-    return found
+    group, _ = dist.new_subgroups_by_enumeration([sorted(_members(mesh, dims, at)) for at in product(*others)])
+    return group
 
 
 def _group_of_some_ranks(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]) -> dist.ProcessGroup:
@@ -200,11 +185,9 @@ def _group_of_some_ranks(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]
             "before you build the optimizer, or build it before the other groups"
         )
     world = dist.group.WORLD
-    bound = getattr(world, "bound_device_id", None)
-    if bound is None:
-        return dist.new_group(ranks, use_local_synchronization=True)
-    world.bound_device_id = None  # type: ignore[union-attr]
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
     try:
         return dist.new_group(ranks, use_local_synchronization=True)
     finally:
-        world.bound_device_id = bound  # type: ignore[union-attr]
+        world.bound_device_id = bound

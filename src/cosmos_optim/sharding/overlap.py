@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,37 +17,21 @@ import torch
 from cosmos_optim.engine.layout import Job
 
 
-class _Scheduler:
-    """Which worker may run: `running`, one of those that are still `active`."""
-
-    def __init__(self, workers: int) -> None:
-        self.changed = threading.Condition()
-        self.active = list(range(workers))
-        self.running = 0
-        self.error: BaseException | None = None
-
-    def wait_for_turn(self, worker: int) -> None:
-        """Block until this worker may run."""
-        self.changed.wait_for(lambda: self.running == worker or self.error is not None)
-        if self.error is not None:
-            raise _Stopped
-
-    def run_next(self, worker: int) -> None:
-        """Let the next active worker run, if there is another."""
-        others = [x for x in self.active if x > worker] + [x for x in self.active if x < worker]
-        if others:
-            self.running = others[0]
-            self.changed.notify_all()
-
-    def finish(self, worker: int) -> None:
-        """Remove this worker, and let the next one run."""
-        self.run_next(worker)
-        self.active.remove(worker)
-        self.changed.notify_all()
-
-
 class _Stopped(BaseException):
     """Another worker failed."""
+
+
+class _Turns:
+    """The workers that wait for their turn, the next one first, and the first error."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[threading.Semaphore] = deque()
+        self.error: BaseException | None = None
+
+    def run_next(self) -> None:
+        """Let the next worker run, if one waits."""
+        if self.waiting:
+            self.waiting.popleft().release()
 
 
 _thread = threading.local()
@@ -55,11 +40,17 @@ _streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 def let_others_run() -> None:
     """Let the other worker run until it calls this too. Return at once if there is no other."""
-    scheduler: _Scheduler | None = getattr(_thread, "scheduler", None)
-    if scheduler is not None:
-        with scheduler.changed:
-            scheduler.run_next(_thread.worker)
-            scheduler.wait_for_turn(_thread.worker)
+    turns: _Turns | None = getattr(_thread, "turns", None)
+    if turns is not None:
+        turns.waiting.append(_thread.turn)
+        turns.run_next()
+        _wait_for_turn(turns)
+
+
+def _wait_for_turn(turns: _Turns) -> None:
+    _thread.turn.acquire()
+    if turns.error is not None:
+        raise _Stopped
 
 
 def run(jobs: Sequence[Job], device: torch.device, *, width: int = 2) -> None:
@@ -70,39 +61,40 @@ def run(jobs: Sequence[Job], device: torch.device, *, width: int = 2) -> None:
             for job in jobs:
                 job()
         return
-    waiting, scheduler = iter(jobs), _Scheduler(width)
+    remaining, turns = iter(jobs), _Turns()
+    turns.waiting.extend(threading.Semaphore(0) for _ in range(width))
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)
     caller = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def work(worker: int) -> None:
-        _thread.scheduler, _thread.worker = scheduler, worker
+    def work(worker: int, turn: threading.Semaphore) -> None:
+        _thread.turns, _thread.turn = turns, turn
         try:
-            with scheduler.changed:
-                scheduler.wait_for_turn(worker)
+            _wait_for_turn(turns)
             # torch keeps these two settings for each thread.
             with torch.set_grad_enabled(grad), torch.autocast(device.type, enabled=autocast):
                 with _own_stream(device, worker, caller):
-                    for job in waiting:
+                    for job in remaining:
                         job()
         except _Stopped:
             pass
         except BaseException as error:
-            scheduler.error = error
+            turns.error = error
         finally:
-            with scheduler.changed:
-                scheduler.finish(worker)
+            turns.run_next()
 
-    threads = [threading.Thread(target=work, args=(i,), name=f"cosmos overlap worker {i}") for i in range(width)]
+    threads = [threading.Thread(target=work, args=x, name=f"cosmos overlap worker {x[0]}")
+               for x in enumerate(turns.waiting)]  # fmt: skip
     for thread in threads:
         thread.start()
+    turns.run_next()
     for thread in threads:
         thread.join()
     if caller is not None:
         for worker in range(width):
             if (device, worker) in _streams:
                 caller.wait_stream(_streams[device, worker])
-    if scheduler.error is not None:
-        raise scheduler.error
+    if turns.error is not None:
+        raise turns.error
 
 
 @contextlib.contextmanager

@@ -49,26 +49,18 @@ class Grid:
         return x.reshape(self.rank_step, k // self.rank_step, -1).transpose(0, 1).reshape(k, -1)
 
 
-@dataclass(frozen=True)
 class ShardMap:
-    """The parts of one matrix (or state tensor) on the ranks of a team, in the team's order."""
+    """The parts of one matrix (or state tensor) on the ranks of a team, in the team's order.
 
-    parts: tuple[Part, ...]
+    part_shapes, part_numels: the shape and the number of elements of each rank's part.
+    whole_shape: the shape of all parts together.
+    """
 
-    @cached_property
-    def part_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each rank's part."""
-        return [tuple(interval.length for interval in part) for part in self.parts]
-
-    @cached_property
-    def part_numels(self) -> list[int]:
-        """The number of elements of each rank's part."""
-        return [math.prod(shape) for shape in self.part_shapes]
-
-    @cached_property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of all parts together."""
-        return tuple(max(x.start + x.length for x in intervals) for intervals in zip(*self.parts, strict=True))
+    def __init__(self, cuts: Sequence[Cut], mesh_shape: Sequence[int], team: Team) -> None:
+        self.parts: list[Part] = [tuple(cut.part(mesh_shape, at) for cut in cuts) for at in team.coordinates]
+        self.part_shapes = [tuple(interval.length for interval in part) for part in self.parts]
+        self.part_numels = [math.prod(shape) for shape in self.part_shapes]
+        self.whole_shape = tuple(max(x.start + x.length for x in cut) for cut in zip(*self.parts, strict=True))
 
     @cached_property
     def grid(self) -> Grid | None:
@@ -102,16 +94,12 @@ class ShardMap:
         return axis
 
 
-def shard_map(cuts: Sequence[Cut], mesh_shape: Sequence[int], team: Team) -> ShardMap:
-    """Return the parts that these cuts give to each rank of a team."""
-    return ShardMap(tuple(tuple(cut.part(mesh_shape, at) for cut in cuts) for at in team.coordinates))
-
-
 class Exchange:
     """The exchange of `count` matrices between shards and owners; each matrix is made of tensors with these maps.
 
     first_owner: the first of the ranks that own one matrix more than the others.
     owned_counts: the number of matrices that each rank owns; owned_slices: which of the stack they are.
+    my_count, my_slice: the same of this rank.
     runs: neighbouring ranks with equal parts, which one copy moves.
     """
 
@@ -121,6 +109,7 @@ class Exchange:
         self.owned_counts = [count // k + ((j - first_owner) % k < count % k) for j in range(k)]
         ends = accumulate(self.owned_counts)
         self.owned_slices = [slice(end - owned, end) for end, owned in zip(ends, self.owned_counts, strict=True)]
+        self.my_count, self.my_slice = self.owned_counts[team.rank], self.owned_slices[team.rank]
         # Elements of one matrix on each rank, in all its tensors.
         self.sizes = [sum(x.part_numels[i] for x in maps) for i in range(k)]
         along_axes = all(x.axis is not None for x in maps)
@@ -129,14 +118,9 @@ class Exchange:
         alike = [tuple(x.part_shapes[i] for x in maps) if along_axes else i for i in range(k)]
         self.runs = [[i for i, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
 
-    @property
-    def my_slice(self) -> slice:
-        """Which matrices of the stack this rank owns."""
-        return self.owned_slices[self.team.rank]
-
     def to_owners(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """Send stacks (count, *part) of one dtype; return the whole tensors owned here, (owned, *whole) each."""
-        me, owned = self.team.rank, self.owned_counts[self.team.rank]
+        me, owned = self.team.rank, self.my_count
         send = [count * self.sizes[me] for count in self.owned_counts]
         receive = [owned * size for size in self.sizes]
         if len(stacks) == 1:
@@ -163,7 +147,7 @@ class Exchange:
 
     def to_shards(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """Send whole tensors (owned, *whole) from their owners; return stacks (count, *part) of the parts here."""
-        me, owned = self.team.rank, self.owned_counts[self.team.rank]
+        me, owned = self.team.rank, self.my_count
         send = [owned * size for size in self.sizes]
         receive = [count * self.sizes[me] for count in self.owned_counts]
         arrived = collectives.exchange(self._flatten_for_shards(wholes), send, receive, self.team.group)
@@ -179,7 +163,7 @@ class Exchange:
 
     def _flatten_for_shards(self, wholes: Sequence[Tensor]) -> Tensor:
         """Return the parts of whole tensors as one vector, ordered by the rank that gets them."""
-        if not self.owned_counts[self.team.rank]:
+        if not self.my_count:
             return wholes[0].new_empty(0)
         if self.grids:
             blocks = [[grid.split(x) for grid, x in zip(self.grids, wholes, strict=True)]]

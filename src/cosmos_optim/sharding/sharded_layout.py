@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.rules.rule import Rule, Slot
 from cosmos_optim.sharding import collectives
-from cosmos_optim.sharding.location import ShardedLocation, StateCuts, sharded_location
-from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering, uncut
+from cosmos_optim.sharding.location import ShardedLocation, sharded_location
+from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
 
 # Which sides of a matrix may be cut, by Rule.shardable.
 SHARDABLE_SIDES = {"both": "mn", "rows": "m", "none": ""}
@@ -72,25 +73,20 @@ class ShardedLayout(Layout):
 
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
-    def _role(self, dim: int) -> str:
-        """Return what a dimension of the stored tensor is: "m" rows, "n" columns, or "b" a batch of matrices."""
-        last = len(self.shape) - 1
-        if self.kind == "conv":
-            role = "m" if dim == 0 else "n"
-        elif self.kind == "in_out":
-            role = {last - 1: "n", last: "m"}.get(dim, "b")
-        else:
-            role = {last - 1: "m", last: "n"}.get(dim, "b")
-        return {"m": "n", "n": "m", "b": "b"}[role] if self.flipped else role
-
     def _assign_roles(self, group: dict[str, Any]) -> None:
-        roles = [self._role(dim) for dim in range(len(self.shape))]
-        if self.kind == "conv" and any(cut.mesh_dims for cut in self.cuts[1:]):
-            raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
-        self.matrix_cuts = {role: self.cuts[dim] for dim, role in enumerate(roles) if role != "b"}
+        """Find out what the dimensions of the stored tensor are: "m" rows, "n" columns, "b" a batch of matrices."""
         if self.kind == "conv":
-            self.matrix_cuts["m" if self.flipped else "n"] = uncut(self._matrix_shape()[1])
-        self.batch_cuts = [cut for cut, role in zip(self.cuts, roles, strict=True) if role == "b"]
+            roles = "m" + "n" * (len(self.shape) - 1)
+        else:
+            roles = "b" * (len(self.shape) - 2) + ("nm" if self.kind == "in_out" else "mn")
+        self.roles = roles.translate(str.maketrans("mn", "nm")) if self.flipped else roles
+        self.matrix_cuts = dict(zip(self.roles, self.cuts, strict=True))
+        if self.kind == "conv":
+            if any(cut.mesh_dims for cut in self.cuts[1:]):
+                raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
+            columns = self._matrix_shape()[1]
+            self.matrix_cuts["m" if self.flipped else "n"] = Cut(columns, (), 0, columns)
+        self.batch_cuts = [cut for cut, role in zip(self.cuts, self.roles, strict=True) if role == "b"]
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
         self.divided = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
         self.needs_owners = not self.divided <= set(SHARDABLE_SIDES[self.rule.shardable])
@@ -108,21 +104,19 @@ class ShardedLayout(Layout):
 
     def _block_of(self, rows: Cut, i: int) -> Cut:
         """Return the cut of the rows of block i, given that of all rows."""
-        return rows.block(sum(self.splits[:i]), sum(self.splits[: i + 1])) if self.splits else rows
+        return replace(rows, low=sum(self.splits[:i]), high=sum(self.splits[: i + 1])) if self.splits else rows
 
     def _location_of_block(self, i: int) -> ShardedLocation:
         rows, cols = self._block_of(self.matrix_cuts["m"], i), self.matrix_cuts["n"]
-        return sharded_location(self.mesh, rows, cols, self._owner_state(i, rows, cols) if self.needs_owners else None)
-
-    def _owner_state(self, i: int, rows: Cut, cols: Cut) -> StateCuts:
-        """Return the cuts of each state tensor of block i."""
+        if not self.needs_owners:
+            return sharded_location(self.mesh, rows, cols)
         state: list[tuple[str, tuple[Cut, ...]]] = []
         for name, (slot, all_cuts) in self.state_cuts.items():
             cuts = [rows, cols] if slot.axes == "*" else all_cuts[self._lead(slot) :]
             if slot.axes.startswith("m"):
                 cuts[0] = self._block_of(cuts[0], i)
             state.append((name, tuple(cuts)))
-        return tuple(state)
+        return sharded_location(self.mesh, rows, cols, tuple(state))
 
     def location(self, i: int) -> Location:
         """Return where block i is."""
@@ -144,11 +138,6 @@ class ShardedLayout(Layout):
         if tuple(grad.placements) == self.placements:
             return grad
         return grad.redistribute(self.mesh, self.placements)
-
-    def zero_gradient(self, p: Tensor) -> Tensor:
-        """Return zeros in place of a gradient that is None, without a message to other ranks."""
-        zeros = torch.zeros_like(self.local(p))
-        return DTensor.from_local(zeros, self.mesh, self.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     def split_rows(self, x: Tensor) -> list[Tensor]:
         """Return the row blocks of a fused weight, as far as they are stored here."""
@@ -190,40 +179,29 @@ class ShardedLayout(Layout):
         """Return the placements of a state tensor on the parameter's mesh."""
         if slot.axes == "*":
             return self.placements
-        placements: list[Placement] = []
-        for placement in self.placements:
-            axis = self._axis_for(placement, slot)
-            if axis is None:
-                placements.append(Replicate())
-            elif isinstance(placement, _StridedShard):
-                placements.append(_StridedShard(axis, split_factor=placement.split_factor))
-            else:
-                placements.append(Shard(axis))
-        return tuple(placements)
+        return tuple(self._placement_of(slot, placement) for placement in self.placements)
 
-    def _axis_for(self, placement: Placement, slot: Slot) -> int | None:
-        """Return the dimension of a state tensor that a mesh dimension with this placement cuts, if any."""
+    def _placement_of(self, slot: Slot, placement: Placement) -> Placement:
+        """Return how the mesh dimension that cuts the parameter by this placement cuts a state tensor."""
         if not isinstance(placement, (Shard, _StridedShard)):
-            return None
-        dim = placement.dim % len(self.shape)
-        role = self._role(dim)
-        if role == "b":
-            return dim
-        lead = self._lead(slot)
-        axis = slot.axes.find(role, lead)
-        if axis >= 0:
-            return axis
-        if not self.needs_owners:
-            return None
-        return next((a for a in range(lead, len(slot.axes)) if slot.axes[a] not in "mn"), lead)
+            return Replicate()
+        dim, lead = placement.dim % len(self.shape), self._lead(slot)
+        axis = dim if self.roles[dim] == "b" else slot.axes.find(self.roles[dim], lead)
+        if axis < 0 and self.needs_owners:
+            axis = next((a for a in range(lead, len(slot.axes)) if slot.axes[a] not in "mn"), lead)
+        if axis < 0:
+            return Replicate()
+        if isinstance(placement, _StridedShard):
+            return _StridedShard(axis, split_factor=placement.split_factor)
+        return Shard(axis)
 
-    def zeros(self, p: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
+    def zeros(self, p: Tensor, slot: Slot) -> Tensor:
         """Allocate one state tensor on the parameter's mesh."""
         if slot.axes == "*":
-            return super().zeros(p, slot, dtype)
+            return super().zeros(p, slot)
         placements = self.placements_of(slot)
         shape = self._part_shape(cuts_of(slot.shape, self.mesh, placements))
-        return self._as_dtensor(torch.zeros(shape, dtype=dtype, device=p.device), slot, placements)
+        return self._as_dtensor(torch.zeros(shape, dtype=slot.dtype, device=p.device), slot, placements)
 
     def _as_dtensor(self, local: Tensor, slot: Slot, placements: Sequence[Placement]) -> DTensor:
         shape = torch.Size(slot.shape)
@@ -240,7 +218,7 @@ class ShardedLayout(Layout):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         local = self._narrow(whole, cuts_of(slot.shape, self.mesh, placements))
         if slot.axes == "*":
-            copy = super().zeros(p, slot, value.dtype)
+            copy = super().zeros(p, slot)
             self.local(copy).copy_(local)
             return copy
         return self._as_dtensor(local.to(p.device, copy=True).contiguous(), slot, placements)

@@ -19,7 +19,6 @@ from cosmos_optim.cuda.kernels.tiles import (
     dot_split_tile,
     exponent,
     load_full_columns,
-    load_parts,
     load_tile,
     matrix_start,
     rows_of_class,
@@ -108,9 +107,9 @@ def _masked_tile(
     largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(g), tl.abs(new))))
     if THIN:
         at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
-        u1, u2 = load_parts(u + at, u_step, held)
+        u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
         acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-        v1, v2 = load_parts(v + at, u_step, held)
+        v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
         acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, M_SINGLE_PART, FLOAT32_DOTS)
     return acc_g, acc_m, largest
 

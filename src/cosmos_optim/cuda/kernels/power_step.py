@@ -25,7 +25,6 @@ from cosmos_optim.cuda.kernels.tiles import (
     scale_down,
     scale_up,
     split_float16,
-    store_float16_parts,
     store_thin,
 )
 
@@ -42,8 +41,10 @@ def _scale_for_power_step(
     c = tl.where(c > 0, c, 1.0)
     scaled_max = max_parts(max_abs_parts, batch, parts, PARTS) / c
     value = load_thin(x + batch.to(tl.int64) * k * r, row, col, k, r) / c
-    at = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :]
-    store_float16_parts(at, part_stride, value * scale_up(exponent(scaled_max)), row[:, None] < k)
+    y1, y2 = split_float16(value * scale_up(exponent(scaled_max)))
+    at, inside = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :], row[:, None] < k
+    tl.store(at, y1, mask=inside)
+    tl.store(at + part_stride, y2, mask=inside)
     if block == 0:
         tl.store(scale + batch, c)
         tl.store(y_max + batch, scaled_max)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, store_bfloat16_parts, store_float16_parts
+from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, split_float16
 
 # c for factors with entries of at most 1.
 BASIS_SCALE = 256.0
@@ -25,8 +25,10 @@ def _split(
     value = load_thin(x, row.to(tl.int64), col, rows, r) * scale
     if MAX_GIVEN:
         value = value * scale_up(exponent(tl.load(x_max + row // k, mask=row < rows, other=1.0)))[:, None]
-    at = row[:, None].to(tl.int64) * R + col[None, :]
-    store_float16_parts(y + at, part_stride, value, row[:, None] < rows)
+    at, inside = row[:, None].to(tl.int64) * R + col[None, :], row[:, None] < rows
+    y1 = value.to(tl.float16)
+    tl.store(y + at, y1, mask=inside)
+    tl.store(y + part_stride + at, (value - y1.to(tl.float32)).to(tl.float16), mask=inside)
 
 
 def split(U: Tensor, x_max: Tensor | None = None) -> Tensor:
@@ -50,8 +52,12 @@ def _split_both(x, half, wide, rows, r, part_stride, scale, BLOCK: tl.constexpr,
     row, col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R)
     value = load_thin(x, row.to(tl.int64), col, rows, r)
     at, inside = row[:, None].to(tl.int64) * R + col[None, :], row[:, None] < rows
-    store_float16_parts(half + at, part_stride, value * scale, inside)
-    store_bfloat16_parts(wide + at, part_stride, value, inside)
+    half1, half2 = split_float16(value * scale)
+    tl.store(half + at, half1, mask=inside)
+    tl.store(half + part_stride + at, half2, mask=inside)
+    wide1 = value.to(tl.bfloat16)
+    tl.store(wide + at, wide1, mask=inside)
+    tl.store(wide + part_stride + at, (value - wide1.to(tl.float32)).to(tl.bfloat16), mask=inside)
 
 
 def split_both(U: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,17 +101,9 @@ def split_bfloat16(x):
 @jit
 def store_bfloat16_parts(y, part_stride, x, mask):
     """Store the two bfloat16 parts of x at the pointers y and y + part_stride."""
-    x1, x2 = split_bfloat16(x)
+    x1 = x.to(tl.bfloat16)
     tl.store(y, x1, mask=mask)
-    tl.store(y + part_stride, x2, mask=mask)
-
-
-@jit
-def store_float16_parts(y, part_stride, x, mask):
-    """Store the two float16 parts of x at the pointers y and y + part_stride."""
-    x1, x2 = split_float16(x)
-    tl.store(y, x1, mask=mask)
-    tl.store(y + part_stride, x2, mask=mask)
+    tl.store(y + part_stride, (x - x1.to(tl.float32)).to(tl.bfloat16), mask=mask)
 
 
 @jit

@@ -57,6 +57,7 @@ class OptimizerOptions:
     gamma: float | None = None  # Weight of COSMOS's Muon part (None: lr / adam_lr; `cosmos` counts 2e-3 of it at most).
     embedding_lr: float | None = None  # Separate rate for the embedding.
     head_lr: float | None = None  # Separate rate for the output head.
+    vector_lr: float | None = None  # Separate rate for norms and biases.
     adam_beta1: float | None = None  # Separate first-moment decay for embedding and head.
     options: tuple[str, ...] = ()  # Further keyword arguments of the optimizer, as name=value.
 
@@ -200,7 +201,10 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
     return parsed
 
 
-_POSITIVE = "seq_len lr steps batch keep width depth mlp vocab_size adam_lr rank micro_batch clip embedding_lr head_lr"
+_POSITIVE = (
+    "seq_len lr steps batch keep width depth mlp vocab_size adam_lr rank micro_batch clip "
+    "embedding_lr head_lr vector_lr"
+)
 _NOT_NEGATIVE = "eps weight_decay log_every val_every val_tokens diagnostics_every checkpoint_every"
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (_POSITIVE, lambda value: 0 < value < math.inf, "must be positive"),

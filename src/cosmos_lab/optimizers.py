@@ -85,7 +85,7 @@ def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:
 
 
 def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:
-    """Return the separate rates for embedding and head, as ``param_groups`` takes them."""
+    """Return the separate rates for embedding, head and vectors, as ``param_groups`` takes them."""
     overrides: dict[str, dict[str, Any]] = {}
     rule = "adam-mini" if options.optimizer == "adam-mini" else "adam"
     names = {name for name, _ in model.named_parameters()}  # a tied head has no matrix
@@ -95,4 +95,7 @@ def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[st
             group["betas"] = (options.adam_beta1, options.beta2)
         if group:
             overrides[name] = {"rule": rule, **group}
+    if options.vector_lr is not None:
+        vectors = (name for name, parameter in model.named_parameters() if parameter.ndim < 2)
+        overrides |= {name: {"rule": rule, "lr": options.vector_lr} for name in vectors}
     return overrides or None

@@ -47,3 +47,13 @@ def test_muon_norm_is_muon_with_normalized_updates() -> None:
 def test_an_option_that_the_optimizer_does_not_have_is_a_value_error() -> None:
     with pytest.raises(ValueError, match=r"Muon has no argument 'nesterof' \(did you mean 'nesterov'\?\)"):
         build_optimizer(build("tiny"), OptimizerOptions("muon", options=("nesterof=True",)))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "cosmos"])
+def test_norms_run_at_their_separate_rate_with_embedding_and_head(optimizer: str) -> None:
+    model = build("tiny", depth=1)
+    rates = OptimizerOptions(optimizer, lr=1e-3, embedding_lr=4e-3, head_lr=4e-3, vector_lr=4e-3)
+    rate = {p: group["lr"] for group in build_optimizer(model, rates).param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        outer = parameter.ndim < 2 or name in ("embed.weight", "head.weight")
+        assert rate[parameter] == (4e-3 if outer else 1e-3), name

@@ -1,0 +1,326 @@
+"""What the comparison of docs/protocol.md runs: the optimizers, their starting rates, the next runs, and the table.
+
+The search tunes one coordinate after the other, by the same rule for every optimizer: the rate of the hidden matrices,
+the rate of embedding, head and norms, and beta2. Then come further seeds and shorter runs at the best setting. All
+choices read the validation loss of finished runs; nothing else is remembered, so a search continues from its results.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cosmos_lab.config import RunConfig
+
+Result = dict[str, Any]  # One finished run, as its JSON file has it.
+Losses = Mapping[str, float]  # Validation loss by run id; inf: diverged.
+
+BETA2 = 0.98  # Where the search begins.
+BETA2S = (0.95, 0.98, 0.999)
+MOST = {"lr": 5, "adam_lr": 4}  # values tried of each rate, the starting value included
+RATES = ("lr", "adam_lr")
+TUNING = (*RATES, "beta2")
+ALL = (*TUNING, "seeds")
+POINTS = 25  # of each curve
+STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by number of seeds
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the comparison; ``start`` has (hidden rate, rate of embedding, head and norms) by regime."""
+
+    optimizer: str
+    start: Mapping[str, tuple[float, float]]
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How the same number of tokens is spent."""
+
+    steps: int
+    batch: int  # Sequences in a step, all in one forward pass.
+    seq_len: int = 1024
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the comparison."""
+
+    model: str
+    regime: str
+    entry: str
+    lr: float
+    adam_lr: float
+    beta2: float = BETA2
+    seed: int = 0
+    share: float = 1.0  # Of the regime's steps, with a complete schedule.
+
+    @property
+    def id(self) -> str:
+        """Return the name of the result file."""
+        name = f"{self.model}-{self.regime}-{self.entry}-lr{self.lr:g}-emb{self.adam_lr:g}-b{self.beta2:g}-s{self.seed}"
+        return name if self.share == 1 else f"{name}-share{self.share:g}"
+
+
+Phase = tuple[str, tuple[str, ...], tuple[str, ...]]  # regime, entries, stages
+
+_PAIR = {"A": (1e-3, 4e-3), "B": (5e-4, 2e-3)}
+_MAIN = ("adamw", "cosmos", "muon", "normuon")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The comparison; tests make a small one."""
+
+    model: str = "llama-60m"
+    sizes: Mapping[str, Any] = field(default_factory=lambda: {"vocab_size": 32_100})  # That differ from the preset.
+    regimes: Mapping[str, Regime] = field(default_factory=lambda: {"A": Regime(800, 64), "B": Regime(3200, 16)})
+    entries: Mapping[str, Entry] = field(
+        default_factory=lambda: {
+            "adamw": Entry("adam", {"A": (2e-3, 4e-3), "B": (1e-3, 2e-3)}),
+            "cosmos": Entry("cosmos", _PAIR),
+            "muon": Entry("muon", _PAIR),
+            "normuon": Entry("normuon", _PAIR),
+            "soap-f10": Entry("soap", {"A": (2e-3, 4e-3), "B": (2e-3, 2e-3)}, ("frequency=10",)),
+            "soap-f1": Entry("soap", {"A": (4e-3, 4e-3), "B": (2e-3, 2e-3)}, ("frequency=1",)),
+            "cosmos-paper": Entry("cosmos-paper", _PAIR),
+        }
+    )
+    phases: Sequence[Phase] = (  # In this order; in a phase, the entry with the fewest runs goes first.
+        ("B", (*_MAIN, "soap-f10"), RATES),
+        ("A", (*_MAIN, "soap-f1"), RATES),
+        ("B", _MAIN, ALL),
+        ("A", _MAIN, ALL),
+        ("B", ("soap-f10",), ALL),
+        ("A", ("soap-f1",), ALL),
+        ("B", _MAIN[1:], ("short",)),
+        ("A", _MAIN[1:], ("short",)),
+        ("B", ("cosmos-paper", "soap-f1"), ALL),
+        ("A", ("cosmos-paper", "soap-f10"), ALL),
+    )
+    seeds: tuple[int, ...] = (0, 1, 2)
+    shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
+    cut: int = 1_048_577  # The validation text ends with the first document that ends at this token or after it.
+    block: int = 65_536  # Final losses are also kept as means over so many tokens.
+    curve_tokens: int = 131_072  # Of each text, at every point of a curve.
+
+    def config(self, run: Run) -> RunConfig:
+        """Return the lab's configuration of a run, without its folders."""
+        entry, regime = self.entries[run.entry], self.regimes[run.regime]
+        steps = round(regime.steps * run.share)
+        config = RunConfig().replace(
+            model=run.model, seq_len=regime.seq_len, optimizer=entry.optimizer, lr=run.lr, adam_lr=run.adam_lr,
+            beta1=0.9, beta2=run.beta2, eps=1e-8, weight_decay=0.0, options=entry.options, steps=steps,
+            batch=regime.batch, micro_batch=regime.batch, clip=1.0, seed=run.seed, schedule="linear", warmup=0.1,
+            recipe="protocol", name=run.id, log_every=max(1, steps // 50), val_every=max(1, steps // POINTS),
+            val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
+        )  # fmt: skip
+        if entry.optimizer == "adam":  # It uses only `lr`: give it the second rate that the others have.
+            config = config.replace(embedding_lr=run.adam_lr, head_lr=run.adam_lr, vector_lr=run.adam_lr)
+        return config.replace(**self.sizes)
+
+    # -- the search -----------------------------------------------------------------------------------------------
+
+    def at(self, regime: str, entry: str, point: Mapping[str, float], seed: int = 0, share: float = 1.0) -> Run:
+        """Return the run at a point: powers of 2 by which the rates differ from the starting ones, and beta2."""
+        lr, adam_lr = self.entries[entry].start[regime]
+        lr, adam_lr = lr * 2.0 ** point["lr"], adam_lr * 2.0 ** point["adam_lr"]
+        return Run(self.model, regime, entry, lr, adam_lr, point["beta2"], seed, share)
+
+    def tune(
+        self, regime: str, entry: str, name: str, point: Mapping[str, float], loss: Losses
+    ) -> tuple[dict[str, float], dict[str, float] | None, bool]:
+        """Tune one coordinate: return the best point so far, the point to try next, and if the best is bracketed.
+
+        The next point is None if the coordinate is finished. It may end without a bracket, after MOST values.
+        """
+
+        def moved(value: float) -> dict[str, float]:
+            return {**point, name: value}
+
+        if name == "beta2":
+            values: Collection[float] = BETA2S
+        else:
+            values = range(-MOST[name], MOST[name] + 1)
+        ids = {value: self.at(regime, entry, moved(value)).id for value in values}
+        known = {value: loss[ids[value]] for value in values if ids[value] in loss}
+        first = BETA2 if name == "beta2" else 0
+        if first not in known:
+            return dict(point), moved(first), False
+        best = min(known, key=lambda value: (known[value], abs(value - first)))
+        if name == "beta2":
+            missing = [value for value in BETA2S if value not in known]
+            return moved(best), moved(missing[0]) if missing else None, not missing
+        missing = [value for value in (best + 1, best - 1) if value not in known]
+        more = bool(missing) and len(known) < MOST[name]
+        return moved(best), moved(missing[0]) if more else None, not missing
+
+    def best(self, regime: str, entry: str, loss: Losses) -> tuple[dict[str, float], list[str], list[str]]:
+        """Return the best point so far, the coordinates still to tune, and those ended without a bracket."""
+        point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
+        unfinished, at_the_end = [], []
+        for name in TUNING:
+            point, following, bracketed = self.tune(regime, entry, name, point, loss)
+            if following:
+                unfinished.append(name)
+            elif not bracketed:
+                at_the_end.append(name)
+        return point, unfinished, at_the_end
+
+    def wanted(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
+        """Return the runs that an entry can begin now; none if these stages are done or must wait."""
+        point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
+        for name in TUNING:
+            if "lr" in stages and name not in stages:
+                return []
+            point, following, _ = self.tune(regime, entry, name, point, loss)
+            if following:
+                return [self.at(regime, entry, following)] if name in stages else []
+        seeds = self.seeds if "seeds" in stages else ()
+        shares = self.shares if "short" in stages else ()
+        runs = [self.at(regime, entry, point, seed) for seed in seeds]
+        runs += [self.at(regime, entry, point, 0, share) for share in shares]
+        return [run for run in runs if run.id not in loss]
+
+    def candidates(self, loss: Losses, pending: Collection[str] = ()) -> list[Run]:
+        """Return the runs that can begin now, in the order in which they should."""
+        found: dict[str, Run] = {}
+        for regime, entries, stages in self.phases:
+            offers = []
+            for entry in entries:
+                begin = f"{self.model}-{regime}-{entry}-lr"
+                done = sum(name.startswith(begin) for name in (*loss, *pending))
+                runs = [run for run in self.wanted(regime, entry, stages, loss) if run.id not in pending]
+                offers += [(done + i, run) for i, run in enumerate(runs)]
+            for _, run in sorted(offers, key=lambda offer: offer[0]):
+                found.setdefault(run.id, run)
+        return list(found.values())
+
+
+def losses(results: Mapping[str, Result]) -> dict[str, float]:
+    """Return the validation loss by run id, inf for runs that diverged."""
+    return {name: math.inf if r["val_loss"] is None else r["val_loss"] for name, r in results.items()}
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """The best setting of an entry so far, with its runs over seeds."""
+
+    run: Result
+    seeds: list[Result]
+    tuned: int  # Runs of the search.
+    status: str
+
+    @property
+    def test_loss(self) -> float:
+        """Return the mean test loss over seeds."""
+        return statistics.fmean(r["test_loss"] for r in self.seeds)
+
+    @property
+    def deviation(self) -> float | None:
+        """Return the standard deviation of the test loss over seeds."""
+        return statistics.stdev(r["test_loss"] for r in self.seeds) if len(self.seeds) > 1 else None
+
+
+def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
+    """Return what is known: the best setting of each optimizer, differences, token shares, and every run."""
+    mine = {name: r for name, r in results.items() if r["model"] == protocol.model}
+    lines = list(_cautions(mine.values()))
+    for name, regime in protocol.regimes.items():
+        rows = {entry: row for entry in protocol.entries if (row := _row(protocol, name, entry, mine))}
+        if not rows:
+            continue
+        lines += ["", f"{protocol.model}, regime {name}: {regime.steps} steps of {regime.batch} x {regime.seq_len}"]
+        lines.append(f"{'':13}{'hidden':>9}{'outer':>9}{'beta2':>7}{'runs':>6}{'val ppl':>9}{'test ppl':>10}  status")
+        for entry, row in sorted(rows.items(), key=lambda item: item[1].run["val_loss"]):
+            r = row.run
+            ppl = statistics.fmean(s["test_ppl"] for s in row.seeds)
+            over = f"{len(row.seeds)} seeds" if len(row.seeds) > 1 else "one seed"
+            if len(row.seeds) > 1:
+                over += f", sd {statistics.stdev(s['test_ppl'] for s in row.seeds):.3f}"
+            lines.append(
+                f"{entry:13}{r['lr']:9.3g}{r['adam_lr']:9.3g}{r['beta2']:7g}{row.tuned:6d}{r['val_ppl']:9.3f}{ppl:10.3f}"
+                f"  {over}; {row.status}"
+            )
+        lines += [*_differences(rows), *_token_shares(protocol, name, rows, mine)]
+        lines.append("  all runs: validation and test perplexity")
+        for run_id, r in sorted(mine.items()):
+            if r["regime"] == name:
+                both = "diverged" if r["val_loss"] is None else f"{r['val_ppl']:.3f} {r['test_ppl']:.3f}"
+                lines.append(f"    {run_id}  {both}")
+    return "\n".join(lines).strip("\n")
+
+
+def _cautions(results: Collection[Result]) -> Iterator[str]:
+    texts = {tuple(r["data"][k] for k in ("fingerprint", "val_fingerprint", "test_fingerprint")) for r in results}
+    for what, found in (("texts", texts), ("commits", {r["commit"] for r in results})):
+        if len(found) > 1:
+            yield f"CAUTION: these are runs of {len(found)} {what}"
+
+
+def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Result]) -> Row | None:
+    """Return the best point of an entry's search, or None without a finished run there."""
+    point, unfinished, at_the_end = protocol.best(regime, entry, losses(results))
+    begin = f"{protocol.model}-{regime}-{entry}-lr"
+    tuned = sum(n.startswith(begin) and r["seed"] == 0 and r["share"] == 1 for n, r in results.items())
+    seeds = [results[i] for s in protocol.seeds if (i := protocol.at(regime, entry, point, s).id) in results]
+    seeds = [r for r in seeds if r["test_loss"] is not None]
+    if not seeds or seeds[0]["seed"] != protocol.seeds[0]:
+        return None
+    notes = [f"to tune: {', '.join(unfinished)}"] if unfinished else ["tuned"]
+    if at_the_end:
+        notes.append(f"best at the end of its range: {', '.join(at_the_end)}")
+    return Row(seeds[0], seeds, tuned, "; ".join(notes))
+
+
+def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
+    """Yield each optimizer's test loss minus COSMOS's, paired by seed."""
+    if "cosmos" not in rows:
+        return
+    ours = {r["seed"]: r for r in rows["cosmos"].seeds}
+    for entry, row in rows.items():
+        pairs = [(r, ours[r["seed"]]) for r in row.seeds if r["seed"] in ours]
+        gaps = [theirs["test_loss"] - own["test_loss"] for theirs, own in pairs]
+        if entry == "cosmos" or not gaps:
+            continue
+        by_block = zip(*(map(float.__sub__, a["test_blocks"], b["test_blocks"]) for a, b in pairs), strict=True)
+        blocks = [statistics.fmean(over_seeds) for over_seeds in by_block]
+        line = f"  {entry} - cosmos: {statistics.fmean(gaps):+.4f} nats"
+        if len(gaps) > 1:
+            width = STUDENT[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
+            line += f" +- {width:.4f} ({len(gaps)} seeds; without the first, {statistics.fmean(gaps[1:]):+.4f})"
+        yield f"{line}; blocks of the test text {min(blocks):+.4f} to {max(blocks):+.4f}"
+
+
+def _token_shares(
+    protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result]
+) -> Iterator[str]:
+    """Yield the share of the tokens with which each optimizer reaches AdamW's test loss, by its shorter runs."""
+    if "adamw" not in rows:
+        return
+    goal, goal_deviation = rows["adamw"].test_loss, rows["adamw"].deviation
+    for entry, row in rows.items():
+        point, _, _ = protocol.best(regime, entry, losses(results))
+        ids = {share: protocol.at(regime, entry, point, 0, share).id for share in protocol.shares}
+        found = {share: results[i]["test_loss"] for share, i in ids.items() if i in results}
+        points = sorted((s, loss) for s, loss in found.items() if loss is not None)
+        if not points:
+            continue
+        points.append((1.0, row.test_loss))
+        answer = f"less than {points[0][0]:g}" if points[0][1] <= goal else "more than 1"
+        for (s0, l0), (s1, l1) in zip(points, points[1:], strict=False):
+            if l1 <= goal < l0:
+                slope = (l0 - l1) / math.log(s1 / s0)  # of the loss in log tokens
+                share = s0 * math.exp((l0 - goal) / slope)
+                answer = f"{share:.3f}"
+                if goal_deviation is not None and row.deviation is not None:
+                    answer += f" +- {share * math.hypot(goal_deviation, row.deviation) / slope:.3f}"
+                break
+        yield f"  {entry} reaches AdamW's test loss of {goal:.4f} with a share of the tokens of {answer}"

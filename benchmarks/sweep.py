@@ -1,0 +1,403 @@
+"""Run the comparison of docs/protocol.md as a queue: several runs at a time, until a deadline.
+
+    python -m benchmarks.sweep --data data/wiki_t5 --out sweep --seconds 3600 --parallel 2
+    python -m benchmarks.sweep --table results/protocol-60m.json
+
+Every finished run is one file, OUT/runs/ID.json, with all its settings. OUT/bundle.json has all of them, those of
+--known included. A run that is finished in either place is not trained again; one that the deadline cuts off is.
+Needs torch and numpy, and Triton on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.protocol import Protocol, Result, Run, losses, table
+from cosmos_lab.data import TokenSource, validation_batches
+from cosmos_lab.io import atomic_write
+from cosmos_lab.run import build, launch, model_cache
+from cosmos_lab.run.run_folder import CONFIG
+from cosmos_lab.run.train import Trainer
+
+MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to run the queue."""
+
+    data: str  # Shards, as the lab's --data.
+    out: Path
+    known: tuple[Path, ...] = ()  # Bundles of earlier results.
+    seconds: float = math.inf
+    parallel: int = 1
+    mps: bool = False
+    device: str = "auto"
+    compile: str = "auto"
+    cache: str | None = None
+    commit: str | None = None
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def split(source: TokenSource, cut: int) -> tuple[TokenSource, TokenSource]:
+    """Cut a text after the first document that ends at token ``cut`` or later: validation text and test text."""
+    ends = source.documents[1:]
+    index = int(np.searchsorted(ends, cut))
+    if len(source.shards) != 1 or index + 1 >= len(ends):
+        raise ValueError(f"{source}: the text to cut at token {cut} must be one shard with a document after that")
+    (shard,), at = source.shards, int(ends[index])
+
+    def part(tokens: Any, name: str) -> TokenSource:
+        digest = hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()
+        top = int(tokens.argmax())
+        piece = dataclasses.replace(shard, tokens=tokens, sha256=digest, max_id=int(tokens[top]), max_at=top)
+        return TokenSource([piece], source.vocabulary, f"{source.name}, {name}")
+
+    return part(shard.tokens[:at], "validation part"), part(shard.tokens[at:], "test part")
+
+
+class TwoTextTrainer(Trainer):
+    """The lab's trainer with a validation text and a test text."""
+
+    texts: dict[str, TokenSource]
+
+    @torch.no_grad()
+    def read(self, source: TokenSource, tokens: int) -> list[float]:
+        """Return the mean loss of each batch of the first tokens; only whole batches, so that nothing recompiles."""
+        length = self.config.data.seq_len
+        whole = self.micro * length
+        tokens = max(1, min(tokens, len(source) - 1) // whole) * whole
+        found = []
+        for x, y in validation_batches(source, self.micro, length, tokens):
+            with self._autocast():
+                found.append(self.runner(x.to(self.world.device), y.to(self.world.device)).float())
+        return [float(loss) for loss in torch.stack(found).tolist()]
+
+    def validate(self) -> dict[str, Any]:
+        """Log one point of both curves."""
+        record: dict[str, Any] = {"step": self.state.step, "tokens": self.tokens, "time": self.clock.read()}
+        for name, source in self.texts.items():
+            record[f"{name}_loss"] = statistics.fmean(self.read(source, self.config.logging.val_tokens))
+        self._write(record)
+        return record
+
+    def final(self, block: int) -> dict[str, Any]:
+        """Return the losses on both texts, over all their whole blocks and in each block."""
+        found: dict[str, Any] = {}
+        batches = max(1, block // (self.micro * self.config.data.seq_len))
+        for name, source in self.texts.items():
+            values = self.read(source, (len(source) - 1) // block * block)
+            loss = _finite(statistics.fmean(values))
+            found |= {f"{name}_loss": loss, f"{name}_ppl": None if loss is None else math.exp(loss)}
+            found[f"{name}_tokens"] = len(values) * self.micro * self.config.data.seq_len
+            groups = (values[i : i + batches] for i in range(0, len(values), batches))
+            found[f"{name}_blocks"] = [_finite(statistics.fmean(group)) for group in groups]
+        return found
+
+
+def train(protocol: Protocol, options: Options, run: Run) -> Result:
+    """Train one run and return its result; the lab's run folder is removed."""
+    began = time.time()
+    out = options.out / "unfinished" / str(os.getpid())
+    shutil.rmtree(out, ignore_errors=True)
+    config = protocol.config(run).replace(
+        data=options.data, cache_dir=options.cache, out=str(out), device=options.device, compile=options.compile
+    )
+    texts = dict(zip(("val", "test"), split(build.load_source(config.check(), "val"), protocol.cut), strict=True))
+    curve: list[list[Any]] = []
+    train_curve: list[list[Any]] = []
+
+    def note(record: Mapping[str, Any]) -> None:
+        if "val_loss" in record:
+            values = (_finite(record[f"{name}_loss"]) for name in texts)
+            curve.append([record["step"], record["tokens"], *values])
+        elif "loss" in record:
+            train_curve.append([record["step"], _finite(record["loss"])])
+
+    with launch.session(config.training.device, config.training.sharding) as world:
+        build.seed_everything(config.training.seed, config.training.deterministic)
+        with closing(TwoTextTrainer(config, world, note)) as trainer:
+            about = json.loads((config.folder / CONFIG).read_text())
+            tokens = config.training.steps * config.training.batch * config.data.seq_len
+            if tokens >= about["data"]["tokens"]:
+                raise ValueError(f"{tokens:,} tokens asked for, {about['data']['tokens']:,} found: add a shard")
+            trainer.texts = texts
+            summary = trainer.run()
+            final = trainer.final(protocol.block)
+            groups = [
+                {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
+                 "peak_lr": lr} for g, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True)
+            ]  # fmt: skip
+            model_cache.store(trainer.network)
+    shutil.rmtree(out, ignore_errors=True)
+    if summary["status"] != "done":
+        final = {name: value if name.endswith("_tokens") else None for name, value in final.items()}
+    fingerprints = {f"{name}_fingerprint": source.fingerprint for name, source in texts.items()}
+    folders = ("out", "name", "cache_dir", "data")
+    return {
+        "id": run.id, **dataclasses.asdict(run), "status": summary["status"],
+        "optimizer": config.optimizer.optimizer, "options": list(config.optimizer.options),
+        "steps": summary["steps"], "batch": config.training.batch, "seq_len": config.data.seq_len,
+        "tokens": summary["tokens"], "clip": config.training.clip,
+        "betas": [config.optimizer.beta1, config.optimizer.beta2], "groups": groups,
+        "settings": about["settings"], "config": {k: v for k, v in config.flat().items() if k not in folders},
+        "parameters": about["parameters"], "state_bytes": about["state_bytes"],
+        "commit": options.commit or about["commit"], "versions": about["versions"], "date": about["date"],
+        "data": about["data"] | fingerprints, "at_a_time": options.parallel,
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "wall_s": round(time.time() - began, 2), "train_s": round(summary["time"], 2),
+        **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
+        "train_loss": _finite(summary["final_train_loss"]), **final,
+        "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
+        "curve": curve, "train_curve": train_curve,
+    }  # fmt: skip
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 6)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_results(paths: Iterable[Path]) -> dict[str, Result]:
+    """Return the results by id, of bundles and of folders with one file a run."""
+    found: dict[str, Result] = {}
+    for path in paths:
+        if path.is_dir():
+            found |= {r["id"]: r for file in sorted(path.glob("*.json")) for r in [json.loads(file.read_text())]}
+        elif path.exists():
+            found |= json.loads(path.read_text())["runs"]
+        else:
+            raise ValueError(f"there are no results at {path}")
+    return found
+
+
+def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
+    """Write all results into one file, one line a run."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(r)}" for name, r in sorted(results.items()))
+    with atomic_write(path) as out:
+        out.write(f'{{"runs": {{\n{lines}\n}}}}\n'.encode())
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection, protocol: Protocol, options: Options) -> None:
+    """Train what the queue sends, one run after the other; end after a failure, because the GPU's state is unknown."""
+    with pipe:
+        while True:
+            try:
+                run = pipe.recv()
+            except EOFError:
+                return
+            try:
+                pipe.send(train(protocol, options, run))
+            except Exception:
+                pipe.send(traceback.format_exc())
+                return
+
+
+class Worker:
+    """A process that trains, and the run that it trains now."""
+
+    def __init__(self, protocol: Protocol, options: Options) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, protocol, options))
+        self.process.start()
+        theirs.close()
+        self.run: Run | None = None
+
+    def begin(self, run: Run) -> None:
+        """Begin a run."""
+        self.run = run
+        self.pipe.send(run)
+
+    def answer(self) -> Result | str:
+        """Return the result, or why there is none."""
+        self.run = None
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return f"its process ended with {self.process.exitcode}"
+
+    def end(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Queue:
+    """Hands runs to workers until nothing is left to do or no run fits into the time."""
+
+    def __init__(self, protocol: Protocol, options: Options) -> None:
+        self.protocol, self.options = protocol, options
+        self.began = time.time()
+        self.folder = options.out / "runs"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.results = read_results([*options.known, self.folder])
+        self.failed: dict[str, str] = {}
+        self.finished: list[str] = []
+
+    def work(self) -> bool:
+        """Run the queue; return whether every run that began and was not cut off has finished."""
+        self._bundle()
+        count = min(self.options.parallel, len(self._fitting(())))
+        workers = [Worker(self.protocol, self.options) for _ in range(count)]
+        try:
+            while True:
+                for worker in workers:
+                    busy = [w.run.id for w in workers if w.run]
+                    if worker.run is None and (runs := self._fitting(busy)):
+                        worker.begin(runs[0])
+                running = [worker for worker in workers if worker.run]
+                left = self._left()
+                if not running or left <= 0:
+                    for worker in running:
+                        self._say(f"cut off by the deadline: {worker.run.id if worker.run else ''}")
+                    break
+                ready = wait([worker.pipe for worker in running], None if math.isinf(left) else left)
+                for worker in running:
+                    if worker.pipe in ready and not self._receive(worker):
+                        workers.remove(worker)
+                        worker.end()
+                        if len(self.failed) < MOST_FAILURES:
+                            workers.append(Worker(self.protocol, self.options))
+        finally:
+            for worker in workers:
+                worker.end()
+            shutil.rmtree(self.options.out / "unfinished", ignore_errors=True)
+        self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed")
+        return not self.failed
+
+    def _left(self) -> float:
+        return self.began + self.options.seconds - time.time()
+
+    def _fitting(self, busy: Iterable[str]) -> list[Run]:
+        """Return the runs that can begin now and are expected to end in time."""
+        pending = {*busy, *self.failed}
+        runs = self.protocol.candidates(losses(self.results), pending)
+        return [run for run in runs if self._estimate(run) < self._left()]
+
+    def _estimate(self, run: Run) -> float:
+        """Return the longest time of runs of this kind so far, else of this regime, else 0: try it."""
+        alike = [
+            r for r in self.results.values()
+            if (r["model"], r["regime"], r["at_a_time"]) == (run.model, run.regime, self.options.parallel)
+        ]  # fmt: skip
+        same = [r for r in alike if r["entry"] == run.entry]
+        return max((r["wall_s"] / r["share"] * run.share for r in same or alike), default=0.0)
+
+    def _receive(self, worker: Worker) -> bool:
+        """Keep a worker's result; return False if there is none."""
+        assert worker.run is not None
+        name, answer = worker.run.id, worker.answer()
+        if isinstance(answer, str):
+            self.failed[name] = answer
+            self._say(f"FAILED {name}: {answer}")
+            return False
+        text = json.dumps(answer)
+        self.results[name] = json.loads(text)  # as a later queue reads it
+        self.finished.append(name)
+        with atomic_write(self.folder / f"{name}.json") as out:
+            out.write(text.encode() + b"\n")
+        self._bundle()
+        shown = "diverged" if answer["val_loss"] is None else f"validation perplexity {answer['val_ppl']:.3f}"
+        self._say(f"{name}: {shown}, {answer['wall_s']:.0f} s")
+        return True
+
+    def _bundle(self) -> None:
+        write_bundle(self.options.out / "bundle.json", self.results)
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.time() - self.began:7.1f}] {line}", flush=True)
+
+
+@contextmanager
+def shared_gpu(wanted: bool) -> Iterator[None]:
+    """Run NVIDIA's MPS daemon, so that kernels of several processes run at the same time."""
+    if not wanted:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20)
+        try:
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 5\n", text=True, timeout=20)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line says."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print what these bundles or folders hold")
+    p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
+    p.add_argument("--data", help="folder or prefix of the shards: training, and one of validation")
+    p.add_argument("--out", type=Path, help="folder for results")
+    p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
+    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time")
+    p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
+    p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
+    p.add_argument("--model", default=Protocol.model)
+    p.add_argument("--regimes", nargs="*", default=["A", "B"])
+    p.add_argument("--only", nargs="*", help="these optimizers")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--compile", default="auto")
+    p.add_argument("--cache", help="folder for unpacked shards")
+    p.add_argument("--commit", help="commit of the code, if this is not a repository")
+    a = p.parse_args(arguments)
+    protocol = Protocol(model=a.model)
+    if unknown := set(a.only or ()) - set(protocol.entries):
+        p.error(f"unknown: {', '.join(unknown)}; there are {', '.join(protocol.entries)}")
+    if a.table:
+        print(table(protocol, read_results(a.table)))
+        return 0
+    if not a.out or not (a.data or a.plan):
+        p.error("--out and --data are needed, or --table")
+    only = a.only or tuple(protocol.entries)
+    kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in a.regimes]
+    protocol = dataclasses.replace(protocol, phases=kept)
+    options = Options(
+        a.data, a.out, tuple(a.known), a.seconds, a.parallel, a.mps, a.device, a.compile, a.cache, a.commit
+    )
+    queue = Queue(protocol, options)
+    if a.plan:
+        print("\n".join(run.id for run in protocol.candidates(losses(queue.results))))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the workers too
+    with shared_gpu(options.mps):
+        good = queue.work()
+    print(table(protocol, queue.results))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The queue of benchmarks/sweep.py on a CPU: what it runs, what it skips, what it prints."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, losses, table
+from benchmarks.sweep import Options, Queue, main, read_results, split
+from cosmos_lab.data import open_data, write_shard
+from cosmos_lab.optimizers import settings
+
+BUNDLE = Path(__file__).resolve().parents[2] / "results" / "protocol-60m.json"
+START = {"B": (1e-3, 2e-3)}
+TINY = Protocol(
+    model="tiny",
+    sizes={"width": 64, "depth": 1, "mlp": 96, "vocab_size": 64},
+    regimes={"B": Regime(steps=4, batch=4, seq_len=16)},
+    entries={"adamw": Entry("adam", START), "cosmos": Entry("cosmos", START)},
+    phases=[("B", ("adamw", "cosmos"), ("lr", "adam_lr", "beta2", "seeds"))],
+    cut=500,
+    block=64,
+    curve_tokens=64,
+)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    """Write a text with T5's end-of-document token and return options for it."""
+    rng = np.random.default_rng(0)
+    for name, length in (("train", 4_000), ("val", 1_000)):
+        tokens = rng.integers(2, 64, length)
+        tokens[29::30] = 1
+        write_shard(tmp_path / f"toy_t5_{name}.bin", tokens)
+    data, cache = str(tmp_path / "toy_t5"), str(tmp_path / "cache")
+    return Options(data, tmp_path / "out", device="cpu", compile="off", cache=cache, commit="abc")
+
+
+def fake(protocol: Protocol, best: int) -> dict[str, float]:
+    """Run a whole search on losses that are lowest at ``best`` powers of 2 above the starting rates."""
+    loss: dict[str, float] = {}
+    while runs := protocol.candidates(loss):
+        run = runs[0]
+        rates = [np.log2(value / start) for value, start in zip((run.lr, run.adam_lr), START["B"], strict=True)]
+        loss[run.id] = float(sum(abs(rate - best) for rate in rates) + run.beta2)
+    return loss
+
+
+@pytest.mark.slow
+def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Options) -> None:
+    first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
+    queue = Queue(first_runs, dataclasses.replace(options, seconds=60.0))
+    queue.work()
+    assert not queue.failed
+    names = {r["entry"] for r in queue.results.values()}
+    assert names == {"adamw", "cosmos"} and len(queue.finished) >= 6
+    one = json.loads((options.out / "runs" / f"{queue.finished[0]}.json").read_text())
+    assert one["clip"] == 1.0 and one["config"]["warmup"] == 0.1 and one["commit"] == "abc" and one["settings"]
+    assert len(one["curve"]) == 4 and one["test_tokens"] == 448 and len(one["test_blocks"]) == 7
+    assert one["settings"]["adam.lr"] == [2e-3, 1e-3]  # AdamW has both rates
+
+    later = dataclasses.replace(options, out=options.out / "more", known=(options.out / "bundle.json",))
+    again = Queue(first_runs, later)
+    assert again.work() and again.finished == [] and again.results == queue.results
+    text = table(first_runs, again.results)
+    assert "adamw - cosmos" in text and "one seed; to tune: adam_lr, beta2" in text
+    assert text.count("tiny-B-") == len(queue.finished)
+
+
+def test_no_run_begins_that_would_pass_the_deadline(options: Options) -> None:
+    run = TINY.candidates({})[0]
+    queue = Queue(TINY, dataclasses.replace(options, seconds=100.0))
+    queue.results[run.id] = {"model": "tiny", "regime": "B", "entry": "adamw", "share": 1.0, "at_a_time": 1,
+                             "wall_s": 1000.0, "val_loss": 1.0}  # fmt: skip
+    assert queue._fitting(()) == []
+    assert len(TINY.candidates(losses(queue.results))) == 2
+
+
+def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options) -> None:
+    queue = Queue(TINY, dataclasses.replace(options, seconds=0.3))  # less than a process takes to start
+    queue.work()
+    assert queue.finished == [] and list((options.out / "runs").iterdir()) == []
+
+
+def test_a_search_brackets_the_best_rates_with_the_same_rule_for_all() -> None:
+    for best in (-1, 0, 1):
+        loss = fake(TINY, best)
+        for entry in TINY.entries:
+            point, unfinished, at_the_end = TINY.best("B", entry, loss)
+            assert point == {"lr": best, "adam_lr": best, "beta2": 0.95} and not unfinished and not at_the_end
+        counts = [sum(f"-{entry}-" in name for name in loss) for entry in TINY.entries]
+        assert counts[0] == counts[1] <= sum(MOST.values()) - 1 + 2 + 2
+
+
+def test_a_best_value_at_the_end_of_its_range_is_marked() -> None:
+    _, unfinished, at_the_end = TINY.best("B", "adamw", fake(TINY, 8))
+    assert not unfinished and at_the_end == ["lr", "adam_lr"]
+
+
+def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options) -> None:
+    whole = open_data(options.data, "val", cache_dir=options.cache)
+    val, test = split(whole, TINY.cut)
+    assert (len(val), len(test)) == (510, 490)
+    assert np.array_equal(np.concatenate([val.read(0, 510), test.read(0, 490)]), whole.read(0, 1000))
+    assert val.read(509, 510) == 1 and len({val.fingerprint, test.fingerprint, whole.fingerprint}) == 3
+
+
+def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
+    for result in read_results([BUNDLE]).values():
+        run = Run(**{field.name: result[field.name] for field in dataclasses.fields(Run)})
+        config = Protocol().config(run)
+        asked = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items()}
+        other = {name for name, value in result["config"].items() if asked[name] != value}
+        assert run.id == result["id"]
+        assert other <= {"recipe", "embedding_lr", "head_lr"}  # the earlier form gave AdamW its second rate otherwise
+        now = settings(config.optimizer, run.model)
+        assert {name: now[name] for name in result["settings"]} == result["settings"]
+
+
+def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--table", str(BUNDLE)]) == 0
+    assert "cosmos" in capsys.readouterr().out
+    results = read_results([BUNDLE])
+    runs = {Protocol().at("B", name, {"lr": 0, "adam_lr": 0, "beta2": 0.98}).id for name in Protocol().entries}
+    assert runs & set(results) and not {run.id for run in Protocol().candidates(losses(results))} & set(results)

@@ -55,7 +55,7 @@ def is_bool(value: object) -> bool:
 
 
 def require_bool(name: str, value: object) -> None:
-    """Raise ValueError if `value` is not True, False, or a number that stands for one."""
+    """Raise ValueError if `value` is not True, False, or a number that means one."""
     require(is_bool(value) or isinstance(value, (Real, Tensor)), name, value, "give True or False, or a number")
 
 

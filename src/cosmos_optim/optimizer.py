@@ -1,8 +1,8 @@
 """The one optimizer class and the only step().
 
 A step: collect gradients, look for one that is not finite, and run each group's rule over stacks of equal matrices, by
-`engine.run` on a CPU and `cuda.eager` on a GPU. Rules, layouts and kernels know nothing of each other; they meet here.
-Hyper-parameters are in `param_groups`, state is in `state`, and nothing that a checkpoint needs is on `self`.
+`engine.run` on a CPU and `cuda.gpu_run` on a GPU. Rules, layouts and kernels know nothing of each other; they meet
+here. Hyper-parameters are in `param_groups`, state is in `state`, and nothing that a checkpoint needs is on `self`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
         self._skipped = SkippedSteps()
-        self._record: dict[str, dict[str, float]] | None = None
+        self._diagnostics: dict[str, dict[str, float]] | None = None
         self._graphed: GraphedStep | None = None
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
@@ -177,11 +177,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 return
             self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
             if any(e.p.is_cuda for e in entries):
-                from cosmos_optim.cuda import eager  # a step on a CPU runs without the kernels
+                from cosmos_optim.cuda import gpu_run  # a step on a CPU runs without the kernels
 
-                eager.run(entries, check, self._record, self.cuda_graph)
+                gpu_run.run(entries, check, self._diagnostics, self.cuda_graph)
             else:
-                run(entries, check, self._record)
+                run(entries, check, self._diagnostics)
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
@@ -235,12 +235,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         If parameters are sharded, every rank must enter it, because the numbers are sums over ranks. On a GPU the
         numbers are computed with plain torch before the step, which makes that step slower.
         """
-        record: dict[str, dict[str, float]] = {}
-        self._record = record
+        found: dict[str, dict[str, float]] = {}
+        self._diagnostics = found
         try:
-            yield record
+            yield found
         finally:
-            self._record = None
+            self._diagnostics = None
 
     @property
     def skipped_steps(self) -> int:
@@ -278,7 +278,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
-        self._record, self._graphed, self._layouts, self._started = None, None, {}, set()
+        self._diagnostics, self._graphed, self._layouts, self._started = None, None, {}, set()
         self._skipped = SkippedSteps()
         self._match_layouts()
         self._started = checkpoint.started(self)

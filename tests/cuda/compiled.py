@@ -116,12 +116,12 @@ def compiled(work: Callable[[], Any]) -> dict[str, list[str]]:
 
 def launch_products() -> None:
     """Launch all kernels that multiply with tensor cores and prefetch, at the default rank."""
+    from cosmos_optim.cuda.kernels.basis_second_moment import second_moment
     from cosmos_optim.cuda.kernels.momentum import momentum_
     from cosmos_optim.cuda.kernels.power_step import power_sum
     from cosmos_optim.cuda.kernels.project import overlap, project
     from cosmos_optim.cuda.kernels.project_transposed import project_transposed
     from cosmos_optim.cuda.kernels.residual import residual
-    from cosmos_optim.cuda.kernels.second_moment import second_moment
     from cosmos_optim.cuda.kernels.split_precision import split, split_both
     from cosmos_optim.cuda.kernels.syrk import SymmetricProducts
     from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts

@@ -1,4 +1,4 @@
-"""Optimizers on a CPU that step as on a GPU: through `cuda.eager`, with kernels under Triton's interpreter."""
+"""Optimizers on a CPU that step as on a GPU: through `cuda.gpu_run`, with kernels under Triton's interpreter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import optimizer
-from cosmos_optim.cuda import eager
+from cosmos_optim.cuda import gpu_run
 from cosmos_optim.cuda.graph import GraphedStep
 from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.linalg import subspace
@@ -17,8 +17,8 @@ from cosmos_optim.linalg import subspace
 def run_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step on a CPU take the path of a GPU; first bases take one power step, because any basis will do."""
     graph = GraphedStep()
-    monkeypatch.setattr(optimizer, "run", lambda entries, check, record: eager.run(entries, check, record, graph))
-    monkeypatch.setattr(eager, "supported", lambda batch: batch.rule.name in SCHEDULES)
+    monkeypatch.setattr(optimizer, "run", lambda entries, check, record: gpu_run.run(entries, check, record, graph))
+    monkeypatch.setattr(gpu_run, "supported", lambda batch: batch.rule.name in SCHEDULES)
     monkeypatch.setitem(subspace.START_STEPS, torch.float32, 1)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.cuda.kernels.gains import update_coefficients
-from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
+from cosmos_optim.cuda.kernels.row_second_moment import row_gains, row_norm_sq
 from cosmos_optim.cuda.kernels.split_precision import split_both
 from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.pointer_list import MatrixList
@@ -37,7 +37,7 @@ def test_row_squares_equal_the_sums_in_float64(wide: bool, device: torch.device)
 
 @pytest.mark.parametrize("thin", [True, False])
 @pytest.mark.parametrize("eps", [1e-2, 0.0])
-def test_even_rows_equals_its_formula_in_float64(thin: bool, eps: float, device: torch.device) -> None:
+def test_row_gains_equal_their_formula_in_float64(thin: bool, eps: float, device: torch.device) -> None:
     """v, the factors g and |g D|^2 of D = b B + P U', or of D = B; a row of zeros stays one."""
     m, n, r = 75, 50, 9
     U, norm_sq = orthonormal_columns(n, r, device).double(), torch.rand(2, 1, 1).to(device).double() + 1

@@ -8,11 +8,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
+from cosmos_optim.cuda.kernels.basis_second_moment import second_moment
 from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
 from cosmos_optim.cuda.kernels.gather import can_gather, gather, scatter_
 from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
 from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
-from cosmos_optim.cuda.kernels.second_moment import second_moment
 from cosmos_optim.cuda.kernels.soap_half import soap_half
 from cosmos_optim.cuda.kernels.split_precision import split_both
 from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
@@ -54,7 +54,7 @@ def norm_sq(X: Tensor) -> Tensor:
     return X.double().square().sum((1, 2))
 
 
-def test_scaled_divides_by_the_scale_of_the_power_step(
+def test_scale_for_power_step_divides_by_the_scale_of_the_power_step(
     shape: tuple[int, int], size: float, device: torch.device
 ) -> None:
     """Return Y / c in the parts that `project_transposed` multiplies, and c, which is 1 for a zero matrix."""
@@ -140,7 +140,9 @@ def test_a_column_is_tracked_for_its_past_or_for_this_gradient(r: int, device: t
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("extra", [0.0, 1.0])
-def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, extra: float, device: torch.device) -> None:
+def test_soap_half_equals_adam_in_float64(
+    shape: tuple[int, int], inside: bool, extra: float, device: torch.device
+) -> None:
     """V, P, -N in parts and both squared norms, with eps in both places and with Nesterov's extra step."""
     k, r = shape
     V, GU, NU = torch.rand(2, k, r).to(device), torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
@@ -161,7 +163,7 @@ def test_adapt_equals_adam_in_float64(shape: tuple[int, int], inside: bool, extr
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
-def test_adapt_without_eps_makes_zero_of_zero_by_zero(size: float, device: torch.device) -> None:
+def test_soap_half_without_eps_makes_zero_of_zero_by_zero(size: float, device: torch.device) -> None:
     """beta1 = 0 is an average of one step."""
     GU, NU = torch.randn(2, 20, 4).to(device) * size, torch.randn(2, 20, 4).to(device) * size
     V, tracked, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)
@@ -182,7 +184,7 @@ def test_the_parts_of_a_squared_norm_add_up_beyond_the_range_of_float32(device: 
     assert torch.equal(max_abs_parts.amax(1), X.abs().amax((1, 2)))
 
 
-def test_norms_of_zeros_are_the_least_allowed(device: torch.device) -> None:
+def test_norms_of_zero_matrices_are_the_least_allowed(device: torch.device) -> None:
     """Compute the squared norm and the weight of two matrices and of zeros."""
     parts = torch.rand(3, 21).to(device)
     parts[1] = 0
@@ -203,7 +205,7 @@ def test_muon_gain_is_zero_for_a_residual_of_noise_and_for_a_zero_factor(device:
     assert gain[1:].flatten().tolist() == [0, 0]
 
 
-def exact_finish(
+def exact_coefficients(
     b: Tensor | None, norm_sq: Tensor, lr: float | Tensor, decay: float | Tensor, grad_max: Tensor, *,
     P: Tensor | None = None, BU: Tensor | None = None, row_gain: Tensor | None = None, B_sq: Tensor | None = None,
     other_sq: Tensor | None = None, target_norm: float = 0.0,
@@ -223,7 +225,9 @@ def exact_finish(
 
 
 @pytest.mark.parametrize("case", ["cosmos", "numbers", "rows", "muon", "norm", "normuon", "no gradient"])
-def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int], device: torch.device) -> None:
+def test_update_coefficients_equal_their_formula_in_float64(
+    case: str, shape: tuple[int, int], device: torch.device
+) -> None:
     """Coefficients and the thin part of an update, from tensors and from numbers, with and without its parts."""
     k, r = shape
     P, BU = torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
@@ -242,7 +246,7 @@ def test_finish_equals_its_formula_in_float64(case: str, shape: tuple[int, int],
         "no gradient": ((b + 1, norm_sq, lr, decay, some_zero), {"P": P, "BU": BU, **sums}),
     }
     args, more = arguments[case]
-    (found, parts), (exact, thin) = update_coefficients(*args, **more), exact_finish(*args, **more)
+    (found, parts), (exact, thin) = update_coefficients(*args, **more), exact_coefficients(*args, **more)
     assert relative_error(found, exact) < FLOAT32
     assert (parts is None) == (thin is None)
     if parts is not None and thin is not None:

@@ -97,7 +97,7 @@ def test_project_equals_the_product_in_float64(case: Case, device: torch.device)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_correlate_equals_the_product_in_float64(case: Case, device: torch.device) -> None:
+def test_project_transposed_equals_the_product_in_float64(case: Case, device: torch.device) -> None:
     """Compute X'Y for a Y of small numbers."""
     X = matrices(*case, device)
     Y = torch.randn(2, X.shape[0], 9).to(device) * 1e-7

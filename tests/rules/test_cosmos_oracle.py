@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from cosmos_optim import Cosmos, CosmosPaper
+from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.rules import cosmos
 from tests.oracles.cosmos import Cosmos as Oracle
 from tests.oracles.gradients import gradients
 from tests.oracles.linalg import unit_rms
@@ -199,3 +201,18 @@ def test_the_signs_of_the_basis_do_not_change_the_update(sides: dict[str, Any]) 
     for t in range(1, STEPS):
         W = oracle.step(W, G[t])
         assert error(W - W0, expected[t] - W0) < TOLERANCE
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-2])
+def test_the_diagnosed_ratio_does_not_depend_on_the_factors_of_rows(eps: float) -> None:
+    """SOAP half over Muon half, with and without the second moment of rows, from the same state."""
+    G, M = torch.randn(2, 12, 9, 7, dtype=torch.float64)
+    V, v = torch.rand(12, 9, 3, dtype=torch.float64), torch.rand(12, 9, 1, dtype=torch.float64)
+    zeros = cosmos.CosmosState(M, torch.zeros(12, 7, 3).double(), torch.eye(3).double(), V)
+    state = cosmos.start(G, zeros)
+    ratios = []
+    for rows, beta in ((None, None), (v, 0.95)):
+        old = state._replace(v=rows)
+        D, new = cosmos.direction(G, old, torch.tensor(2.0), eps=eps, row_beta2=beta)
+        ratios.append(cosmos.diagnose(G, D, old, new, eps=eps, alg=Algebra(9, 7))["ratio"])
+    torch.testing.assert_close(*ratios)

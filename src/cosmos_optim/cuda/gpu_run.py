@@ -28,8 +28,8 @@ from cosmos_optim.engine.batching import Batch, Entry, batches, settings_key
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import LOCAL, Job
 from cosmos_optim.engine.run import (
+    Diagnostics,
     LocatedJob,
-    Record,
     advance,
     direction_of,
     run_elementwise_groups,
@@ -57,13 +57,13 @@ class Jobs:
     pool_bytes: dict[torch.device, int] = field(default_factory=dict)
 
 
-def run(entries: Sequence[Entry], check: GradientCheck, record: Record | None, graph: GraphedStep) -> None:
+def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics | None, graph: GraphedStep) -> None:
     """Take one step of every entry. Those still waiting for a first gradient are only decayed."""
     live, fresh = advance(entries, check)
     device = entries[0].p.device
     in_graph: set[Tensor] = set()
     replay: Callable[[], None] | None = None
-    if record is None:
+    if diagnostics is None:
         in_graph, replay = graph.prepare(check)
     copies: list[tuple[Tensor, Tensor]] = []
     with ExitStack() as forks:
@@ -72,7 +72,7 @@ def run(entries: Sequence[Entry], check: GradientCheck, record: Record | None, g
             with Streams.of(device).chunk(0):
                 replay()
         left = [e for e in live if not e.rule.elementwise and e.p not in in_graph]
-        work = plan_jobs(left, fresh, check, record, copies)
+        work = plan_jobs(left, fresh, check, diagnostics, copies)
         for where, start in work.starts:  # before the streams fork, so that every chunk waits for them
             with on_device(where):
                 start()
@@ -91,7 +91,7 @@ def plan_jobs(
     entries: Sequence[Entry],
     fresh: set[Tensor],
     check: GradientCheck,
-    record: Record | None,
+    diagnostics: Diagnostics | None,
     copies: list[tuple[Tensor, Tensor]],
 ) -> Jobs:
     """Cut the matrices into chunks for the kernels and stacks for plain torch, and compile what is missing."""
@@ -99,7 +99,7 @@ def plan_jobs(
     for batch in batches(entries, fresh, copies):
         work.pool_bytes.setdefault(batch.device, 0)
         if not supported(batch):
-            work.jobs += stack_jobs(batch, check, record, assigned)
+            work.jobs += stack_jobs(batch, check, diagnostics, assigned)
             continue
         if batch.fresh and batch.rule.start is not None:
             for chunk in batch.split(bases_in_a_chunk(batch)):
@@ -109,7 +109,7 @@ def plan_jobs(
         for chunk in batch.split(matrices_in_a_chunk(batch)):
             precompiler.add(chunk.device, kind_of(chunk, "step"), [partial(run_empty, chunk, check.skip)])
             work.pool_bytes[chunk.device] = max(work.pool_bytes[chunk.device], product_bytes(chunk))
-            work.jobs.append((chunk, partial(step, chunk, check, record)))
+            work.jobs.append((chunk, partial(step, chunk, check, diagnostics)))
     precompiler.run()
     return work
 
@@ -119,11 +119,11 @@ def start(chunk: Batch, check: GradientCheck) -> None:
     start_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
 
 
-def step(chunk: Batch, check: GradientCheck, record: Record | None) -> None:
-    """Take the step of a chunk; first, if a record is wanted, compute its numbers by the definition."""
-    if record is not None:
+def step(chunk: Batch, check: GradientCheck, diagnostics: Diagnostics | None) -> None:
+    """Take the step of a chunk; first, if a diagnostics is wanted, compute its numbers by the definition."""
+    if diagnostics is not None:
         for one in chunk.split(1):
-            direction_of(one, LOCAL, stacked_grad_max(one, check), record)
+            direction_of(one, LOCAL, stacked_grad_max(one, check), diagnostics)
     run_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
 
 
@@ -138,7 +138,7 @@ def kind_of(chunk: Batch, work: str) -> tuple[object, ...]:
 
 
 def empty_copy(chunk: Batch) -> Batch:
-    """Return a chunk of the same kind with memory of its own and nothing in it."""
+    """Return a chunk of the same kind with new, empty memory."""
 
     def empty(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

@@ -205,16 +205,21 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     device = entries[0].p.device
     position = {e.p: i for i, e in enumerate(entries)}
     groups = [held[0].group for held in by_group(inside)]
-    numbers = {id(group): 2 * i for i, group in enumerate(groups)}
+    number_index = {id(group): 2 * i for i, group in enumerate(groups)}
     count, blocks = sum(e.layout.count for e in inside), sum(e.layout.count for e in entries)
     made = Recording(
-        key, {e.p for e in inside}, torch.zeros(count, dtype=torch.int64, device=device),
-        torch.zeros(2 * len(groups), dtype=torch.float64, device=device),
-        torch.zeros((), dtype=torch.bool, device=device), torch.zeros(blocks, dtype=torch.float32, device=device),
-        torch.zeros(blocks, dtype=torch.int64, device=device), groups, [],
-    )  # fmt: skip
-    grad_max = iter(made.grad_max.unbind())
-    grad_max_by_parameter = {e.p: [next(grad_max) for _ in range(e.layout.count)] for e in entries}
+        key=key,
+        inside={e.p for e in inside},
+        addresses=torch.zeros(count, dtype=torch.int64, device=device),
+        numbers=torch.zeros(2 * len(groups), dtype=torch.float64, device=device),
+        skip=torch.zeros((), dtype=torch.bool, device=device),
+        grad_max=torch.zeros(blocks, dtype=torch.float32, device=device),
+        index=torch.zeros(blocks, dtype=torch.int64, device=device),
+        groups=groups,
+        offsets=[],
+    )
+    maxima = iter(made.grad_max.unbind())
+    grad_max_by_parameter = {e.p: [next(maxima) for _ in range(e.layout.count)] for e in entries}
 
     def run_recorded(chunk: Batch, inputs: DeviceInputs) -> None:
         values = torch.stack([grad_max_by_parameter[x.entry.p][x.index] for x in chunk.matrices])
@@ -223,7 +228,7 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     jobs: list[tuple[int, Job]] = []
     pool_bytes = 0
     for batch in batches(inside, set(), []):
-        i = numbers[id(batch.group)]
+        i = number_index[id(batch.group)]
         for chunk in batch.split(matrices_in_a_chunk(batch)):
             begin = len(made.offsets)
             made.offsets += [(position[x.entry.p], x.grad.data_ptr() - x.entry.grad.data_ptr()) for x in chunk.matrices]

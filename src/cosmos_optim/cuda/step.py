@@ -3,7 +3,7 @@
 The definitions are `rules.cosmos.direction`, `rules.muon.direction` and `direction_normuon`; tests hold these schedules
 equal to them. Letters are theirs. A step on B matrices (m, n) reads and writes, of what is as large as a matrix:
 
-    G  read 3 times            project, correlate, momentum_ (with M)
+    G  read 3 times            project, project_transposed, momentum_ (with M)
     M  read twice, written     momentum_, residual
     X  written                 residual, in half precision; then Newton-Schulz makes B of it
     B  read twice              overlap, update_
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.cuda.kernels.basis_second_moment import second_moment
 from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
 from cosmos_optim.cuda.kernels.momentum import momentum_
 from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
@@ -30,8 +31,7 @@ from cosmos_optim.cuda.kernels.project import overlap, project
 from cosmos_optim.cuda.kernels.project_transposed import project_transposed
 from cosmos_optim.cuda.kernels.reductions import norm_sq_and_max
 from cosmos_optim.cuda.kernels.residual import residual
-from cosmos_optim.cuda.kernels.row_norm import row_gains, row_norm_sq
-from cosmos_optim.cuda.kernels.second_moment import second_moment
+from cosmos_optim.cuda.kernels.row_second_moment import row_gains, row_norm_sq
 from cosmos_optim.cuda.kernels.soap_half import soap_half
 from cosmos_optim.cuda.kernels.split_precision import split, split_both
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, like, supports
@@ -81,27 +81,27 @@ def cosmos_step_(
     (m, n), guard, a = W.shape, residual_guard, b1 if nesterov else 1.0
     unit = math.sqrt(m * n)                                                                 # |D| if its RMS is 1
 
-    Y = project(G, split(U_old), r, grad_max)                                               # L5   G U
-    Y_sq, Y_max = norm_sq_and_max(Y)
-    Y, Y_max, c = scale_for_power_step(Y, S, total(Y_sq), Y_max)                            #      G U / c
-    HU = total(project_transposed(G, Y, Y_max, r, grad_max))                                #      G'G U / c
+    GU = project(G, split(U_old), r, grad_max)                                              # L5   G U
+    GU_sq, GU_max = norm_sq_and_max(GU)
+    GU, GU_max, c = scale_for_power_step(GU, S, total(GU_sq), GU_max)                       #      G U / c
+    HU = total(project_transposed(G, GU, GU_max, r, grad_max))                              #      G'G U / c
     Y, Y_columns = power_sum(U_old, S, HU, c, b2)                                           #      b2 U S + (1-b2) G'G U
     U = orthonormalize(Y, U_old, Y_columns)                                                 #      QR
-    U_half, U_wide = split_both(U)
+    U_f16, U_bf16 = split_both(U)
 
-    GU, MU, M_max = momentum_(M, G, 1 - b1, (U_half, U_wide), r, skip, grad_max)            # L4, with G U and M U
+    GU, MU, M_max = momentum_(M, G, 1 - b1, (U_f16, U_bf16), r, skip, grad_max)             # L4, with G U and M U
     C, E = thin_product_parts(U, U_old), total(thin_product_parts(GU, GU, gain=1 - b2))
     S, tracked = second_moment(S, C, E, b2, noise_floor(S.dtype, guard))                    # L6
     NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
     V, P, minus_NU, (P_sq, NU_sq) = soap_half(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
         extra_steps=int(nesterov))                                                          # L7, L8
-    X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_wide, M_max)                    #      N - N U U'
+    X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_bf16, M_max)                    #      N - N U U'
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      before the products
     X_sq = total(X_sq)
     B, norm_sq = newton_schulz(X, X_sq, ns)                                                 # L9
-    BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_half, r)                            #      rounding inside U
+    BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      rounding inside U
     B_sq, P_sq = total(B_sq), total(P_sq)
     b = muon_gain(X_sq, X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)          #      gamma NORM sqrt(m)
 
@@ -109,9 +109,9 @@ def cosmos_step_(
     if row_beta2 is not None:                                                               #      Not in the paper
         v, rows, D_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
         sums = {"other_sq": total(D_sq)}
-    factors, PU = update_coefficients(
+    factors, thin = update_coefficients(
         b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, target_norm=unit, **sums)  # L10, L11
-    update_(W, B, PU, U_wide, factors, skip, seeds, rows)                                   #      W <- decay W - lr D
+    update_(W, B, thin, U_bf16, factors, skip, seeds, rows)                                 #      W <- decay W - lr D
     return CosmosState(M, U, S, V, v)
 
 

@@ -112,7 +112,7 @@ def check_gradients(
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:
-    """Return the largest |g| with squares that, summed over any one matrix, fit into float32 second moments."""
+    """Return the largest |g| for which the squares of a matrix, summed, fit into float32 second moments."""
     most = 0.0
     for held in by_group(entries):
         numels = [e.p.numel() for e in held if e.p.dtype is not torch.float64]

@@ -1,6 +1,6 @@
 """One step of all parameters with plain torch: matrices in stacks by their rule, the rest elementwise.
 
-`cuda.eager` does the same on a GPU, with kernels for the matrices that they support.
+`cuda.gpu_run` does the same on a GPU, with kernels for the matrices that they support.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,22 +15,22 @@ from torch import Tensor
 from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_of, signed_lr
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import GradientCheck
-from cosmos_optim.engine.layout import Job, Tensors
+from cosmos_optim.engine.layout import Job, Location, Tensors
 from cosmos_optim.engine.rounding import write_
 from cosmos_optim.linalg.algebra import Algebra
 
-Record = dict[str, dict[str, float]]
-# A batch's job runs at this location; jobs of one team run together.
+Diagnostics = dict[str, dict[str, float]]
+# A batch, and the job that steps it.
 LocatedJob = tuple[Batch, Job]
 
 
-def run(entries: Sequence[Entry], check: GradientCheck, record: Record | None) -> None:
+def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics | None) -> None:
     """Take one step of every entry. Those still waiting for a first gradient are only decayed."""
     live, fresh = advance(entries, check)
     copies: list[tuple[Tensor, Tensor]] = []
     assigned: Counter[object] = Counter()
     matrices = [e for e in live if not e.rule.elementwise]
-    run_jobs([job for b in batches(matrices, fresh, copies) for job in stack_jobs(b, check, record, assigned)])
+    run_jobs([job for b in batches(matrices, fresh, copies) for job in stack_jobs(b, check, diagnostics, assigned)])
     run_elementwise_groups(live, check.skip)
     write_back(copies)
 
@@ -55,13 +54,13 @@ def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry]
 
 
 def stack_jobs(
-    batch: Batch, check: GradientCheck, record: Record | None, assigned: Counter[object]
+    batch: Batch, check: GradientCheck, diagnostics: Diagnostics | None, assigned: Counter[object]
 ) -> Iterator[LocatedJob]:
     """Return a job for each stack of a batch. `assigned` counts the matrices that each team has been given so far."""
     for stack in batch.stacks():
         location = stack.location.after(assigned[stack.location.team])
         assigned[stack.location.team] += len(stack.matrices)
-        yield stack, partial(run_stack, stack, location, check, record)
+        yield stack, partial(run_stack, stack, location, check, diagnostics)
 
 
 def run_jobs(jobs: Sequence[LocatedJob]) -> None:
@@ -85,10 +84,10 @@ def write_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         stored.copy_(flat)
 
 
-def run_stack(stack: Batch, location: Any, check: GradientCheck, record: Record | None) -> None:
+def run_stack(stack: Batch, location: Location, check: GradientCheck, diagnostics: Diagnostics | None) -> None:
     """Take the step of one stack: load, take first bases if it is new, direction, store, apply."""
     grad_max = stacked_grad_max(stack, check)
-    D, new = direction_of(stack, location, grad_max, record)
+    D, new = direction_of(stack, location, grad_max, diagnostics)
     store_(stack.state(), new, check.skip)
     still = grad_max if stack.rule.constant_size else None
     seeds = stack.steps if stack.group["stochastic_rounding"] else None
@@ -101,7 +100,9 @@ def stacked_grad_max(stack: Batch, check: GradientCheck) -> Tensor:
     return torch.stack([by_parameter[x.entry.p][x.index] for x in stack.matrices]).to(stack.device)
 
 
-def direction_of(stack: Batch, location: Any, grad_max: Tensor, record: Record | None) -> tuple[Tensor, Tensors]:
+def direction_of(
+    stack: Batch, location: Location, grad_max: Tensor, diagnostics: Diagnostics | None
+) -> tuple[Tensor, Tensors]:
     """Return the direction of a stack and its new state, as stacked tensors; write nothing."""
     rule, arguments = stack.rule, stack.rule.arguments(stack.group)
     dtype = torch.promote_types(stack.params[0].dtype, torch.float32)
@@ -112,13 +113,13 @@ def direction_of(stack: Batch, location: Any, grad_max: Tensor, record: Record |
         if stack.fresh and rule.start is not None:
             state = rule.start(G, state, alg=alg)
         D, new = rule.direction(G, state, t, alg=alg, **arguments)
-        if record is not None:
-            values = {} if rule.diagnose is None else rule.diagnose(G, D, state, new, alg=alg)
+        if diagnostics is not None:
+            values = {} if rule.diagnose is None else rule.diagnose(G, D, state, new, eps=stack.group["eps"], alg=alg)
             moves = (grad_max[mine] > 0).view(-1, 1, 1) if rule.constant_size else 1.0
             values["update_rms"] = (alg.norm_sq(D) / (alg.m * alg.n) * moves).sqrt()
             for key, tensor in values.items():
                 for matrix, value in zip(stack.matrices[mine], tensor.flatten().tolist(), strict=True):
-                    record.setdefault(matrix.name, {})[key] = value
+                    diagnostics.setdefault(matrix.name, {})[key] = value
         return D, {name: tensor for name, tensor in new._asdict().items() if tensor is not None}
 
     G, state = load(stack.grads, dtype), {name: load(x, dtype) for name, x in stack.state().items()}

@@ -2,7 +2,7 @@
 
 Shapes: X (..., m, n) a matrix or a stack of them, P (..., m, k) and U (..., n, k) thin factors.
 
-Sharding changes nothing but sums over rows or columns, so each product is named after the dimension that it sums over.
+Sharding changes nothing but sums over rows or columns: `mm` and `un` sum over the columns n, `tn` over the rows m.
 `Algebra` is the form for whole matrices; `sharding.ShardedAlgebra` adds the sums over processes, and
 `cuda.first_basis.ListAlgebra` reads lists of matrices by kernels.
 """

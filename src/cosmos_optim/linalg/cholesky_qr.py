@@ -1,6 +1,6 @@
 """Orthonormal columns by Cholesky factorization: a QR that needs only sums over rows.
 
-Shapes: Y (..., n, r) columns, Q (..., n, r) the same made orthonormal, A (..., n, n) a Gram matrix, W (..., n, n) the
+Shapes: Y (..., n, r) columns, Q (..., n, r) the same made orthonormal, A (..., r, r) a Gram matrix, W (..., r, r) the
 inverse of its Cholesky factor; r = n for the square bases of SOAP.
 """
 

@@ -27,11 +27,10 @@ def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tens
 
     The sum is divided by its own scale c^2 = |G U|^2 + trace S, so that neither 1e18 nor 1e-30 leaves the number range,
     and (1 - beta2) eps U is added. That is above the rounding of G'G U, so the columns stay independent if the moment
-    lacks full rank, and below everything that counts if it has it.
+    lacks full rank, and too small to change a moment of full rank.
     """
     GU = alg.mm(G, U)
-    c = (alg.norm_sq_m(GU) + trace(S)).sqrt().to(GU.dtype)
-    c = torch.where(c > 0, c, torch.ones_like(c))
+    c = _or_one((alg.norm_sq_m(GU) + trace(S)).sqrt().to(GU.dtype))
     HU = alg.tn(G, GU / c) / c + torch.finfo(U.dtype).eps * U
     return alg.orthonormalize(beta2 * U @ (S / c / c) + (1 - beta2) * HU, fallback=U)
 
@@ -72,7 +71,7 @@ def _settled(now: Tensor, before: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _damping(gram: Tensor) -> Tensor:
-    """Return how much of itself each column keeps in a step, (..., 1, k): KEPT roundings of its length, and one more.
+    """Return how much of itself each column keeps in a step, (..., 1, k): KEPT eps times its length, plus eps.
 
     If the gradient has fewer than k directions, or a few that hold nearly all of it, its products with random columns
     are dependent up to rounding and could not be made orthonormal. Because this is in proportion to a column's length,

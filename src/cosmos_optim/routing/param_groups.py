@@ -1,8 +1,9 @@
 """Choose a rule for every parameter of a model: routes are tried in order, and the first match wins.
 
-The routes, in order: a user's overrides; vectors and scalars; embeddings; the output head; norms; then hidden matrices
-by their module: linear layers, convolutions, stacks of experts. A parameter that matches no route is an error, never a
-guess: in the issue trackers of similar optimizers, silent misrouting is the most expensive bug.
+The routes, in order: embeddings; vectors and scalars; the output head; biases and single rows; norms; then hidden
+matrices by their module: convolutions, fused weights, stacks of experts, linear layers. A user's override replaces the
+result. A parameter that matches no route is an error, never a guess: in the issue trackers of similar optimizers,
+silent misrouting is the most expensive bug.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # The paper's values, if they differ. The defaults are those that docs/results.md found best.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
-# If gamma is None, the SOAP half, which moves at about lr / gamma, is limited to this rate, whatever `adam_lr` is.
+# If gamma is None, the SOAP half, which moves at about lr / gamma, is limited to this rate, for any `adam_lr`.
 SOAP_LR = 2e-3
 # Rows of D have a root mean square of order 1. One far below this has a gradient below `eps`: it is noise, and dividing
 # it by its own size would make it as large as any other row.
@@ -164,7 +164,7 @@ def noise_floor(dtype: torch.dtype, guard: float) -> float:
 def above_noise(X_sq: Tensor, NU_sq: Tensor, guard: float) -> Tensor:
     """Return 1 if the residual X holds more than `guard` of the momentum's energy, else 0: below that it is rounding.
 
-    Paper: the residual is normalized whatever its size. If the gradient has at most r directions, it is rounding noise,
+    Paper: the residual is always normalized. If the gradient has at most r directions, it is rounding noise,
     and normalizing it would make noise most of the update.
     """
     return (X_sq > guard * (X_sq + NU_sq)).float()
@@ -182,16 +182,16 @@ def start(G: Any, state: Any, *, alg: Algebra | None = None) -> Any:
     return state._replace(**bases)
 
 
-def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, alg: Algebra) -> dict[str, Tensor]:
+def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, eps: float, alg: Algebra) -> dict[str, Tensor]:
     """Describe a step by its gradient, direction, old and new state.
 
     energy: |G U|^2 / |G|^2, the share of the gradient in the subspace. drift: 1 - |U'U_old|^2 / r, how far the subspace
     turned. ratio: |A| / |gamma B sqrt(m)|, SOAP half over Muon half: B has no part in the basis, so the halves of D,
-    with the factors of its rows taken out, are what lies inside the basis and outside of it.
+    with the factors of its rows taken out, are its parts inside the basis and outside of it.
     """
     G_sq, C = alg.norm_sq(G), alg.un(new.U, old.U)
     if new.v is not None:
-        D = D * (new.v.sqrt() + ROW_FLOOR)
+        D = D * (new.v.sqrt() + max(eps, ROW_FLOOR))
     DU = alg.mm(D, new.U)
     soap = norm_sq(alg.tn(new.O, DU)) if isinstance(new, TwoSidedState) else alg.norm_sq_m(DU)
     muon = (alg.norm_sq(D) - soap).clamp_min(0)

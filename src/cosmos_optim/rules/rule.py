@@ -41,7 +41,8 @@ class Rule:
     name: what a parameter group's "rule" says.
     defaults: its hyper-parameters with their defaults, as a parameter group holds them.
     State: the NamedTuple of its state; a field that is None has no tensor.
-    slots: (m, n, settings) -> the state of one matrix. For an elementwise rule m is the number of elements, n is 1.
+    slots: (m, n, settings) -> the state of one matrix. For an elementwise rule m = n = 1; only names
+        and dtypes count.
     direction: (G, state, t, *, alg, its own hyper-parameters) -> (D, new state); t (..., 1, 1) counts real gradients
         from 1.
     start: (G, state, *, alg) -> the state with the bases that the first gradient gives, if the rule has any.

@@ -1,9 +1,9 @@
 """The scalar factors of an update, for all matrices of a chunk in one launch each, from sums that other kernels left.
 
-    norms       |X|^2, and the weight scale / |X|^2 of the first product of Newton-Schulz
-    muon_gain   b = gamma sqrt(m n) / |B|, or 0 if the residual is rounding noise (L9)
-    finish      everything of W <- decay W - lr s (b B + P U') except the pass over W (L10, L11)
-                with s = sqrt(m n) / |b B + P U'|; optionally row i times g_i, and lr = 0 without a gradient
+    norm_and_weight      |X|^2, and the weight scale / |X|^2 of the first product of Newton-Schulz
+    muon_gain            b = gamma sqrt(m n) / |B|, or 0 if the residual is rounding noise (L9)
+    update_coefficients  everything of W <- decay W - lr s (b B + P U') except the pass over W (L10, L11)
+                         with s = sqrt(m n) / |b B + P U'|; optionally row i times g_i, and lr = 0 without a gradient
 
 B = (buffer - (buffer U) U') / norm: Newton-Schulz leaves its result, times a norm, in the work buffer, with rounding
 noise in the directions U, which X does not have. The first part is subtracted from W directly, the second is added to

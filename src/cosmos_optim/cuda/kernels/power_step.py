@@ -1,7 +1,7 @@
 """The thin arithmetic of the power step, b2 U S + (1 - b2) G'G U (L5), divided by its scale c^2.
 
-    scaled      Y / c in float16 parts, with Y = G U and c^2 = |Y|^2 + trace S
-    power_sum   beta U S / c^2 + (1 - beta) (H U / c + eps U), with H U = G'(Y / c)
+    scale_for_power_step  Y / c in float16 parts, with Y = G U and c^2 = |Y|^2 + trace S
+    power_sum             beta U S / c^2 + (1 - beta) (H U / c + eps U), with H U = G'(Y / c)
 
 The scale c keeps everything in the number range for gradients of any size, and eps U keeps the columns independent
 (`linalg.subspace.power_step`). `power_sum` takes ranks above `thin_qr.MAX_COLUMNS` in plain torch.

@@ -173,7 +173,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         with exact_products(device):
             check = check_gradients(entries, self._started, getattr(self, "found_inf", None), max_over_ranks)
             self._skipped.note(check, device)
-            if check.skip_all:
+            if check.skip_on_host:
                 return
             self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
             if any(e.p.is_cuda for e in entries):

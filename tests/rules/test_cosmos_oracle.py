@@ -11,6 +11,7 @@ import torch
 
 from cosmos_optim import Cosmos, CosmosPaper
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.subspace import take_first_bases
 from cosmos_optim.rules import cosmos
 from tests.oracles.cosmos import Cosmos as Oracle
 from tests.oracles.gradients import gradients
@@ -209,7 +210,7 @@ def test_the_diagnosed_ratio_does_not_depend_on_the_factors_of_rows(eps: float) 
     G, M = torch.randn(2, 12, 9, 7, dtype=torch.float64)
     V, v = torch.rand(12, 9, 3, dtype=torch.float64), torch.rand(12, 9, 1, dtype=torch.float64)
     zeros = cosmos.CosmosState(M, torch.zeros(12, 7, 3).double(), torch.eye(3).double(), V)
-    state = cosmos.start(G, zeros)
+    state = take_first_bases(G, zeros)
     ratios = []
     for rows, beta in ((None, None), (v, 0.95)):
         old = state._replace(v=rows)

@@ -197,7 +197,7 @@ def fifty_steps(rank: int) -> dict[str, bytes]:
 
 
 def test_replicas_stay_equal_bit_for_bit() -> None:
-    """HSDP on 2 x 2 ranks: replicas hold the same parts, and all ranks hold the same undivided state."""
+    """HSDP on 2 x 2 ranks: replicas hold the same parts, and all ranks hold the same largest_whole_state state."""
     a, b, c, d = run_ranks(4, fifty_steps)
     assert a == c
     assert b == d

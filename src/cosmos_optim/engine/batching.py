@@ -98,7 +98,7 @@ class Batch:
         """Cut the batch so that the stacked gradients of each part stay within the bound."""
         first = self.matrices[0]
         bound = self.location.stack_bytes or STACK_BYTES.get(self.device.type, 64 << 20)
-        elements = max(1, self.location.numel(first.p), first.entry.layout.undivided)
+        elements = max(1, self.location.numel(first.p), first.entry.layout.largest_whole_state)
         return self.split(max(1, bound // (elements * 4)))
 
 

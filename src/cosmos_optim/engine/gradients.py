@@ -25,7 +25,7 @@ MaxOverRanks = Callable[[Tensor], Tensor]
 class GradientCheck:
     """What a look at the gradients has shown.
 
-    skip_all: nothing may change, and the host knows it.
+    skip_on_host: nothing may change, and the host knows it.
     skip: the same as a boolean scalar on the device, if only the device knows it; else None.
     started: for each entry, whether it has had a non-zero gradient by now.
     fresh: for each entry, whether this gradient is its first.
@@ -33,7 +33,7 @@ class GradientCheck:
     """
 
     entries: Sequence[Entry]
-    skip_all: bool
+    skip_on_host: bool
     skip: Tensor | None
     started: list[bool]
     fresh: list[bool]
@@ -55,7 +55,7 @@ class SkippedSteps:
 
     def note(self, check: GradientCheck, device: torch.device) -> None:
         """Count a step if it is skipped."""
-        self._on_host += check.skip_all
+        self._on_host += check.skip_on_host
         if device.type != "cuda":
             return
         elsewhere = self._on_device is None or self._on_device.device != device
@@ -137,7 +137,7 @@ def agree(
 ) -> tuple[Tensor, Tensor]:
     """Take the maximum of both over all processes, in one message; of `grad_max` only for blocks that they share."""
     layouts = [e.layout for e in entries]
-    shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.divided]
+    shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.cut_sides]
     if not shared:
         return max_over_ranks(worst), grad_max
     parts = list(grad_max.split([layout.count for layout in layouts]))

@@ -72,8 +72,8 @@ class Layout:
     """
 
     is_sharded = False
-    divided: Set[str] = frozenset()  # which of "m" and "n" are cut over processes
-    undivided = 0  # elements of the largest state tensor of one matrix that every process holds whole
+    cut_sides: Set[str] = frozenset()  # which of "m" and "n" are cut over processes
+    largest_whole_state = 0  # elements of the largest state tensor of one matrix that every process holds whole
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)

@@ -40,6 +40,18 @@ def trace(S: Tensor) -> Tensor:
     return S.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
+def take_first_bases(G: Any, state: Any, *, alg: Algebra | None = None) -> Any:
+    """Return a rule's state with U, the leading eigenvectors of the first G'G, and, if it has one, O, those of GG'.
+
+    The paper omits the initialization.
+    """
+    alg = alg or Algebra(*G.shape[-2:])
+    bases = {"U": first_basis(G, state.U.shape[-1], alg, like=state.U)}
+    if "O" in state._fields:
+        bases["O"] = first_basis(G.mT, state.O.shape[-1], alg.T, like=state.O)
+    return state._replace(**bases)
+
+
 def first_basis(G: Any, r: int, alg: Algebra, like: Tensor, oversampling: int = OVERSAMPLING) -> Tensor:
     """Return the top-r eigenvectors of G'G, (..., n, r), by subspace iteration with a Rayleigh-Ritz step.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra, norm_sq
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.normalization import bias_correction, normalize_rows, quotient, unit_rms
-from cosmos_optim.linalg.subspace import first_basis, power_step
+from cosmos_optim.linalg.subspace import power_step, take_first_bases
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {
@@ -73,7 +73,7 @@ def direction(
 
     >>> G = torch.randn(6, 4)
     >>> zeros = CosmosState(*(torch.zeros(shape) for shape in ((6, 4), (4, 2), (2, 2), (6, 2), (6, 1))))
-    >>> D, state = direction(G, start(G, zeros), torch.tensor(1.0))
+    >>> D, state = direction(G, take_first_bases(G, zeros), torch.tensor(1.0))
     >>> print(f"root mean square {D.square().mean().sqrt():.4f}")
     root mean square 1.0000
     """
@@ -170,18 +170,6 @@ def above_noise(X_sq: Tensor, NU_sq: Tensor, guard: float) -> Tensor:
     return (X_sq > guard * (X_sq + NU_sq)).float()
 
 
-def start(G: Any, state: Any, *, alg: Algebra | None = None) -> Any:
-    """Return the state with U_0, the leading eigenvectors of the first G'G, and, two-sided, O_0, those of GG'.
-
-    The paper omits the initialization.
-    """
-    alg = alg or Algebra(*G.shape[-2:])
-    bases = {"U": first_basis(G, state.U.shape[-1], alg, like=state.U)}
-    if "O" in state._fields:
-        bases["O"] = first_basis(G.mT, state.O.shape[-1], alg.T, like=state.O)
-    return state._replace(**bases)
-
-
 def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, eps: float, alg: Algebra) -> dict[str, Tensor]:
     """Describe a step by its gradient, direction, old and new state.
 
@@ -217,8 +205,10 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return one | {"O": Slot("mq", (m, q)), "R": Slot("qq", (q, q)), "V": Slot("qr", (q, r))}
 
 
-RULE = Rule("cosmos", DEFAULTS, CosmosState, slots, direction, start, diagnose, deflates=True, constant_size=True)
+RULE = Rule(
+    "cosmos", DEFAULTS, CosmosState, slots, direction, take_first_bases, diagnose, deflates=True, constant_size=True
+)
 TWO_SIDED = Rule(
-    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, start, diagnose,
+    "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, take_first_bases, diagnose,
     deflates=True, constant_size=True,
 )  # fmt: skip

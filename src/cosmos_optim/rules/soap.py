@@ -18,7 +18,7 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.cholesky_qr import next_basis
 from cosmos_optim.linalg.normalization import bias_correction, quotient
-from cosmos_optim.rules.cosmos import start
+from cosmos_optim.linalg.subspace import take_first_bases
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "squares": "gradient"}
@@ -105,7 +105,8 @@ def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
     return slots(m, n, h) | {"K": Slot("mq", (m, m)), "O": Slot("mq", (m, m))}
 
 
-RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, start, shardable="rows")
+RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, take_first_bases, shardable="rows")
 TWO_SIDED = Rule(
-    "soap-two-sided", DEFAULTS, TwoSidedSoapState, slots_two_sided, direction_two_sided, start, shardable="none"
-)
+    "soap-two-sided", DEFAULTS, TwoSidedSoapState, slots_two_sided, direction_two_sided, take_first_bases,
+    shardable="none",
+)  # fmt: skip

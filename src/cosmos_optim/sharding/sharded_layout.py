@@ -88,19 +88,19 @@ class ShardedLayout(Layout):
             self.matrix_cuts["m" if self.flipped else "n"] = Cut(columns, (), 0, columns)
         self.batch_cuts = [cut for cut, role in zip(self.cuts, self.roles, strict=True) if role == "b"]
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
-        self.divided = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
-        self.needs_owners = not self.divided <= set(SHARDABLE_SIDES[self.rule.shardable])
+        self.cut_sides = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
+        self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.slots(group).items()}  # fmt: skip
         matrix_state = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])
                         for slot, cuts in self.state_cuts.values() if slot.axes != "*"]  # fmt: skip
-        undivided = (math.prod(shape) for shape, cuts in matrix_state if not any(cut.mesh_dims for cut in cuts))
-        self.undivided = max(undivided, default=0)
+        whole = (math.prod(shape) for shape, cuts in matrix_state if not any(cut.mesh_dims for cut in cuts))
+        self.largest_whole_state = max(whole, default=0)
 
     @cached_property
     def locations(self) -> list[Location]:
         """Where each block is. Missing process groups are made: all ranks must read this together."""
-        return [self._location_of_block(i) if self.divided else LOCAL for i in range(len(self.sizes_mn))]
+        return [self._location_of_block(i) if self.cut_sides else LOCAL for i in range(len(self.sizes_mn))]
 
     def _block_of(self, rows: Cut, i: int) -> Cut:
         """Return the cut of the rows of block i, given that of all rows."""

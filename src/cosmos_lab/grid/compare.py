@@ -34,6 +34,7 @@ from cosmos_lab.run.train import train
 
 RESULT = "compare.json"
 _POLL_S = 0.5
+NumberedRuns = Sequence[tuple[int, RunConfig]]  # with their rows of the table
 
 
 class Budget:
@@ -115,7 +116,7 @@ def compare(
     if show and left:
         print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command continues")
     if report:
-        _report_on(runs, show)
+        _write_report(runs, show)
     return result
 
 
@@ -128,7 +129,7 @@ def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str
     return result
 
 
-def _report_on(runs: Sequence[RunConfig], show: bool) -> None:
+def _write_report(runs: Sequence[RunConfig], show: bool) -> None:
     """Write the report on all runs that have begun; print what they showed and where the page is."""
     folders = [folder for run in runs if (folder := run.folder).is_dir()]
     if not folders:
@@ -161,11 +162,7 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
 
 
 def _one_by_one(
-    runs: Sequence[tuple[int, RunConfig]],
-    display: TableDisplay,
-    budget: Budget,
-    request: Request,
-    failures: dict[str, str],
+    runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request, failures: dict[str, str]
 ) -> None:
     """Train one run after another in this process; put the reasons of failed runs into ``failures``."""
     for row, run in runs:
@@ -204,12 +201,7 @@ class _Job:
 
 
 def _in_processes(
-    parallel: int,
-    runs: Sequence[tuple[int, RunConfig]],
-    display: TableDisplay,
-    budget: Budget,
-    request: Request,
-    failures: dict[str, str],
+    parallel: int, runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request, failures: dict[str, str]
 ) -> None:
     """Train up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
     gpus = torch.cuda.device_count()
@@ -233,7 +225,7 @@ def _in_processes(
                 for job in signalled:
                     job.process.send_signal(request.signum)
             for job in list(jobs):
-                if _report(job, display, failures, request.signum):
+                if _poll(job, display, failures, request.signum):
                     jobs.remove(job)
                     if job.run.run_name not in failures:
                         budget.finish(job.run)
@@ -265,7 +257,7 @@ def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
     return _Job(row, run, process, log, slot)
 
 
-def _report(job: _Job, display: TableDisplay, failures: dict[str, str], signum: int) -> bool:
+def _poll(job: _Job, display: TableDisplay, failures: dict[str, str], signum: int) -> bool:
     """Show a job's progress; return True if it has ended. ``signum`` is the signal that asked all to stop, or 0."""
     folder = job.run.folder
     code = job.process.poll()

@@ -18,13 +18,13 @@ from cosmos_lab.config import RunConfig
 Result = dict[str, Any]  # One finished run, as its JSON file has it.
 Losses = Mapping[str, float]  # Validation loss by run id; inf: diverged.
 
-BETA2 = 0.98  # Where the search begins.
+BETA2 = 0.98  # The search starts from this value.
 BETA2S = (0.95, 0.98, 0.999)
-MOST = {"lr": 5, "adam_lr": 4}  # values tried of each rate, the starting value included
+MOST = {"lr": 5, "adam_lr": 4}  # most values tried for each rate, including the starting value
 RATES = ("lr", "adam_lr")
 TUNING = (*RATES, "beta2")
 ALL = (*TUNING, "seeds")
-POINTS = 25  # of each curve
+POINTS = 25  # number of points of each curve
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by number of seeds
 
 
@@ -77,7 +77,7 @@ class Protocol:
     """The comparison; tests make a small one."""
 
     model: str = "llama-60m"
-    sizes: Mapping[str, Any] = field(default_factory=lambda: {"vocab_size": 32_100})  # That differ from the preset.
+    sizes: Mapping[str, Any] = field(default_factory=lambda: {"vocab_size": 32_100})  # Instead of the preset's.
     regimes: Mapping[str, Regime] = field(default_factory=lambda: {"A": Regime(800, 64), "B": Regime(3200, 16)})
     entries: Mapping[str, Entry] = field(
         default_factory=lambda: {
@@ -105,8 +105,8 @@ class Protocol:
     seeds: tuple[int, ...] = (0, 1, 2)
     shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
     cut: int = 1_048_577  # The validation text ends with the first document that ends at this token or after it.
-    block: int = 65_536  # Final losses are also kept as means over so many tokens.
-    curve_tokens: int = 131_072  # Of each text, at every point of a curve.
+    block: int = 65_536  # Final losses are also kept as means over blocks of this many tokens.
+    curve_tokens: int = 131_072  # Read from each text at every point of a curve.
 
     def config(self, run: Run) -> RunConfig:
         """Return the lab's configuration of a run, without its folders."""
@@ -119,7 +119,7 @@ class Protocol:
             recipe="protocol", name=run.id, log_every=max(1, steps // 50), val_every=max(1, steps // POINTS),
             val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
         )  # fmt: skip
-        if entry.optimizer == "adam":  # It uses only `lr`: give it the second rate that the others have.
+        if entry.optimizer == "adam":  # AdamW uses only `lr`: give it the second rate that the others have.
             config = config.replace(embedding_lr=run.adam_lr, head_lr=run.adam_lr, vector_lr=run.adam_lr)
         return config.replace(**self.sizes)
 
@@ -134,7 +134,7 @@ class Protocol:
     def tune(
         self, regime: str, entry: str, name: str, point: Mapping[str, float], loss: Losses
     ) -> tuple[dict[str, float], dict[str, float] | None, bool]:
-        """Tune one coordinate: return the best point so far, the point to try next, and if the best is bracketed.
+        """Tune one coordinate: return the best point so far, the point to try next, and whether the best is bracketed.
 
         The next point is None if the coordinate is finished. It may end without a bracket, after MOST values.
         """
@@ -302,7 +302,7 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
 def _token_shares(
     protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result]
 ) -> Iterator[str]:
-    """Yield the share of the tokens with which each optimizer reaches AdamW's test loss, by its shorter runs."""
+    """Yield the share of the tokens with which each optimizer reaches AdamW's test loss, from its shorter runs."""
     if "adamw" not in rows:
         return
     goal, goal_deviation = rows["adamw"].test_loss, rows["adamw"].deviation
@@ -317,7 +317,7 @@ def _token_shares(
         answer = f"less than {points[0][0]:g}" if points[0][1] <= goal else "more than 1"
         for (s0, l0), (s1, l1) in zip(points, points[1:], strict=False):
             if l1 <= goal < l0:
-                slope = (l0 - l1) / math.log(s1 / s0)  # of the loss in log tokens
+                slope = (l0 - l1) / math.log(s1 / s0)  # decrease of the loss per unit of log tokens
                 share = s0 * math.exp((l0 - goal) / slope)
                 answer = f"{share:.3f}"
                 if goal_deviation is not None and row.deviation is not None:

@@ -185,7 +185,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def read_results(paths: Iterable[Path]) -> dict[str, Result]:
-    """Return the results by id, of bundles and of folders with one file a run."""
+    """Return the results by id, of bundles and of folders with one file per run."""
     found: dict[str, Result] = {}
     for path in paths:
         if path.is_dir():
@@ -198,7 +198,7 @@ def read_results(paths: Iterable[Path]) -> dict[str, Result]:
 
 
 def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
-    """Write all results into one file, one line a run."""
+    """Write all results into one file, one line per run."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(r)}" for name, r in sorted(results.items()))
     with atomic_write(path) as out:
         out.write(f'{{"runs": {{\n{lines}\n}}}}\n'.encode())
@@ -307,7 +307,7 @@ class Queue:
         return [run for run in runs if self._estimate(run) < self._left()]
 
     def _estimate(self, run: Run) -> float:
-        """Return the longest time of runs of this kind so far, else of this regime, else 0: try it."""
+        """Return the longest time so far of runs of this kind, else of this regime, else 0, so that one is tried."""
         alike = [
             r for r in self.results.values()
             if (r["model"], r["regime"], r["at_a_time"]) == (run.model, run.regime, self.options.parallel)
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print what these bundles or folders hold")
     p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
-    p.add_argument("--data", help="folder or prefix of the shards: training, and one of validation")
+    p.add_argument("--data", help="folder or prefix of the shards: for training, and one for validation")
     p.add_argument("--out", type=Path, help="folder for results")
     p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
     p.add_argument("--seconds", type=float, default=math.inf, help="end after this time")
@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", default="auto")
     p.add_argument("--cache", help="folder for unpacked shards")
-    p.add_argument("--commit", help="commit of the code, if this is not a repository")
+    p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
     a = p.parse_args(arguments)
     protocol = Protocol(model=a.model)
     if unknown := set(a.only or ()) - set(protocol.entries):

@@ -36,7 +36,7 @@ else:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked gpu where there is none."""
+    """Skip the tests marked gpu if there is no GPU."""
     if torch.cuda.is_available():
         return
     for item in items:

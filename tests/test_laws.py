@@ -217,7 +217,7 @@ def test_every_rule_obeys_its_laws_over_many_steps(name: str, law: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_does_not_change_gradients_and_is_deterministic(name: str) -> None:
-    """Use the classes: `p.grad` keeps its object and bits, and two runs end in the same bits."""
+    """Run the optimizer classes: `p.grad` keeps its object and bits, and two runs end in the same bits."""
     ends = []
     for _ in range(2):
         p = torch.nn.Parameter(random(0, 10, 6).float())
@@ -237,7 +237,7 @@ UNIT_RMS = {name: {} for name, made in OPTIMIZERS.items() if "unit_rms" in LAWS[
 
 @pytest.mark.parametrize(("name", "options"), (UNIT_RMS | {"muon": {"normalize": True}}).items())
 def test_the_root_mean_square_of_an_update_is_lr(name: str, options: dict[str, Any]) -> None:
-    """Use the classes; a zero gradient must not change the weights."""
+    """Run the optimizer classes; a zero gradient must not change the weights."""
     p = torch.nn.Parameter(random(0, 10, 6))
     opt = OPTIMIZERS[name]([("w", p)], lr=1e-2, **options)
     before = p.detach().clone()

@@ -1,4 +1,4 @@
-"""The order of the rooms: a file imports only from its own room and those below, read from the sources themselves."""
+"""The order of the layers: a file imports only from its own layer and those below, as its source shows."""
 
 import ast
 import sys
@@ -11,7 +11,7 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
-# Rooms of cosmos_optim, from the bottom up: a file imports from its own room and from those before it.
+# Layers of cosmos_optim, from the bottom up: a file imports from its own layer and from those before it.
 ORDER = (
     "linalg",
     "rules",
@@ -48,7 +48,7 @@ FILES = {name_of(file): file for file in sorted(SRC.rglob("*.py"))}
 
 
 def within(module: str, names: tuple[str, ...]) -> bool:
-    """Whether a dotted name is one of these or lies below one."""
+    """Return whether a dotted name is one of these or below one."""
     return any(module == name or module.startswith(name + ".") for name in names)
 
 
@@ -106,9 +106,9 @@ def owner(name: str) -> str:
 
 
 def room(module: str) -> int:
-    """Return the position of a module's room in `ORDER`."""
+    """Return the position of a module's layer in `ORDER`."""
     first = module.removeprefix("cosmos_optim").removeprefix(".").partition(".")[0]
-    assert first in ORDER, f"{module} is in no room: add {first!r} to ORDER in {__file__}"
+    assert first in ORDER, f"{module} is in no layer: add {first!r} to ORDER in {__file__}"
     return ORDER.index(first)
 
 
@@ -117,14 +117,14 @@ def modules(package: str) -> list[str]:
     return [m for m, file in FILES.items() if within(m, (package,)) and file.read_text().strip()]
 
 
-def test_the_packages_are_found() -> None:
-    """The tests below read something."""
+def test_the_modules_of_both_packages_are_found() -> None:
+    """Otherwise the tests below would check nothing."""
     assert {"cosmos_optim", "cosmos_optim.rules.cosmos", "cosmos_optim.linalg.algebra", "cosmos_lab"} <= set(FILES)
 
 
 @pytest.mark.parametrize("module", modules("cosmos_optim"))
-def test_a_file_imports_only_from_its_own_room_and_those_below(module: str) -> None:
-    """Linear algebra, rules, engine, GPU, shards, optimizers: never upwards; names for types alone are free."""
+def test_a_file_imports_only_from_its_own_layer_and_those_below(module: str) -> None:
+    """Linear algebra, rules, engine, GPU, shards, optimizers: never upwards; imports for type checking do not count."""
     ours = {owner(name) for name in imports_of(module, runtime=True) if within(name, ("cosmos_optim",))} - {module}
     ours = {name for name in ours if FILES[name].read_text().strip()}
     wrong = sorted(name for name in ours if room(name) > room(module))
@@ -149,8 +149,8 @@ def test_no_two_public_classes_of_the_library_share_a_name() -> None:
     assert sorted(names) == sorted(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
 
 
-def test_a_step_on_a_cpu_walks_through_few_files() -> None:
-    """And through none of CUDA, Triton or torch.distributed. CONTRIBUTING.md lists them."""
+def test_a_step_on_a_cpu_runs_code_of_few_files() -> None:
+    """None of them is for CUDA, Triton or torch.distributed. CONTRIBUTING.md lists them."""
     import torch
 
     from cosmos_optim import Cosmos
@@ -177,7 +177,7 @@ def test_a_step_on_a_cpu_walks_through_few_files() -> None:
 
 @pytest.mark.parametrize("module", modules("cosmos_optim"))
 def test_every_new_tensor_names_its_device_and_dtype(module: str) -> None:
-    """Whatever torch.set_default_device and torch.set_default_dtype say."""
+    """So torch.set_default_device and torch.set_default_dtype have no effect on it."""
     factories = {f"torch.{name}" for name in FACTORIES}
     calls = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)]
     made = [call for call in calls if ast.unparse(call.func) in factories]
@@ -188,7 +188,7 @@ def test_every_new_tensor_names_its_device_and_dtype(module: str) -> None:
 
 
 def test_imports_have_no_cycles() -> None:
-    """Also within one layer; names for types alone are free."""
+    """Also within one layer; imports for type checking do not count."""
     ours = ("cosmos_optim", "cosmos_lab")
     edges = {m: {owner(n) for n in imports_of(m, runtime=True) if within(n, ours)} for m in FILES}
     done: set[str] = set()
@@ -205,7 +205,7 @@ def test_imports_have_no_cycles() -> None:
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("torch.distributed", MAY_DISTRIBUTE), ("triton", MAY_TRITON)])
-def test_torch_distributed_and_triton_are_used_in_their_own_rooms(name: str, allowed: tuple[str, ...]) -> None:
+def test_torch_distributed_and_triton_are_used_only_in_their_own_folders(name: str, allowed: tuple[str, ...]) -> None:
     """`torch.distributed` and `triton` are known in their own folders only."""
     wrong = [
         module
@@ -227,7 +227,7 @@ def test_the_lab_uses_only_public_names_of_the_library(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", modules("cosmos_lab.models"))
-def test_models_know_no_optimizer(module: str) -> None:
+def test_models_import_no_optimizer_or_training_code(module: str) -> None:
     """A model can be read, exported and timed without knowing how it is trained."""
     wrong = [name for name in imports_of(module) if within(name, NOT_IN_MODELS)]
     assert not wrong, f"{module} imports {wrong}"
@@ -241,7 +241,7 @@ def test_recipes_do_not_import_the_profiler(module: str) -> None:
 
 
 def test_every_form_of_import_is_seen() -> None:
-    """The reader itself: plain, from, relative, inside a function, and a spelled-out attribute."""
+    """Check the reader itself: plain, from, relative, inside a function, and a spelled-out attribute."""
     source = "import a.b\nfrom c import d\nfrom . import e\nfrom ..f import g\ndef h():\n    import triton\n"
     assert set(imports(ast.parse(source), "p.q.r")) == {"a.b", "c.d", "p.q.e", "p.f.g", "triton"}
     assert set(imports(ast.parse("from . import e"), "p.q", is_package=True)) == {"p.q.e"}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-NOT_IDENTITY = {"identity": False}  # the field changes no number: a finished run may be asked for with another value
+NOT_IDENTITY = {"identity": False}  # the field changes no result: a finished run with another value is reused
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OptimizerOptions:
     eps: float = 1e-8  # Floor of the denominators.
     weight_decay: float = 0.0  # Decoupled weight decay.
     rank: int | None = None  # Subspace rank of COSMOS and GaLore (None: the optimizer's default).
-    gamma: float | None = None  # Weight of COSMOS's Muon part (None: lr / adam_lr; `cosmos` counts 2e-3 of it at most).
+    gamma: float | None = None  # Weight of COSMOS's Muon part (None: lr / adam_lr; `cosmos` caps adam_lr at 2e-3).
     embedding_lr: float | None = None  # Separate rate for the embedding.
     head_lr: float | None = None  # Separate rate for the output head.
     vector_lr: float | None = None  # Separate rate for norms and biases.
@@ -73,7 +73,7 @@ class TrainingOptions:
     seed: int = 0  # Seed of the weights and of the data order.
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast; parameters stay fp32 (auto: bf16 on a GPU).
     compile: Literal["auto", "on", "blocks", "off"] = field(default="auto", metadata=NOT_IDENTITY)
-    """torch.compile the model (auto: on a GPU); blocks: one block for all, in a fraction of the time."""
+    """torch.compile the model (auto: on a GPU); blocks: compile one block for all, in a fraction of the time."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=NOT_IDENTITY)  # Where to train.
     sharding: Literal["auto", "ddp", "fsdp"] = "auto"  # How processes under torchrun share the work (auto: ddp).
     deterministic: bool = False  # Only kernels that give the same bits every time (slower on a GPU).
@@ -81,9 +81,9 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """How the learning rate moves."""
+    """How the learning rate changes."""
 
-    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # After the warm-up; wsd holds, then falls.
+    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # After the warm-up; wsd holds, then decays.
     warmup: float = 0.1  # Share of the steps spent on linear warm-up.
     decay: float = 0.2  # Share of the steps spent on wsd's decay.
     final_lr: float = 0.0  # Share of the peak rate left at the end.
@@ -209,8 +209,8 @@ _NOT_NEGATIVE = "eps weight_decay log_every val_every val_tokens diagnostics_eve
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (_POSITIVE, lambda value: 0 < value < math.inf, "must be positive"),
     (_NOT_NEGATIVE, lambda value: value >= 0, "must be 0 or more"),
-    ("beta1 beta2 adam_beta1", lambda value: 0 <= value < 1, "must lie in [0, 1)"),
-    ("warmup decay final_lr", lambda value: 0 <= value <= 1, "is a share and must lie in [0, 1]"),
+    ("beta1 beta2 adam_beta1", lambda value: 0 <= value < 1, "must be in [0, 1)"),
+    ("warmup decay final_lr", lambda value: 0 <= value <= 1, "is a share and must be in [0, 1]"),
 )
 
 

@@ -66,7 +66,7 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     result = compare(runs)
     if any(row["failures"] for row in result["rows"]):
-        raise ValueError("a run of the demo failed, as the table says")
+        raise ValueError("a run of the demo failed (see the table)")
     print(f"One seed of a tiny model, {time.perf_counter() - start:.0f} s.")
     return result
 

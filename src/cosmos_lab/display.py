@@ -176,7 +176,7 @@ def rate(value: float | None) -> str:
 
 
 def significant(value: float | None, digits: int = 4) -> str:
-    """Format a plain decimal with so many significant digits, or a dash."""
+    """Format a plain decimal with this many significant digits, or a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -206,7 +206,7 @@ def size(value: float | None) -> str:
 def _in_units(
     value: float | None, units: Sequence[tuple[float, str]], least: float, form: Callable[[float], str]
 ) -> str:
-    """Divide by the first unit that the value has ``least`` of; a unit of 0 stands for 1."""
+    """Format the value in the first unit of which it has at least ``least``; a unit of 0 means 1."""
     if value is None or not math.isfinite(value):
         return "–"
     unit, name = next((unit, name) for unit, name in units if abs(value) >= least * unit)

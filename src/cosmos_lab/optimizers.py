@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     takes = inspect.signature(build).parameters
     given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
     hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if options.optimizer in ONE_RATE:  # a recipe's rate for embedding and head would be that of all parameters
+    if options.optimizer in ONE_RATE:  # a recipe's adam_lr is only for embedding and head
         hyper.pop("adam_lr", None)
     if "momentum" in takes:  # Muon's beta1
         hyper["momentum"] = options.beta1
@@ -88,7 +88,7 @@ def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[st
     """Return the separate rates for embedding, head and vectors, as ``param_groups`` takes them."""
     overrides: dict[str, dict[str, Any]] = {}
     rule = "adam-mini" if options.optimizer == "adam-mini" else "adam"
-    names = {name for name, _ in model.named_parameters()}  # a tied head has no matrix
+    names = {name for name, _ in model.named_parameters()}  # a tied head has no separate matrix
     for name, lr in (("embed.weight", options.embedding_lr), ("head.weight", options.head_lr)):
         group: dict[str, Any] = {} if lr is None else {"lr": lr}
         if options.adam_beta1 is not None and name in names:

@@ -76,7 +76,7 @@ def like(x: Tensor) -> Tensor:
 
 
 def stored(stack: Tensor, dtype: torch.dtype, memory: str = "rows") -> list[Tensor]:
-    """Return the matrices of a stack, each in memory of its own."""
+    """Return the matrices of a stack, each in separate memory."""
     if memory == "columns":
         return [x.mT.contiguous().mT for x in stack.to(dtype)]
     pieces = [torch.empty(x.numel() + (memory == "odd"), dtype=dtype, device=x.device) for x in stack]

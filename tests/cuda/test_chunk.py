@@ -60,7 +60,7 @@ def test_a_recorded_chunk_launches_few_kernels(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["cosmos", "normuon"])
 def test_a_skipped_chunk_writes_nothing(case: str) -> None:
-    """Neither W nor M nor the thin state, which `scatter_` writes."""
+    """W and M keep every bit, and so does the thin state, which `scatter_` writes."""
     kind, options = CASES[case]
     params = matrices(CPU, (M, N), (M, N))
     opt = kind(params, **options)
@@ -102,7 +102,7 @@ def test_two_steps_by_kernels_equal_two_by_plain_torch(
 
 
 def test_diagnostics_by_kernels_are_those_of_plain_torch_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers come from the definition; the step is the kernels'."""
+    """The definition computes the diagnostics; the kernels take the step."""
     records, params = [], []
     for by_kernels, watched in ((False, True), (True, True), (True, False)):
         with monkeypatch.context() as patch:

@@ -53,7 +53,7 @@ def test_a_first_basis_spans_the_leading_eigenvectors(
     assert float((U.double().mT @ U.double() - identity).abs().max()) < ORTHONORMAL
 
 
-def test_columns_without_a_gradient_are_filled(device: torch.device) -> None:
+def test_columns_without_a_gradient_are_filled_with_orthonormal_ones(device: torch.device) -> None:
     """A gradient of rank 2: its two directions, and two more that are orthonormal to them."""
     G = (torch.randn(2, 20, 2) @ torch.randn(2, 2, 24)).to(device)
     U = by_kernels(G, 4)
@@ -63,7 +63,7 @@ def test_columns_without_a_gradient_are_filled(device: torch.device) -> None:
     assert apart(right, U) < SPAN
 
 
-def test_each_operation_on_a_list_is_that_on_a_stack(device: torch.device) -> None:
+def test_operations_on_a_list_of_matrices_equal_those_on_a_stack(device: torch.device) -> None:
     """G U and G'Y read the list, A'B reads thin factors: within float32 rounding. Measured 2e-7."""
     G, U, Y = (torch.randn(2, *shape).to(device) for shape in ((37, 20), (20, 5), (37, 5)))
     lists, plain = ListAlgebra(37, 20, G.abs().amax((1, 2))), Algebra(37, 20)
@@ -78,7 +78,7 @@ def test_each_operation_on_a_list_is_that_on_a_stack(device: torch.device) -> No
 
 
 def test_eigenvectors_come_from_one_launch_up_to_64_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And from torch, which makes the host wait, beyond that."""
+    """With more columns they come from torch, which makes the host wait."""
     asked: list[int] = []
     monkeypatch.setattr(jacobi, "eigh", lambda A: asked.append(A.shape[-1]) or torch.linalg.eigh(A))
     for k in (64, 65):

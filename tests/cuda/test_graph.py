@@ -1,4 +1,4 @@
-"""Steps recorded as a CUDA graph equal steps without one, bit for bit, whatever moves or changes between them."""
+"""Steps recorded as a CUDA graph equal steps without one, bit for bit, even if tensors move or settings change."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def _watch_a_step(opt: Cosmos) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [_reload_state, _change_epsilon, _watch_a_step])
-def test_a_change_between_steps_is_followed(change: Callable[[Cosmos], None]) -> None:
-    """State that moved, another hyper-parameter, diagnostics of a step: steps continue as without graphs."""
+def test_steps_after_a_change_equal_steps_without_a_graph(change: Callable[[Cosmos], None]) -> None:
+    """Between two steps, state moves, a hyper-parameter changes, or diagnostics are switched on."""
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
 
@@ -186,7 +186,7 @@ def test_a_recorded_step_neither_waits_nor_allocates() -> None:
 
 
 @pytest.mark.gpu
-def test_a_users_capture_takes_the_plain_step() -> None:
+def test_a_capture_by_the_user_records_the_plain_step() -> None:
     """A graph cannot be launched while another one is captured."""
     a, _ = twins()
     one = build(Cosmos, a)
@@ -206,7 +206,7 @@ def test_a_users_capture_takes_the_plain_step() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
 def test_a_copy_records_its_own_graph(duplicate: Callable[[Cosmos], Cosmos]) -> None:
-    """A graph holds addresses of the original's parameters, so that a copy starts without one."""
+    """A graph holds addresses of the original's parameters, so a copy starts without one."""
     a, _ = twins()
     one = build(Cosmos, a)
     for step in range(EAGER + 2):
@@ -219,7 +219,7 @@ def test_a_copy_records_its_own_graph(duplicate: Callable[[Cosmos], Cosmos]) -> 
 
 @pytest.mark.gpu
 def test_training_continues_after_a_recording_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a graph, and with one warning."""
+    """It continues without a graph, after one warning."""
     def broken(*_: object) -> None:
         raise RuntimeError("no")
 
@@ -251,7 +251,7 @@ def entries(opt: Cosmos) -> list[Entry]:
 
 
 def check_of(held: Sequence[Entry], skip: Tensor | None) -> GradientCheck:
-    """Return what a look at gradients of ones shows."""
+    """Return the result of checking gradients of ones."""
     count = len(held)
     return GradientCheck(held, False, skip, [True] * count, [False] * count, torch.ones(count))
 
@@ -308,7 +308,7 @@ class FakeRecording:
 
 
 @pytest.mark.parametrize(("launches", "recordings"), [(1, MAX_WASTED), (graph_module.WORTH_IT, MAX_WASTED + 3)])
-def test_recording_stops_if_it_never_pays(
+def test_recording_stops_after_several_graphs_that_served_few_steps(
     launches: int, recordings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """After `MAX_WASTED` graphs that served few steps; graphs that served many are recorded again and again."""
@@ -329,7 +329,7 @@ def test_recording_stops_if_it_never_pays(
 
 
 def test_a_step_is_recorded_once_its_key_has_stayed_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps without a flag on the device, and those of a disabled graph, count for nothing."""
+    """Steps without a flag on the device, and those of a disabled graph, do not count."""
     opt = Cosmos([nn.Parameter(torch.randn(32, 24))], lr=1e-3)
     monkeypatch.setattr(FakeRecording, "made", [])
     monkeypatch.setattr(graph_module, "record", lambda held, inside, key: FakeRecording(key, {e.p for e in inside}, 1))

@@ -39,7 +39,7 @@ class Kernel:
 
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kind of work has been compiled in this process."""
+    """Forget which kinds of work this process has compiled."""
     monkeypatch.setattr(Precompiler, "_known", set())
 
 
@@ -73,7 +73,7 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:
-    """The interpreter would run the work, on memory that holds nothing."""
+    """The interpreter would run the work, on uninitialized memory."""
     ran: list[int] = []
     precompile.compile_in_parallel(CPU, [lambda: ran.append(1)])
     assert ran == []
@@ -106,9 +106,9 @@ def test_work_for_the_compiler_touches_no_parameter_and_no_state(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], shapes: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Even if its kernels ran: the step is the step without it, bit for bit.
+    """Even if its kernels run, the next step equals one without it, bit for bit.
 
-    There are two works: for COSMOS the first bases and a step, for Muon a step of each of two shapes.
+    The work has two parts: for COSMOS the first bases and a step, for Muon a step of each of two shapes.
     """
     run_by_kernels(monkeypatch)
     counts: list[int] = []
@@ -143,8 +143,8 @@ def test_a_second_optimizer_of_the_same_kind_compiles_nothing(monkeypatch: pytes
 
 @interpreted
 @pytest.mark.usefixtures("nothing_known")
-def test_gradients_are_free_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the user releases them, not when Python collects cycles."""
+def test_gradients_can_be_freed_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are freed when the user releases them, not when Python collects cycles."""
     run_by_kernels(monkeypatch)
     counts: list[int] = []
     monkeypatch.setattr(precompile, "compile_in_parallel", lambda device, works: counts.append(len(works)))
@@ -201,7 +201,7 @@ def test_no_launch_waits_for_the_compiler(
 def test_a_second_optimizer_of_the_same_kind_compiles_no_kernel(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], compiled: list[tuple[str, bool]]
 ) -> None:  # fmt: skip
-    """And neither does the recording of its step."""
+    """The recording of its step compiles none either."""
     shapes = [(320, 272)] * 2
     stepped(kind, matrices(CUDA, *shapes), 6, **options)
     compiled.clear()

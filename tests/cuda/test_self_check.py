@@ -26,7 +26,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decid
     ("cosmos", 8, 24, 20), ("cosmos", 32, 40, 36), ("muon", 1, 24, 20), ("normuon", 1, 20, 24),
 ])  # fmt: skip
 def test_good_kernels_are_close_to_the_definition(rule: str, rank: int, m: int, n: int) -> None:
-    """By a factor of two at least."""
+    """The error is at most half of what the check allows."""
     assert self_check.step_error(RULES[rule], rank, m, n, CPU, torch.float32) < SOUND
 
 
@@ -37,7 +37,7 @@ def test_good_kernels_are_close_to_the_definition(rule: str, rank: int, m: int, 
     ("cosmos", 8), ("cosmos", 32), ("cosmos", 64), ("cosmos", 256), ("muon", 1), ("normuon", 1),
 ])  # fmt: skip
 def test_the_kernels_of_this_gpu_work(rule: str, rank: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """No warning, which would be an error here."""
+    """A warning would be raised as an error here."""
     p = torch.empty(shape, dtype=dtype, device=CUDA)
     with warnings.catch_warnings(action="error", category=UserWarning):
         assert self_check.kernels_work(p, RULES[rule], rank)
@@ -61,7 +61,7 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No result is known, so that each is asked for."""
+    """Forget all results of the check, so that each is computed."""
     monkeypatch.setattr(self_check, "_results", {})
 
 
@@ -87,7 +87,7 @@ def test_kernels_that_do_not_work_are_reported_once(kind: str, shown: str, monke
         assert not self_check.kernels_work(p, rule, 8)
 
 
-def test_not_a_number_is_an_infinite_error() -> None:
+def test_nan_counts_as_an_infinite_error() -> None:
     """Comparisons with NaN are false, so that it would pass any bound."""
     y = torch.ones(3)
     assert self_check.relative_error(y * math.nan, y) == math.inf
@@ -127,7 +127,7 @@ def test_each_kind_of_matrix_is_compared_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("unasked")
-def test_nothing_is_decided_while_launches_are_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_not_judged_while_launches_are_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that were not launched wrote nothing: the comparison waits until they can be."""
     monkeypatch.setattr(self_check, "step_error", lambda *args: 1e3 if precompile.launches_disabled() else 0.0)
     p, rule = torch.empty(40, 24), RULES["cosmos"]
@@ -149,7 +149,7 @@ def test_the_comparison_leaves_the_random_generator_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("unasked")
 def test_a_batch_is_not_supported_if_its_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch takes it, with a warning."""
+    """Plain torch runs it instead, with a warning."""
     real = step.residual
     monkeypatch.setattr(step, "residual", lambda *args: first_rows_wrong(real(*args)))
     with pytest.warns(UserWarning, match="plain torch does their work, slower"):

@@ -204,8 +204,8 @@ def test_a_skipped_step_writes_nothing(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["cosmos", "muon, normalized", "normuon"])
-def test_numbers_on_the_device_give_the_step_of_numbers_on_the_host(name: str, device: torch.device) -> None:
-    """Bit for bit: learning rate and decay as float64 scalars, and a flag that does not hold."""
+def test_rate_and_decay_on_the_device_give_the_same_step_as_on_the_host(name: str, device: torch.device) -> None:
+    """Bit for bit: learning rate and decay as float64 scalars, and a skip flag that is false."""
     start, plain = plain_step(name, device)
     lr, decay = (torch.tensor(x, dtype=torch.float64, device=device) for x in (LR, DECAY))
     found = schedule(KINDS[name], start, lr=lr, decay=decay, skip=torch.tensor(False, device=device))

@@ -25,7 +25,7 @@ UPDATES = 7e-3
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_matrices_of_a_stack_move_as_they_would_alone(graphs: bool) -> None:
-    """A stack whose gradients differ by 1e-7 in size, and one that has none from the second step on."""
+    """The gradients of a stack differ in size by up to 1e7, and one is zero from the second step on."""
     torch.manual_seed(0)
     sizes = torch.tensor([1.0, 1e-7, 1e-3, 1.0], device=CUDA).view(4, 1, 1)
     start = torch.randn(4, 256, 192, device=CUDA)
@@ -100,7 +100,7 @@ def test_a_step_does_not_wait_for_the_gpu(kind: type[torch.optim.Optimizer]) -> 
 
 
 @pytest.mark.gpu
-def test_a_step_captured_by_the_user_is_the_step() -> None:
+def test_a_step_captured_by_the_user_equals_the_plain_step() -> None:
     """Replayed with new gradients and a new rate in the same tensors, one of them not finite."""
     torch.manual_seed(1)
     params = model(CUDA)
@@ -132,7 +132,7 @@ def test_a_step_captured_by_the_user_is_the_step() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "rank"), [(Cosmos, 32), (CosmosPaper, 64)])
 def test_the_work_buffers_of_a_step_stay_below_the_estimate(kind: type[Cosmos], rank: int) -> None:
-    """And are free after it."""
+    """They are freed after the step."""
     params = [torch.randn(1024, 512, device=CUDA).requires_grad_() for _ in range(24)]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -188,7 +188,7 @@ def test_a_step_is_deterministic(kind: type[torch.optim.Optimizer]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_on_another_stream_is_the_step() -> None:
+def test_a_step_on_another_stream_equals_that_on_the_default_stream() -> None:
     """The streams of the chunks wait for the caller's stream, and it waits for them."""
     ends = []
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
@@ -206,7 +206,7 @@ def test_a_step_on_another_stream_is_the_step() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [Cosmos, NorMuon])
-def test_a_recorded_step_of_rows_is_the_step(kind: type[torch.optim.Optimizer]) -> None:
+def test_a_recorded_step_with_row_beta2_equals_the_unrecorded_one(kind: type[torch.optim.Optimizer]) -> None:
     """Bit for bit, recorded or not, with the second moment of rows; and the host waits for nothing."""
     ends = []
     for graphs in (False, True, True):

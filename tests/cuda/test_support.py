@@ -23,7 +23,7 @@ def batch_of(device: torch.device, shape: tuple[int, int] = (48, 40), count: int
 
 
 def test_a_batch_on_a_cpu_is_not_supported() -> None:
-    """Even if the interpreter could run the kernels."""
+    """This holds even if the interpreter could run the kernels."""
     assert not support.supported(batch_of(torch.device("cpu")))
 
 
@@ -42,7 +42,7 @@ def test_a_batch_on_a_cpu_is_not_supported() -> None:
 def test_a_matrix_is_supported_if_it_is_larger_than_its_basis(
     shape: tuple[int, int], rank: int, expected: bool
 ) -> None:  # fmt: skip
-    """And the basis has at most 256 columns, and the matrix at least 16 rows and columns."""
+    """Also, the basis must have at most 256 columns, and the matrix at least 16 rows and columns."""
     assert support.shape_supported(torch.empty(shape), rank) == expected
 
 

@@ -121,7 +121,7 @@ def test_second_moment_takes_every_rank_up_to_256(r: int, device: torch.device) 
 
 
 @pytest.mark.parametrize("r", [5, 130])
-def test_a_column_is_tracked_for_its_past_or_for_this_gradient(r: int, device: torch.device) -> None:
+def test_a_column_is_tracked_if_past_or_present_gradients_reach_it(r: int, device: torch.device) -> None:
     """A negative floor tracks every column."""
     U = orthonormal_columns(r + 30, r, device)
     past = torch.tensor([1.0, 1e-3, 1e-14, 1e-14, 0.0] + [1.0] * (r - 5))
@@ -163,7 +163,7 @@ def test_soap_half_equals_adam_in_float64(
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
-def test_soap_half_without_eps_makes_zero_of_zero_by_zero(size: float, device: torch.device) -> None:
+def test_soap_half_without_eps_returns_0_for_0_divided_by_0(size: float, device: torch.device) -> None:
     """beta1 = 0 is an average of one step."""
     GU, NU = torch.randn(2, 20, 4).to(device) * size, torch.randn(2, 20, 4).to(device) * size
     V, tracked, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)

@@ -19,7 +19,7 @@ _CLOCKS = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
 
 
 def log_of(folder: Path) -> list[Any]:
-    """Return a run's log without clocks and gauges."""
+    """Return a run's log without times and memory."""
     return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in run_folder.read_metrics(folder)]
 
 

@@ -62,7 +62,7 @@ def write(folder: Path, name: str, value: Any) -> None:
 
 
 def diagnostics(layers: int, index: int) -> dict[str, dict[str, float]]:
-    """Return four numbers a matrix, each metric with its own pattern."""
+    """Return four numbers per matrix, each metric with its own pattern."""
     return {
         f"blocks.{layer}.{kind}.weight": {
             "energy": 0.5 + 0.01 * layer + 0.02 * index,

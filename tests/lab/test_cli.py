@@ -95,7 +95,7 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
         (["train"], "the recipe comes first"),
         (["train", "llama-130"], "unknown recipe 'llama-130'; did you mean llama-130m"),
         (["train", "tiny", "--scale", "big"], "--scale takes a number"),
-        (["train", "tiny", "--scale", "7"], r"--scale must lie in (0, 1]; got 7.0"),
+        (["train", "tiny", "--scale", "7"], r"--scale must be in (0, 1]; got 7.0"),
         (["train", "tiny", "--warmup", "2"], "--warmup is a share"),
         (["train", "llama-130m"], "missing shard"),
         (["compare", "tiny", "--lr", "1"], "a comparison takes --lrs, not --lr"),
@@ -106,7 +106,7 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
         (["compare", "tiny", "--seeds", "a"], "--seeds takes numbers separated by commas; got 'a'"),
         (["compare", "llama-130m", "--optimizers", "normuon"], "give them with --lrs"),
         (["compare", "tiny", "--minutes", "-1"], "--minutes must be 0 (no limit) or more; got -1"),
-        (["compare", "tiny", "--only", "rank-5"], "--only rank-5 fits no row; the rows are base"),
+        (["compare", "tiny", "--only", "rank-5"], "--only rank-5 matches no run; the runs are base"),
         (["compare", "tiny", "--extra", "frequency=10"], "--extra takes optimizer:name=value"),
         (["compare", "tiny", "--extra", "soap:frequency"], "--extra takes name=value"),
         (["profile", "llama-2b"], "no preset 'llama-2b'"),
@@ -114,12 +114,12 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
         (["report", "nowhere"], "nowhere"),
         (["export", "nowhere"], "there is no run folder nowhere"),
         (["export", "A", "B", "-o", "C"], "export takes one run folder; got A, B"),
-        (["recipes", "foo"], "recipes takes no words; got foo"),
+        (["recipes", "foo"], "recipes takes no arguments; got foo"),
         (["profile", "tiny", "--tables", "mfu", "--micro-batches", "0"], "--micro-batches must be positive; got 0"),
         (["profile", "tiny", "--memory-cap-gb", "inf"], "--memory-cap-gb must be positive and finite; got inf"),
         (["data", "prepare", "nowhere.txt"], "no text at 'nowhere.txt'"),
-        (["data", "fetch", "c4"], "data has one verb, prepare"),
-        (["data", "prepare", "c4", "--val-fraction", "7"], "val_fraction is 7.0; it must lie between 0 and 1"),
+        (["data", "fetch", "c4"], "data has one subcommand, prepare"),
+        (["data", "prepare", "c4", "--val-fraction", "7"], "val_fraction is 7.0; it must be between 0 and 1"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(
@@ -187,7 +187,7 @@ def test_every_field_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["data", "prepare"], ("wikitext-103", "--max-tokens", "--unit")),
     ],
 )
-def test_help_without_a_name_leads_to_the_flags(
+def test_help_of_each_command_shows_its_flags_or_how_to_list_them(
     command: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -77,10 +77,10 @@ def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> 
     mixed = quietly(runs)
     assert mixed["commit"] == (["older", now["commit"]] if now["commit"] else "older")
     assert mixed["versions"] == now["versions"]
-    assert now["data"]["tokens"] > 0 and mixed["data"] == now["data"] and "do not compare" not in format_result(mixed)
+    assert now["data"]["tokens"] > 0 and mixed["data"] == now["data"] and "be compared" not in format_result(mixed)
 
 
-def test_the_table_says_that_runs_on_different_data_do_not_compare(tiny_run: RunConfig) -> None:
+def test_the_table_says_that_runs_on_different_data_cannot_be_compared(tiny_run: RunConfig) -> None:
     """For example, one run was made before another shard was added: the table names both."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
     now = quietly(runs)
@@ -90,11 +90,11 @@ def test_the_table_says_that_runs_on_different_data_do_not_compare(tiny_run: Run
     mixed = quietly(runs)
     assert mixed["data"] == [other, now["data"]]
     last = format_result(mixed).splitlines()[-1]
-    assert "do not compare" in last and "1,234" in last and now["data"]["fingerprint"] in last
+    assert "cannot be compared" in last and "1,234" in last and now["data"]["fingerprint"] in last
 
 
-def test_the_table_says_that_runs_validated_on_different_text_do_not_compare(tiny_run: RunConfig) -> None:
-    """Older runs do not say on what they were validated."""
+def test_the_table_says_that_runs_validated_on_different_text_cannot_be_compared(tiny_run: RunConfig) -> None:
+    """Older runs do not record which text they were validated on."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
     now = quietly(runs)
     about = Path(tiny_run.logging.out) / runs[0].run_name / "config.json"
@@ -124,8 +124,8 @@ def test_a_failed_run_stops_neither_the_others_nor_the_table(
     assert (Path(tiny_run.logging.out) / "compare.json").exists()
 
 
-def test_an_unfinished_run_of_other_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
-    """It would be ranked among runs that had fewer steps."""
+def test_an_unfinished_run_of_another_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
+    """Otherwise it would be ranked among runs with fewer steps."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
 
     def fall(record: Any) -> None:
@@ -287,7 +287,7 @@ def test_conflicts_with_finished_runs_are_all_found_before_anything_is_trained(t
 
 
 def test_a_finished_run_with_other_defaults_is_not_taken_for_this_one(tiny_run: RunConfig) -> None:
-    """An earlier version of the optimizer may have had others, which no field of the run shows."""
+    """An earlier version of the optimizer may have had other defaults, which no field of the run shows."""
     run = tiny_run.replace(**COSMOS, options=("ns_steps=3",))
     rows = quietly([run])["rows"]
     assert rows[0]["options"] == ["ns_steps=3"] and len(rows[0]["val_losses"][0]) > 0

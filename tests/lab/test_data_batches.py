@@ -62,7 +62,7 @@ def test_targets_are_the_next_tokens(source: TokenSource) -> None:
     assert torch.equal(tokens[1:, 0], targets[:-1, -1])  # One stream: a window ends where the next starts.
 
 
-def test_without_shuffle_it_is_the_row_of_tokens(source: TokenSource) -> None:
+def test_without_shuffle_windows_follow_the_order_of_the_files(source: TokenSource) -> None:
     row = np.concatenate([shard.tokens for shard in source.shards]).astype(np.int64)
     batches = Batches(source, 2, 8, seed=0, shuffle=False)
     tokens, targets = take(batches, batches.windows // 2)
@@ -75,7 +75,7 @@ def epoch_stream(batches: Batches) -> list[int]:
     return [int(tokens[0, 0]), *targets.flatten().tolist()]
 
 
-def test_an_epoch_is_the_documents_in_another_order(source: TokenSource) -> None:
+def test_each_epoch_has_every_document_once_in_a_new_order(source: TokenSource) -> None:
     batches = Batches(source, 1, 1, seed=3)  # Windows of one token: the epoch is the whole stream.
     streams = [epoch_stream(batches) for _ in range(3)]
     documents = sorted(tuple(document) for shard in numbered(LENGTHS) for document in shard)
@@ -91,7 +91,7 @@ def test_an_epoch_is_the_documents_in_another_order(source: TokenSource) -> None
     assert epoch_stream(Batches(source, 1, 1, seed=4)) != streams[0]
 
 
-def test_unmarked_text_is_shuffled_in_pieces(tmp_path: Path) -> None:
+def test_text_without_document_ends_is_shuffled_in_pieces(tmp_path: Path) -> None:
     row = np.arange(5000)
     source = TokenSource([shard_of(row)], Vocabulary("unknown", 5000, None), "test", tmp_path)
     assert np.diff(source.documents).tolist() == [2048, 2048, 904]
@@ -121,7 +121,7 @@ def problems(draw: st.DrawFn) -> dict[str, object]:
 def test_any_split_and_any_interruption_give_the_same_windows(
     problem: dict[str, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """World x batch windows at a time, stopped and resumed, against one window at a time, straight through."""
+    """Read world x batch windows at a time, with stops; compare with one window at a time without a stop."""
     source = source_of(numbered(problem["lengths"]), tmp_path_factory.getbasetemp() / "cache")  # type: ignore[arg-type]
     batch, world, seq_len, seed = (problem[key] for key in ("batch", "world", "seq_len", "seed"))
     steps = 8
@@ -215,7 +215,7 @@ def splitmix64(x: int) -> int:
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (1234, 7), (2**63 + 5, 1), (-1, 2)])
-def test_order_is_pinned_to_integers(seed: int, epoch: int) -> None:
+def test_the_order_of_documents_equals_a_computation_without_numpy(seed: int, epoch: int) -> None:
     """The order must not depend on numpy's version: it is recomputed without numpy."""
     mask = 2**64 - 1
     key = splitmix64((splitmix64(seed & mask) + epoch) & mask)
@@ -224,14 +224,14 @@ def test_order_is_pinned_to_integers(seed: int, epoch: int) -> None:
     assert permutation(100, seed, epoch).tolist() == expected
 
 
-def test_order_is_uniform() -> None:
+def test_every_document_is_equally_often_at_each_place() -> None:
     """Over 4000 seeds each of 8 documents is at each place 500 times, within 6 standard deviations of 21."""
     places = np.stack([permutation(8, seed, 0) for seed in range(4000)])
     counts = np.stack([(places == document).sum(0) for document in range(8)])
     assert np.abs(counts - 500).max() < 6 * 21
 
 
-def test_validation_is_in_order_and_repeats(source: TokenSource) -> None:
+def test_validation_windows_are_in_order_and_the_same_every_time(source: TokenSource) -> None:
     row = np.concatenate([shard.tokens for shard in source.shards]).astype(np.int64)
     for _ in range(2):
         batches = list(validation_batches(source, 4, 8))
@@ -242,7 +242,7 @@ def test_validation_is_in_order_and_repeats(source: TokenSource) -> None:
     assert sum(tokens.numel() for tokens, _ in validation_batches(source, 4, 8, max_tokens=1)) == 8
 
 
-def test_validation_ranks_are_equal_and_disjoint(source: TokenSource) -> None:
+def test_ranks_get_equally_many_disjoint_validation_windows(source: TokenSource) -> None:
     whole = torch.cat([tokens for tokens, _ in validation_batches(source, 1, 8)])
     shares = [list(validation_batches(source, 4, 8, rank=rank, world=3)) for rank in range(3)]
     assert len({tuple(len(tokens) for tokens, _ in share) for share in shares}) == 1

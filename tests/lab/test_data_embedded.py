@@ -20,7 +20,7 @@ CACHED_SECONDS = 3.0  # The aim is 1 s.
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the embedded data, made for real; the time of it is part of the promise."""
+    """Return the embedded data, really made, within the time that we promise."""
     folder = tmp_path_factory.mktemp("cache")
     start = time.monotonic()
     embedded.embedded_shards(folder)
@@ -37,7 +37,7 @@ def test_embedded_data_opens_quickly_once_made(cache: Path) -> None:
     assert train.fingerprint != val.fingerprint and train.fingerprint in repr(train)
 
 
-def test_documents_are_the_library_s_modules(cache: Path) -> None:
+def test_decoded_documents_are_the_modules_of_the_standard_library(cache: Path) -> None:
     """Decoded tokens are the texts, each in the split that its name's hash says."""
     from tokenizers import Tokenizer
 
@@ -93,7 +93,7 @@ def test_documents_are_library_text_in_path_order_up_to_the_limit(tmp_path: Path
         embedded.library_documents(root, limit=sum(len(text) for _, text in documents[:5]))
 
 
-def test_without_the_tokenizers_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_the_tokenizers_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'cosmos-optim\[lab\]'"):
         embedded.train_tokenizer(["text"])

@@ -71,14 +71,14 @@ def test_every_document_is_in_one_split_once_in_order(tmp_path: Path, texts: str
     assert (source.vocab_size, source.vocabulary.name) == (400, "small")
 
 
-def test_a_copy_falls_into_the_same_split(tmp_path: Path, texts: str, tokenizer: str) -> None:
+def test_equal_documents_are_put_into_the_same_split(tmp_path: Path, texts: str, tokenizer: str) -> None:
     made = prepare([texts, texts], tmp_path / "out", tokenizer, SETTINGS)
     train, val = (decoded(made.spec, split, tokenizer, tmp_path / "cache") for split in ("train", "val"))
     assert not set(train) & set(val) and len(train) + len(val) == 800
 
 
 def in_child(call: Callable[[], object]) -> int:
-    """Run `call` in a forked process; the signal that ended it, or 0."""
+    """Run `call` in a forked process; return the signal that ended it, or 0."""
     child = os.fork()
     if child == 0:
         try:
@@ -90,7 +90,7 @@ def in_child(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("save_every", [1, 3])
-def test_killed_and_resumed_is_the_same_to_the_byte(
+def test_a_killed_and_resumed_preparation_writes_the_same_bytes(
     tmp_path: Path, texts: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch, save_every: int
 ) -> None:
     """Kill with -9 after 1, 2, ... batches of every attempt; save at every batch or at every third."""
@@ -156,7 +156,7 @@ def test_a_full_disk_is_explained_and_continued_once_there_is_room(tmp_path: Pat
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-def test_finished_work_is_left_alone(tmp_path: Path, texts: str, tokenizer: str) -> None:
+def test_a_finished_preparation_is_not_repeated(tmp_path: Path, texts: str, tokenizer: str) -> None:
     made = prepare(texts, tmp_path / "out", tokenizer, SETTINGS)
     before = contents(tmp_path / "out")
     assert prepare(texts, tmp_path / "out", tokenizer, SETTINGS) == made
@@ -226,7 +226,9 @@ def test_a_glob_is_not_part_of_the_prefix(tmp_path: Path, texts: str, tokenizer:
         (None, b"", r"no text at .*c4, fineweb, wikitext-103"),
     ],
 )
-def test_bad_text_is_named(tmp_path: Path, tokenizer: str, name: str | None, content: bytes, message: str) -> None:
+def test_the_error_for_unreadable_text_names_the_file(
+    tmp_path: Path, tokenizer: str, name: str | None, content: bytes, message: str
+) -> None:
     if name is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):

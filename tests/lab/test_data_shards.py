@@ -33,7 +33,7 @@ def leftovers(cache: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".bin.xz"])
-def test_format_is_header_then_uint16(tmp_path: Path, cache: Path, suffix: str) -> None:
+def test_a_shard_is_a_header_followed_by_uint16_tokens(tmp_path: Path, cache: Path, suffix: str) -> None:
     tokens = some_tokens()
     path = tmp_path / f"a{suffix}"
     write_shard(path, tokens)
@@ -62,7 +62,7 @@ def test_write_refuses_what_the_format_cannot_hold(tmp_path: Path, tokens: np.nd
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_shard_is_named(tmp_path: Path, cache: Path) -> None:
+def test_the_error_for_a_missing_shard_names_it(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match=r"missing shard.*nowhere\.bin"):
         open_shard(tmp_path / "nowhere.bin", cache)
 
@@ -103,7 +103,9 @@ def truncate(fraction: float) -> Callable[[bytes], bytes]:
         (lambda content: b"text " * 100, "not a readable xz"),
     ],
 )
-def test_damaged_xz_leaves_no_copy(tmp_path: Path, cache: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_a_damaged_xz_shard_leaves_no_unpacked_copy(
+    tmp_path: Path, cache: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
     path = tmp_path / "p.bin.xz"
     write_shard(path, some_tokens())
     path.write_bytes(damage(path.read_bytes()))
@@ -112,7 +114,7 @@ def test_damaged_xz_leaves_no_copy(tmp_path: Path, cache: Path, damage: Callable
     assert leftovers(cache) == []
 
 
-def test_unpacked_once_and_again_when_the_packed_file_changes(tmp_path: Path, cache: Path) -> None:
+def test_a_shard_is_unpacked_once_and_again_if_its_file_changes(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "p.bin.xz"
     write_shard(path, some_tokens(seed=1))
     first = open_shard(path, cache)
@@ -125,7 +127,7 @@ def test_unpacked_once_and_again_when_the_packed_file_changes(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut"])
-def test_spoilt_copy_is_made_again(tmp_path: Path, cache: Path, harm: str) -> None:
+def test_a_damaged_unpacked_copy_is_made_again(tmp_path: Path, cache: Path, harm: str) -> None:
     path = tmp_path / "p.bin.xz"
     write_shard(path, some_tokens())
     open_shard(path, cache)
@@ -135,7 +137,7 @@ def test_spoilt_copy_is_made_again(tmp_path: Path, cache: Path, harm: str) -> No
     np.testing.assert_array_equal(open_shard(path, cache).tokens, some_tokens())
 
 
-def test_many_at_once_unpack_one_copy(tmp_path: Path, cache: Path) -> None:
+def test_threads_that_open_a_shard_at_once_unpack_it_once(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "p.bin.xz"
     write_shard(path, some_tokens(200_000))
     with ThreadPoolExecutor(8) as pool:
@@ -154,7 +156,7 @@ def test_a_full_disk_is_seen_before_unpacking(tmp_path: Path, cache: Path, monke
     assert leftovers(cache) == []
 
 
-def test_write_that_fails_midway_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_write_that_fails_midway_leaves_no_file(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "p.bin.xz"
     write_shard(path, some_tokens(100_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -171,7 +173,7 @@ def test_write_that_fails_midway_leaves_nothing(tmp_path: Path, cache: Path) -> 
     np.testing.assert_array_equal(open_shard(path, cache).tokens, some_tokens(100_000))
 
 
-def test_cache_that_cannot_be_written_only_costs_time(tmp_path: Path) -> None:
+def test_a_shard_opens_even_if_the_cache_cannot_be_written(tmp_path: Path) -> None:
     write_shard(tmp_path / "a_train.bin", some_tokens())
     (tmp_path / "file").write_text("a file where the cache folder should be")
     assert len(open_data(str(tmp_path / "a_train.bin"), "train", cache_dir=tmp_path / "file")) == 5000
@@ -244,13 +246,13 @@ def test_find_shards_returns_the_files_of_one_split(folder: Path, spec: str, spl
         ("a_t5", "test", "split is 'test'"),
     ],
 )
-def test_find_shards_says_what_to_do(folder: Path, spec: str, split: str, message: str) -> None:
+def test_errors_of_find_shards_say_what_to_do(folder: Path, spec: str, split: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_shards(str(folder / spec), split)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["a_t5", "a_t5_clean_t5", "d0[0-9]_t5"])
-def test_a_set_is_found_by_its_own_name(folder: Path, name: str) -> None:
+def test_a_set_of_shards_is_found_by_its_exact_name(folder: Path, name: str) -> None:
     for split in ("train", "val"):
         write_shard(folder / f"a_t5_clean_t5_{split}.bin", some_tokens(100))
         write_shard(folder / f"d0[0-9]_t5_{split}.bin", some_tokens(100))
@@ -260,13 +262,13 @@ def test_a_set_is_found_by_its_own_name(folder: Path, name: str) -> None:
         find_shards(str(folder / "a_t"), "train")
 
 
-def test_packed_twin_is_not_read_twice(folder: Path) -> None:
+def test_a_shard_that_exists_packed_and_unpacked_is_read_once(folder: Path) -> None:
     write_shard(folder / "a_t5_train_000.bin.xz", some_tokens(100))
     names = [path.name for path in find_shards(str(folder / "a_t5"), "train")]
     assert names == ["a_t5_train_000.bin", "a_t5_train_001.bin.xz"]
 
 
-def test_tokenizers_do_not_mix(folder: Path, cache: Path) -> None:
+def test_shards_of_several_tokenizers_are_refused(folder: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match=r"several tokenizers \(gpt2, t5\)"):
         open_data(str(folder / "*train*"), "train", cache_dir=cache)
 

@@ -41,7 +41,7 @@ def test_the_demo_ends_with_table_report_and_sentence(
     assert summary()["time"] != kept["time"] and summary()["final_val_loss"] == kept["final_val_loss"]
 
 
-def test_a_demo_of_one_step_has_nothing_to_time(
+def test_a_demo_of_one_step_shows_dashes_instead_of_times(
     tmp_path: Path, lab_data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COSMOS_LAB_CACHE", str(tmp_path / "cache"))
@@ -50,7 +50,7 @@ def test_a_demo_of_one_step_has_nothing_to_time(
     assert adam[6:8] == ["-", "-"]
 
 
-def test_rates_come_from_a_sweep_of_the_same_size_for_each() -> None:
+def test_the_sweep_tried_equally_many_rates_for_each_optimizer() -> None:
     assert set(RATES) == set(SWEEP) and len({len(rates) for rates in SWEEP.values()}) == 1
     for name, rate in RATES.items():
         assert rate in SWEEP[name][1:-1], "a best rate at the edge of its grid says that the grid is too small"

@@ -14,7 +14,7 @@ from cosmos_lab.run.train import train
 LOSS_TOL = 1e-5  # float32 sums in another order
 
 
-def test_positions_add_up_to_the_logged_loss(tiny_run: RunConfig) -> None:
+def test_the_mean_loss_over_positions_is_the_logged_loss(tiny_run: RunConfig) -> None:
     summary = train(tiny_run)
     result = evaluate(tiny_run.folder, device="cpu")
     assert result["val_loss"] == pytest.approx(summary["final_val_loss"], abs=LOSS_TOL)
@@ -25,7 +25,9 @@ def test_positions_add_up_to_the_logged_loss(tiny_run: RunConfig) -> None:
     assert whole == pytest.approx(result["val_loss"], abs=LOSS_TOL)
 
 
-def test_the_command_compares_runs(tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_evaluate_command_shows_and_writes_the_losses_of_every_run(
+    tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("one", "two"):
         train(tiny_run.replace(name=name, steps=4, seed=len(name)))
     folders = [str(tiny_run.replace(name=name).folder) for name in ("one", "two")]
@@ -36,13 +38,17 @@ def test_the_command_compares_runs(tiny_run: RunConfig, tmp_path: Path, capsys: 
     assert [result["tokens"] for result in json.loads(out.read_text())] == [64, 64]
 
 
-def test_a_run_without_a_checkpoint_says_so(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_run_without_a_checkpoint_says_so(
+    tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tiny_run.replace(checkpoint_every=0, steps=2))
     assert main(["evaluate", str(tiny_run.folder)]) == 2
     assert "--checkpoint-every" in capsys.readouterr().err
 
 
-def test_a_run_without_its_config_says_so(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_run_without_its_config_says_so(
+    tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tiny_run.replace(steps=2))
     folder = tiny_run.folder
     for content in ("[]", "{", None):
@@ -52,6 +58,8 @@ def test_a_run_without_its_config_says_so(tiny_run: RunConfig, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--seq-len", "0"), ("--tokens", "0"), ("--tokens", "-5")])
-def test_nothing_to_evaluate_on_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_count_of_zero_or_less_is_refused_with_its_flag(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", "some-run", f"{flag}={value}"]) == 2
     assert f"cosmos-lab: {flag} must be positive; got {value}" in capsys.readouterr().err

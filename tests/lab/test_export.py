@@ -91,7 +91,7 @@ def test_without_safetensors_a_bin_file_replaces_the_older_export(
     same_logits(model, load(tmp_path), LOGITS_TOL)
 
 
-def test_tokenizer_travels_with_the_weights(tmp_path: Path) -> None:
+def test_the_tokenizer_is_exported_with_the_weights(tmp_path: Path) -> None:
     source = tmp_path / "tok.json"
     source.write_text(json.dumps(TOKENIZER))
     out = export_llama(build("tiny"), tmp_path / "out", source)

@@ -16,7 +16,7 @@ FP32_TOL = 1e-5  # another order of summation, on values of order one
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """22 rows a chunk: 64 tokens take 3 chunks, the last one shorter."""
+    """Use 22 rows per chunk: 64 tokens take 3 chunks, the last one shorter."""
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 22 * 251)
 
 

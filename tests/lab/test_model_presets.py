@@ -32,7 +32,7 @@ def test_presets_have_the_published_sizes(preset: str, total: int, without_embed
     assert model.config.head_dim == 64
 
 
-def test_every_preset_is_counted_above() -> None:
+def test_every_preset_has_a_published_size_in_this_file() -> None:
     mark = test_presets_have_the_published_sizes.pytestmark[0]  # type: ignore[attr-defined]
     assert [row[0] for row in mark.args[1]] == list(PRESETS)
 

@@ -162,7 +162,7 @@ def test_every_bf16_product_has_aligned_operands() -> None:
 
 
 @families
-def test_checkpointing_changes_memory_and_nothing_else(family: str) -> None:
+def test_activation_checkpointing_saves_memory_and_changes_no_gradient(family: str) -> None:
     model = small(family)
     tokens, targets = batch()
     results, saved = [], []
@@ -180,7 +180,7 @@ def test_checkpointing_changes_memory_and_nothing_else(family: str) -> None:
         assert torch.equal(grad, results[1][name]), name
 
 
-def test_compiles_in_one_graph_with_the_same_result() -> None:
+def test_the_model_compiles_to_one_graph_with_the_same_result() -> None:
     """aot_eager traces forward and backward as the real compiler does, without waiting for a C++ compiler."""
     model = small("tiny", depth=1)
     tokens, targets = batch()
@@ -195,7 +195,7 @@ def test_compiles_in_one_graph_with_the_same_result() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=FP32_TOL, atol=FP32_TOL)
 
 
-def test_one_compiled_block_serves_for_all() -> None:
+def test_all_blocks_share_one_compiled_graph() -> None:
     tokens, targets = batch()
     results = []
     for parts in (False, True):

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
 
 
 def quiet(line: str) -> None:
-    """Progress is not looked at here."""
+    """Ignore the lines about progress."""
 
 
 def test_the_three_tables_agree_with_each_other_and_the_paper_s_order(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypa
     assert profile(config, quiet)["throughput"] == [{"optimizer": "adam", "largest_batch": 0, "samples_per_s": None}]
 
 
-def test_updates_beyond_the_iterations_follow_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_steps_beyond_the_timed_iterations_follow_a_single_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     profiler = Profiler(ProfileConfig(**SMALL | {"iterations": 2, "updates": 5}))
     profiler.set_optimizer("adam")
     passes: list[int] = []
@@ -107,7 +107,7 @@ def test_updates_beyond_the_iterations_follow_one_pass(monkeypatch: pytest.Monke
     assert passes == [3, 3, 1, 1, 1]
 
 
-def test_activations_are_counted_by_the_batch() -> None:
+def test_counted_activations_grow_in_proportion_to_the_batch() -> None:
     profiler = Profiler(ProfileConfig(**SMALL))
     profiler.set_optimizer("adam")
     weights = sum(p.numel() * 4 for p in profiler.model.parameters())
@@ -116,7 +116,7 @@ def test_activations_are_counted_by_the_batch() -> None:
     assert one > 4 * weights  # weights, gradients, two moments
 
 
-def test_a_large_batch_is_counted_without_being_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_large_batch_is_counted_without_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
     profiler = Profiler(ProfileConfig(**SMALL))
     assert profiler._activation_bytes(16) == pytest.approx(profiler._saved_bytes(16), rel=1e-4)  # a scalar or two
     sizes: list[int] = []
@@ -130,7 +130,7 @@ def test_a_large_batch_is_counted_without_being_run(monkeypatch: pytest.MonkeyPa
     assert sizes == [1, 2]
 
 
-def test_a_cpu_without_the_memory_counts_and_does_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_with_too_little_memory_gets_counted_bytes_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cosmos_lab.profile.profiler.free_memory", lambda: 0.5 * GB)
     monkeypatch.setattr(Profiler, "iterate", lambda *_: pytest.fail("an iteration was run"))
     lines: list[str] = []
@@ -144,7 +144,7 @@ def test_a_cpu_without_the_memory_counts_and_does_not_time(monkeypatch: pytest.M
     assert profiler.pass_speed(50_000, 1) is None  # nor a micro-batch of the mfu table
 
 
-def test_free_memory_is_less_than_all_of_it() -> None:
+def test_free_memory_is_less_than_the_total_memory() -> None:
     assert 0 < free_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -154,7 +154,7 @@ def test_mfu_is_useful_work_over_the_peak(monkeypatch: pytest.MonkeyPatch) -> No
     assert mfu(1e5, 1e9, torch.device("cpu")) is None
 
 
-def test_a_stopped_clock_stands_still() -> None:
+def test_a_stopped_clock_does_not_advance() -> None:
     clock = Clock(5.0)
     assert clock.read() == 5.0
     clock.start()

@@ -129,7 +129,7 @@ def test_scale_shrinks_model_and_tokens_together(name: str, scale: float) -> Non
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1.5])
 def test_a_scale_outside_its_range_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match=r"--scale must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"--scale must be in \(0, 1\]"):
         get_recipe("llama-130m", scale)
 
 
@@ -167,7 +167,7 @@ def test_only_selects_variants_by_name() -> None:
     ]  # fmt: skip
     (base,) = recipe.runs(only=["base"])
     assert base.optimizer == recipe.config.optimizer
-    with pytest.raises(ValueError, match=r"--only rank-3 fits no row; the rows are base, rank-32\+gamma-0.1, "):
+    with pytest.raises(ValueError, match=r"--only rank-3 matches no run; the runs are base, rank-32\+gamma-0.1, "):
         names("rank-3")
 
 

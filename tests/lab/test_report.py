@@ -96,7 +96,9 @@ def test_folders_without_a_run_are_named_on_the_terminal(
     assert "One folder could not be shown." in told and "other: the folder holds no config.json" in told
 
 
-def test_a_folder_as_file_and_bytes_that_are_not_text_do_not_stop_the_report(tmp_path: Path, no_figures: None) -> None:
+def test_folders_in_place_of_files_and_undecodable_bytes_do_not_stop_the_report(
+    tmp_path: Path, no_figures: None
+) -> None:
     folder = make_run(tmp_path / "run", "adam", [3.0])
     (folder / "summary.json").unlink()
     (folder / "summary.json").mkdir()

@@ -88,7 +88,7 @@ def test_the_page_renders_and_fetches_nothing(shown: Any) -> None:
         lines = css(shown, LINES.format(axis=axis))
         assert len(lines) == 2  # the best rate of each optimizer
         assert all(line.is_displayed() and line.size["width"] > 100 for line in lines)
-        assert len(css(shown, f"[data-axis={axis}] path.curve.train")) == 3  # one a seed
+        assert len(css(shown, f"[data-axis={axis}] path.curve.train")) == 3  # one per seed
         assert len(css(shown, f"[data-axis={axis}] path.band")) == 1  # two seeds have a spread
     assert len(css(shown, ".sweep .mark")) == 4
     assert len(css(shown, ".sweep .mark.failed")) == 1

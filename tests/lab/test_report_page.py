@@ -239,7 +239,7 @@ def test_colours_differ_for_every_kind_of_colour_vision(scheme: str) -> None:
         assert (brighter + 0.05) / (darker + 0.05) >= LEAST_CONTRAST
 
 
-def test_looks_are_stable_and_unknown_optimizers_get_free_ones() -> None:
+def test_drawing_styles_are_stable_and_unknown_optimizers_get_unused_ones() -> None:
     assert looks(["cosmos"])[0] == KNOWN["cosmos"]
     first, second, known = looks(["mine", "yours", "cosmos"])
     assert len({first.light, second.light, known.light}) == 3

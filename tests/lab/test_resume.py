@@ -1,4 +1,4 @@
-"""Resume: bit for bit after a real kill -9, for every optimizer, and refused where it would be wrong."""
+"""Resume: bit for bit after a real kill -9, for every optimizer, and refused if it would be wrong."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ class Stop(Exception):
 
 
 def interrupt(config: RunConfig, step: int) -> None:
-    """Train until after ``step``, then fall over."""
+    """Train until after ``step``, then raise an error."""
 
     def fall(record: Any) -> None:
         if record["step"] > step:
@@ -157,7 +157,7 @@ def test_two_processes_do_not_train_in_one_folder(tiny_run: RunConfig) -> None:
     assert train(tiny_run)["status"] == "done"  # the lock is gone with its holder
 
 
-def test_a_kill_before_the_summary_repeats_nothing(tiny_run: RunConfig) -> None:
+def test_a_run_killed_before_its_summary_repeats_no_step(tiny_run: RunConfig) -> None:
     train(tiny_run)
     lines = list(run_folder.read_metrics(tiny_run.folder))
     (tiny_run.folder / "summary.json").unlink()
@@ -175,7 +175,7 @@ def test_a_log_line_cut_short_is_dropped(tiny_run: RunConfig) -> None:
 
 
 def test_a_refused_process_leaves_the_others_checkpoint_alone(tiny_run: RunConfig) -> None:
-    """It may be in the middle of being written."""
+    """The other process may be writing it just now."""
     writing = tiny_run.folder / "checkpoints" / ".writing_step_000004"
 
     def intrude(record: Any) -> None:
@@ -211,13 +211,13 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(tiny_run: RunConfig) -> No
         train(tiny_run.replace(steps=6))
 
 
-def test_a_resume_with_other_values_warns_of_them(tiny_run: RunConfig) -> None:
+def test_a_resume_with_changed_fields_warns_and_names_them(tiny_run: RunConfig) -> None:
     interrupt(tiny_run, 5)
     with pytest.warns(UserWarning, match=r"continues with steps 10 instead of 8, clip 0.5 instead of None"):
         assert train(tiny_run.replace(steps=10, clip=0.5))["steps"] == 10
 
 
-def test_another_validation_text_is_another_run(tiny_run: RunConfig, lab_data: str, tmp_path: Path) -> None:
+def test_a_resume_with_another_validation_text_is_refused(tiny_run: RunConfig, lab_data: str, tmp_path: Path) -> None:
     for split in ("train", "val"):
         shutil.copy(f"{lab_data}_{split}.bin", tmp_path / f"mine_{split}.bin")
     config = tiny_run.replace(data=str(tmp_path / "mine"))
@@ -228,7 +228,7 @@ def test_another_validation_text_is_another_run(tiny_run: RunConfig, lab_data: s
 
 
 @pytest.mark.parametrize("name", ["state.pt", "process_0.pt"])
-def test_a_cut_file_of_a_checkpoint_is_named(tiny_run: RunConfig, name: str) -> None:
+def test_the_error_for_a_truncated_checkpoint_file_names_it(tiny_run: RunConfig, name: str) -> None:
     interrupt(tiny_run, 5)
     path = tiny_run.folder / "checkpoints" / "step_000004" / name
     path.write_bytes(path.read_bytes()[:1000])

@@ -23,14 +23,14 @@ def test_wsd_holds_the_peak_and_decays_at_the_end() -> None:
     assert share[150:] == pytest.approx([(50 - i) / 50 for i in range(50)])
 
 
-def test_cosine_is_half_a_wave() -> None:
+def test_the_cosine_schedule_is_half_a_cosine_wave() -> None:
     options = ScheduleOptions("cosine", warmup=0.0)
     for t in (1, 51, 101, 151):
         assert factor(t, STEPS, options) == pytest.approx(0.5 * (1 + math.cos(math.pi * (t - 1) / STEPS)))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_final_lr_is_approached_and_never_undercut(schedule: str) -> None:
+def test_the_rate_falls_towards_final_lr_and_never_below(schedule: str) -> None:
     options = ScheduleOptions(schedule, final_lr=0.1)  # type: ignore[arg-type]
     share = [factor(t, 1000, options) for t in range(101, 1001)]
     assert all(later <= earlier for earlier, later in zip(share, share[1:]))

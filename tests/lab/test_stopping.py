@@ -82,7 +82,7 @@ def test_a_stop_leaves_no_checkpoint_in_the_end_if_none_was_asked_for(tiny_run: 
     assert_same(log_of(folder), log_of(folder.with_name("whole")))
 
 
-def test_checkpoints_that_were_asked_for_survive_a_resume_without(tiny_run: RunConfig) -> None:
+def test_checkpoints_that_were_asked_for_survive_a_resume_that_asks_for_none(tiny_run: RunConfig) -> None:
     with pytest.raises(Stopped):
         train(tiny_run.replace(checkpoint_every=2, keep=5), progress=at_step(5))
     train(tiny_run.replace(checkpoint_every=0))
@@ -105,7 +105,7 @@ def test_a_signal_in_the_last_validation_does_not_get_lost(tiny_run: RunConfig) 
         if record["step"] == 8 and "val_loss" in record:
             send(signal.SIGTERM)
 
-    with pytest.raises(Stopped, match="stopped by SIGTERM when all was done"):
+    with pytest.raises(Stopped, match="stopped by SIGTERM after all work was done"):
         train(tiny_run, progress=late)
     assert train(tiny_run)["status"] == "done"
 
@@ -151,7 +151,7 @@ def test_a_stop_ends_the_whole_comparison(
     assert row["status"] == ["done"] * 3
 
 
-def test_a_stop_between_runs_starts_no_other(tiny_run: RunConfig) -> None:
+def test_no_run_starts_after_a_stop_between_runs(tiny_run: RunConfig) -> None:
     with pytest.raises(Stopped, match="stopped by SIGTERM before run"), watch():
         send(signal.SIGTERM)
         compare([tiny_run], show=False)
@@ -201,7 +201,7 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
 
 
 def test_a_watch_within_another_shares_its_request() -> None:
-    with pytest.raises(Stopped, match="stopped by SIGINT when all was done") as stop, watch() as outer:
+    with pytest.raises(Stopped, match="stopped by SIGINT after all work was done") as stop, watch() as outer:
         with watch() as inner:
             send(signal.SIGINT)
         assert outer is inner and outer.signum == signal.SIGINT

@@ -114,7 +114,7 @@ def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
         asked = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items()}
         other = {name for name, value in result["config"].items() if asked[name] != value}
         assert run.id == result["id"]
-        assert other <= {"recipe", "embedding_lr", "head_lr"}  # the earlier form gave AdamW its second rate otherwise
+        assert other <= {"recipe", "embedding_lr", "head_lr"}  # earlier runs gave AdamW its second rate by these fields
         now = settings(config.optimizer, run.model)
         assert {name: now[name] for name in result["settings"]} == result["settings"]
 

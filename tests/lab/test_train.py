@@ -38,7 +38,7 @@ def test_training_lowers_the_loss_towards_the_entropy(tiny_run: RunConfig, optim
     assert 0.7 < summary["final_val_loss"] < 2.0
 
 
-def test_the_run_folder_holds_what_was_promised(tiny_run: RunConfig) -> None:
+def test_the_run_folder_holds_the_config_every_log_line_and_the_summary(tiny_run: RunConfig) -> None:
     seen: list[dict] = []
     summary = train(tiny_run, progress=lambda record: seen.append(dict(record)))
     folder = tiny_run.folder
@@ -67,18 +67,18 @@ def test_cosmos_diagnostics_name_every_hidden_matrix(tiny_run: RunConfig) -> Non
         assert set(values) == {"energy", "drift", "update_rms", "ratio"} and 0 < values["energy"] <= 1
 
 
-def test_accumulation_changes_nothing(tiny_run: RunConfig) -> None:
+def test_gradient_accumulation_does_not_change_the_training(tiny_run: RunConfig) -> None:
     whole = train(tiny_run.replace(name="whole", micro_batch=8))
     parts = train(tiny_run.replace(name="parts", micro_batch=2))
     assert parts["final_val_loss"] == pytest.approx(whole["final_val_loss"], rel=ACCUMULATION_TOLERANCE)
 
 
-def test_activation_checkpointing_changes_nothing(tiny_run: RunConfig) -> None:
+def test_activation_checkpointing_does_not_change_the_training(tiny_run: RunConfig) -> None:
     plain = train(tiny_run.replace(name="plain"))
     assert train(tiny_run.replace(name="again", checkpointing=True))["final_val_loss"] == plain["final_val_loss"]
 
 
-def test_a_seed_repeats_and_another_differs(tiny_run: RunConfig) -> None:
+def test_the_same_seed_repeats_a_run_and_another_seed_changes_it(tiny_run: RunConfig) -> None:
     first, again, other = (train(tiny_run.replace(name=str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
     assert first["final_val_loss"] == again["final_val_loss"] != other["final_val_loss"]
 
@@ -137,7 +137,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
         ({"data": "nowhere/at/all"}, "missing shard"),
         ({"batch": 8, "micro_batch": 3}, "--batch 8 is not a multiple of --micro-batch 3"),
         ({"steps": 0}, "--steps must be positive; got 0"),
-        ({"beta2": 1.5}, r"--beta2 must lie in \[0, 1\); got 1.5"),
+        ({"beta2": 1.5}, r"--beta2 must be in \[0, 1\); got 1.5"),
         ({"schedule": "stairs"}, "--schedule must be one of linear, cosine, wsd, constant"),
         ({"options": ("ns_stepz=4",)}, "ns_stepz"),
         ({"options": ("ns_steps",)}, "name=value"),
@@ -215,7 +215,7 @@ def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:
     assert loss == pytest.approx(saved["final_val_loss"], rel=1e-5)  # the same windows, batched otherwise
 
 
-def test_a_folder_without_checkpoint_says_so(tmp_path: Path) -> None:
+def test_the_error_for_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a run folder"):
         checkpoint.load_trained(tmp_path)
     (tmp_path / "config.json").write_text("{}")

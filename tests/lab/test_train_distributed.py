@@ -117,7 +117,7 @@ def test_two_processes_resume_with_the_same_losses(tiny_run: RunConfig, sharding
     assert losses(config) == losses(config.replace(name="whole"))
 
 
-def test_fsdp_alone_says_how_to_start_it(tiny_run: RunConfig) -> None:
+def test_the_error_for_fsdp_in_a_single_process_says_how_to_start_it(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="--sharding fsdp needs torchrun"):
         train(tiny_run.replace(sharding="fsdp"))
 

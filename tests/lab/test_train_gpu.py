@@ -1,4 +1,4 @@
-"""Training on a GPU: no host synchronization between log lines, exact resume with --deterministic, honest rates."""
+"""Training on a GPU: no host synchronization between log lines, exact resume with --deterministic, and its rates."""
 
 from contextlib import closing
 from typing import Any

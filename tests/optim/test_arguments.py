@@ -1,4 +1,4 @@
-"""Arguments and groups: every option is visible, and wrong ones are refused by name without a trace."""
+"""Arguments and groups: every option is visible, and wrong ones are refused by name and change nothing."""
 
 from __future__ import annotations
 

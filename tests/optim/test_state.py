@@ -148,7 +148,7 @@ def test_state_has_the_papers_letters_and_shapes() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_storage_is_what_the_plan_says(name: str) -> None:
+def test_state_occupies_the_bytes_that_the_plan_says(name: str) -> None:
     """The authors' file keeps a view of an n x n matrix alive; here storage is at most 1.01 x the logical bytes."""
     model = decoder()
     opt = build(name, model)

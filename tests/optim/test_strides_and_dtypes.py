@@ -39,7 +39,7 @@ def sliced(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("restride", [transposed, sliced])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_strides_do_not_matter(name: str, restride: Callable[[Tensor], Tensor], when: str) -> None:
+def test_strides_do_not_change_the_training(name: str, restride: Callable[[Tensor], Tensor], when: str) -> None:
     """Parameters and gradients of any strides, restrided before or after the optimizer is built."""
     plain, other = matrix((16, 8)), matrix((16, 8))
     if when == "before":

@@ -69,7 +69,7 @@ def compare(
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_adam_equals_torchs_adamw(decay: float) -> None:
-    """The two have no difference."""
+    """The two do not differ."""
     common = {"lr": LR, "betas": BETAS, "eps": 1e-8, "weight_decay": decay}
     compare(lambda p: Adam([p], **common), lambda p: torch.optim.AdamW([p], **common), sequence(TALL))
 

@@ -44,7 +44,7 @@ def one_bad_rank(rank: int, nonfinite: str) -> Any:
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_a_nan_on_one_rank_changes_nothing_on_any_rank(nonfinite: str) -> None:
-    """In no parameter group; and all ranks take the next step."""
+    """No parameter group changes, and all ranks take the next step."""
     for seen in run_ranks(3, one_bad_rank, nonfinite):
         errors = [x for x in seen if isinstance(x, str)]
         first, second, third = (x for x in seen if not isinstance(x, str))
@@ -156,7 +156,7 @@ def one_overflow(rank: int, shape: torch.Size) -> list[float]:
 
 @pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])  # the last of three ranks holds none of two experts
 def test_an_overflow_on_one_rank_skips_the_step_of_all(shape: tuple[int, ...]) -> None:
-    """Even if the scalers of the other ranks have found none."""
+    """This holds even if the scalers of the other ranks have found none."""
     assert run_ranks(3, one_overflow, torch.Size(shape)) == [[1.0, 1.0, 2.0]] * 3
 
 
@@ -197,7 +197,7 @@ def fifty_steps(rank: int) -> dict[str, bytes]:
 
 
 def test_replicas_stay_equal_bit_for_bit() -> None:
-    """HSDP on 2 x 2 ranks: replicas hold the same parts, and all ranks hold the same largest_whole_state state."""
+    """HSDP on 2 x 2 ranks: replicas hold the same parts, and state that every rank holds whole is equal on all."""
     a, b, c, d = run_ranks(4, fifty_steps)
     assert a == c
     assert b == d

@@ -87,8 +87,8 @@ def test_a_step_sends_the_documented_messages_and_bytes(name: str) -> None:
             assert iterated <= -(-count // team)
 
 
-def test_gram_matrices_are_summed_only_if_that_is_not_dearer() -> None:
-    """For the busiest rank: that is so for few and long matrices, divided along the long side."""
+def test_gram_matrices_are_summed_only_if_that_costs_no_more() -> None:
+    """The busiest rank counts: sums are cheaper for few, long matrices that are cut along the long side."""
     half = torch.float16
     assert not prefer_sums(64, 4096, 4096, 8, 5, half)  # square: owners
     assert not prefer_sums(64, 11008, 4096, 8, 5, half)  # many: every rank would repeat all of them

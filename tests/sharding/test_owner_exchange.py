@@ -28,7 +28,7 @@ def cut(size: int, *mesh_dims: int) -> Cut:
     ],
 )
 @pytest.mark.parametrize("count", [13, 3])
-def test_a_grid_of_equal_parts_is_exchanged_as_any_parts_are(
+def test_parts_copied_as_a_grid_equal_parts_copied_one_by_one(
     monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], cuts: tuple[Cut, Cut], rank_step: int | None, count: int
 ) -> None:
     coordinates = tuple(itertools.product(*map(range, mesh)))

@@ -91,7 +91,7 @@ def test_every_placement_ends_with_the_weights_of_one_process(cls: Any, cases: l
 
 
 def test_a_cut_has_the_nested_parts_of_torch_chunk() -> None:
-    """And a block of a fused weight gets the intersection of each part with the block."""
+    """A block of a fused weight gets the intersection of each part with the block."""
     assert [Cut(7, (0,), 0, 7).part((3,), (i,)) for i in range(3)] == [(0, 3), (3, 3), (6, 1)]
     assert [Cut(3, (0,), 0, 3).part((4,), (i,)) for i in range(4)] == [(0, 1), (1, 1), (2, 1), (3, 0)]
     nested = Cut(8, (1, 0), 0, 8)  # mesh dimension 1 divides first

@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Which runs of the recipe's grid."""
+    """Which runs of the recipe's grid to make."""
 
-    optimizers: str | None = None  # Only these, separated by commas.
-    lrs: str | None = None  # Rates in place of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name.
+    optimizers: str | None = None  # Only these optimizers, separated by commas.
+    lrs: str | None = None  # Rates instead of the recipe's: 1e-3,2e-3 for all, or adam=1e-3,2e-3;cosmos=5e-4 by name.
     seeds: str = "0"  # Seeds, separated by commas.
     only: str | None = None  # Only these runs: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once.
     extra: str | None = None
-    """More by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False; one that occurs twice runs in both ways."""
-    parallel: int = 1  # Runs at a time; with GPUs each run has its own.
+    """More fields by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False. One named twice runs both ways."""
+    parallel: int = 1  # Runs at the same time; on GPUs, each run has its own.
     minutes: float = 0.0  # Start no run that would end later than this; the same command continues (0: no limit).
     report: bool = True  # Write the report at the end.
 
@@ -65,17 +65,17 @@ class ExportCommand:
 class EvaluateCommand:
     """Validation loss of trained runs by position in the context."""
 
-    data: str | None = None  # Other shards than those of the training.
+    data: str | None = None  # Validate on these shards instead of the run's own.
     tokens: int | None = None  # Validation tokens (None: as many as in training).
     seq_len: int | None = None  # Length of the context (None: as in training).
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # Where to compute.
-    out: str | None = None  # A JSON file for the numbers.
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # Device to compute on.
+    out: str | None = None  # JSON file to write the numbers to.
 
 
 def parse(default: T, arguments: Sequence[str], *, prog: str, description: str | None = None) -> T:
     """Apply the flags in ``arguments`` to the dataclass ``default``; nested dataclasses give flat flags.
 
-    The description in the help is the docstring of the dataclass, if it is not given.
+    Without a ``description``, the help shows the docstring of the dataclass.
     """
     tyro = require("tyro", "the commands need the package tyro: pip install 'cosmos-optim[lab]'")
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
@@ -100,7 +100,7 @@ def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:
 
 
 def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
-    """Read ``1,2,3`` as numbers of a kind."""
+    """Read ``1,2,3`` as numbers of one type."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -108,7 +108,7 @@ def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
 
 
 def parse_extra(text: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Read the fields by optimizer of ``--extra``.
+    """Read ``--extra``: the fields to set for each optimizer.
 
     >>> parse_extra("soap:frequency=10;cosmos:;cosmos:rank=32,side=smaller")
     [('soap', {'frequency': 10}), ('cosmos', {}), ('cosmos', {'rank': 32, 'side': 'smaller'})]

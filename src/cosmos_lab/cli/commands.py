@@ -37,7 +37,7 @@ def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
 
 
 def _take_recipe(arguments: list[str], command: str, flags_shown: str = "[flags]") -> tuple[Recipe, str, list[str]]:
-    """Return the recipe that the first argument names, shrunk by ``--scale``, what it is, and the rest."""
+    """Return the recipe that the first argument names (shrunk by ``--scale``), its description, and the rest."""
     hints = f"`cosmos-lab recipes` lists the recipes, `cosmos-lab {command} tiny --help` the flags"
     name, rest = _take(arguments, "the recipe", f"cosmos-lab {command} RECIPE [--scale S] {flags_shown}\n{hints}")
     text, rest = _take_flag(rest, "--scale")
@@ -103,10 +103,10 @@ def compare_command(arguments: list[str]) -> None:
     if recipe.published and recipe.config == get_recipe(recipe.name).config:
         print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
     if failed := sum(len(row["failures"]) for row in result["rows"]):
-        raise ValueError(f"{failed} of {len(runs)} runs failed, as the table says; the same command tries them again")
+        raise ValueError(f"{failed} of {len(runs)} runs failed (see the table); the same command tries them again")
 
 
-_LISTS = ("--optimizers", "--tables", "--micro-batches")  # of `profile`
+_LISTS = ("--optimizers", "--tables", "--micro-batches")  # flags of `profile`
 
 
 def profile_command(arguments: list[str]) -> None:
@@ -126,7 +126,7 @@ def profile_command(arguments: list[str]) -> None:
 
 
 def _spaced(arguments: list[str]) -> list[str]:
-    """Write lists of words that have commas, as `compare` takes them, with spaces.
+    """Split the comma-separated values of list flags, which `compare` takes as they are, into words.
 
     >>> _spaced(["--optimizers", "adam,cosmos", "--out", "a,b.json", "--tables=memory,mfu"])
     ['--optimizers', 'adam', 'cosmos', '--out', 'a,b.json', '--tables', 'memory', 'mfu']
@@ -153,7 +153,7 @@ def report_command(arguments: list[str]) -> None:
 
 
 def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list[str]]:
-    """Return the leading words, none if only help is asked for, and the flags after them with -o spelled out."""
+    """Return the leading words (none if only help is asked for), and the flags after them with -o as --out."""
     if arguments and arguments[0] in HELP:
         return [], ["--help"]
     _take(arguments, what, usage)
@@ -168,7 +168,7 @@ def data_command(arguments: list[str]) -> None:
     usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
     verb, rest = ("prepare", arguments) if arguments and arguments[0] in HELP else _take(arguments, "prepare", usage)
     if verb != "prepare":
-        raise ValueError(f"data has one verb, prepare: {usage}")
+        raise ValueError(f"data has one subcommand, prepare: {usage}")
     sources, rest = _words(rest, "the source", usage)
     asked = flags.parse(flags.PrepareCommand(), rest, prog=usage.removesuffix(" [flags]"))
 
@@ -225,7 +225,7 @@ def recipes_command(arguments: list[str]) -> None:
     from cosmos_lab.profile.config import PROFILES
 
     if words := [word for word in arguments if word not in HELP]:
-        raise ValueError(f"recipes takes no words; got {' '.join(words)}: `cosmos-lab train tiny --help` explains one")
+        raise ValueError(f"recipes takes no arguments; got {' '.join(words)}: `cosmos-lab train tiny --help` shows one")
     recipes = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
     rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in recipes]
     rows += [(name, "", "profile", (make.__doc__ or "").splitlines()[0]) for name, make in PROFILES.items()]

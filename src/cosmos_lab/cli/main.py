@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         return _fail(str(error))
     except Stopped as stop:
-        if os.environ.get("RANK", "0") != "0":  # one process speaks for all
+        if os.environ.get("RANK", "0") != "0":  # only the first process prints
             return stop.code
         flag = " with --no-fresh" if command == "demo" else ""
         return _fail(f"{stop}; the same command continues{flag}", stop.code)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class PipeSafeStream:
-    """A stream that discards its output once the reader is gone: a run of days must not end with its `tee`."""
+    """A stream that discards its output once the reader is gone: a run of days must not end because its `tee` did."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

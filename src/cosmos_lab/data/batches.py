@@ -123,7 +123,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """Return the first windows of `source` in order, the same at every call; the last batch may be smaller.
 
-    `max_tokens` limits the targets over all ranks (at least one window a rank). Ranks get equal numbers of windows, so
+    `max_tokens` limits the targets over all ranks (at least one window per rank). Ranks get equally many windows, so
     that collectives in the model's forward pass match; up to `world - 1` windows at the end go unused.
     """
     if batch < 1 or not 0 <= rank < world:

@@ -67,7 +67,7 @@ def library_documents(root: Path, limit: int = TEXT_BYTES) -> list[tuple[str, st
 
 
 def in_validation(name: str) -> bool:
-    """Tell whether a document is for validation: by the hash of its name, so that others do not affect it."""
+    """Tell whether a document is for validation. Only the hash of its name decides, not the other documents."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < VAL_PERCENT
 
 

@@ -21,7 +21,7 @@ def label(path: Path) -> tuple[str, Split | None]:
     labels = list(_LABEL.finditer(stem))
     if not labels:
         return stem, None
-    found = labels[-1]  # The last: "train_t5_val_000" is the validation part of a text called "train".
+    found = labels[-1]  # The last label counts: "train_t5_val_000" is the validation part of a text called "train".
     return stem[: found.start()], "train" if found[1] == "train" else "val"
 
 
@@ -57,7 +57,7 @@ def _candidates(spec: str) -> list[Path]:
         return [path]
     if path.is_dir():
         return _one_prefix(spec, path, _shards_in(path))
-    # Literally first: a set may be called `d[0-9]_t5`, or `a_t5` beside one called `a_t5_clean`.
+    # First take the spec literally: a set may be called `d[0-9]_t5`, or `a_t5` beside one called `a_t5_clean`.
     found = [p for p in _shards_in(path.parent) if p.name.startswith(path.name)] if path.parent.is_dir() else []
     if found:
         return [p for p in found if label(p)[0] == path.name] or _one_prefix(spec, path.parent, found)

@@ -26,9 +26,9 @@ SPLITS: tuple[Split, Split] = ("train", "val")
 
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 4_000_000  # Bounds the memory of a batch of long documents.
-SAVE_SECONDS = 20.0  # A kill loses at most so much work.
+SAVE_SECONDS = 20.0  # A kill loses at most this much work.
 
-_GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # A class with what it contains, and single signs.
+_GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # Wildcards: [...] with its content, and single characters.
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Settings:
     """How text becomes shards; with the text and the tokenizer it determines every byte."""
 
     val_fraction: float = 0.01  # Share of documents to validate with, by their hash, if the source has no such split.
-    shard_tokens: int = 100_000_000  # Most tokens in a shard; a document is never cut, so it may be a little shorter.
-    max_tokens: int | None = None  # Stop after so many training tokens, at the end of that document (None: take all).
+    shard_tokens: int = 100_000_000  # Most tokens in a shard; documents are never cut, so it may have fewer.
+    max_tokens: int | None = None  # Stop after this many training tokens, at the end of that document (None: take all).
     max_val_tokens: int = 10_000_000  # Most validation tokens; further validation documents are left out.
-    unit: Unit = "file"  # What a document is in a text file: all, the lines between blank ones, or a WikiText article.
+    unit: Unit = "file"  # A document in a text file: the whole file, lines between blank ones, or a WikiText article.
     field: str = "text"  # Key of the text in .jsonl lines.
 
     def check(self) -> None:
         """Raise a ValueError naming the field if a value makes no sense."""
         if not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}; it must lie between 0 and 1")
+            raise ValueError(f"val_fraction is {self.val_fraction}; it must be between 0 and 1")
         if not 1 <= self.shard_tokens < 2**31:
             raise ValueError(f"shard_tokens is {self.shard_tokens}; a shard's header counts 1 to 2**31 - 1")
         for name in ("max_tokens", "max_val_tokens"):
@@ -254,5 +254,5 @@ def _batches(stream: Stream, read: int, position: Any) -> Iterator[list[str]]:
 
 
 def _share(text: str) -> float:
-    """Return a number in [0, 1) that depends only on the text, so that copies fall into the same split."""
+    """Return a number in [0, 1) that depends only on the text, so that equal texts get the same split."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") / 2**56

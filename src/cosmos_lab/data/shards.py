@@ -35,7 +35,7 @@ _CACHE_ADVICE = "free some, or set COSMOS_LAB_CACHE to a folder on another disk"
 
 @dataclass(frozen=True)
 class Shard:
-    """One open shard: the file the user named, its tokens (mapped), their SHA-256, the largest id and where it is."""
+    """One open shard: the file the user named, its tokens (mapped), their SHA-256, the largest id and its position."""
 
     path: Path
     tokens: Tokens
@@ -68,7 +68,7 @@ def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike) -> None:
         raise ValueError(f"{path}: tokens are {values.dtype} of shape {values.shape}; give a non-empty row of integers")
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= MAX_VOCAB:
-        raise ValueError(f"{path}: token ids lie in {low}..{high}, but the format holds 0..{MAX_VOCAB - 1} (uint16)")
+        raise ValueError(f"{path}: token ids are in {low}..{high}, but the format holds 0..{MAX_VOCAB - 1} (uint16)")
     content = header(values.size) + values.astype("<u2").tobytes()
     with atomic_write(path) as out:
         out.write(lzma.compress(content, preset=6) if path.suffix == ".xz" else content)
@@ -108,7 +108,7 @@ def document_ends(
     if not found[-1].size or found[-1][-1] != shard.tokens.size:
         found.append(np.array([shard.tokens.size]))
     ends = np.concatenate(found).astype(np.int64)
-    with contextlib.suppress(OSError), atomic_write(index) as out:  # Only saves time: may fail.
+    with contextlib.suppress(OSError), atomic_write(index) as out:  # The cache only saves time, so errors are ignored.
         np.save(out, ends)
     return ends
 
@@ -163,7 +163,7 @@ def _facts(path: Path, tokens: Tokens, cache: Path) -> dict[str, Any]:
         if (top := int(chunk.max())) > max_id:
             max_id, max_at = top, start + int(chunk.argmax())
     facts = {"sha256": digest.hexdigest(), "max_id": max_id, "max_at": max_at}
-    with contextlib.suppress(OSError):  # Only saves time: may fail.
+    with contextlib.suppress(OSError):  # The cache only saves time, so errors are ignored.
         write_json(index, facts)
     return facts
 
@@ -202,7 +202,7 @@ def _unpack(packed: lzma.LZMAFile, path: Path, plain: Path) -> None:
     with atomic_write(plain) as out:
         out.write(start)
         try:
-            while chunk := packed.read1(_CHUNK):  # Not `read`, which drops what came just before a break.
+            while chunk := packed.read1(_CHUNK):  # Not `read`, which drops the data just before a damaged place.
                 out.write(chunk)
                 digest.update(chunk)
                 found += len(chunk)

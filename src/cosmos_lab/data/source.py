@@ -92,7 +92,7 @@ class TokenSource:
     def gather(self, starts: Positions, lengths: Positions) -> Positions:
         """Read the pieces `starts[i]` to `starts[i] + lengths[i]`, one after the other; none may cross two shards.
 
-        One slice a piece: for documents of 100 tokens and more this beats any indexing by token, which moves five
+        One slice per piece: for documents of 100 tokens and more this beats any indexing by token, which moves five
         64-bit numbers for every 16-bit token.
         """
         home = np.searchsorted(self._offsets, starts, side="right") - 1

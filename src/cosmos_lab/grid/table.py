@@ -1,4 +1,4 @@
-"""Tabulate a grid of runs: one row a variant, mean and spread over its seeds, the best of each optimizer."""
+"""Tabulate a grid of runs: one row per variant, mean and spread over its seeds, the best of each optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
 
 
 def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read the runs' folders; return a row a variant with mean and spread over seeds, each optimizer's best marked.
+    """Read the runs' folders; return a row per variant with mean and spread over seeds, each optimizer's best marked.
 
     ``failures`` says why runs failed, by name; any other run without a summary is unfinished or was not started.
     """
@@ -121,7 +121,7 @@ def format_result(result: Mapping[str, Any]) -> str:
     texts = result.get("data")
     if isinstance(texts, list):
         sizes = " and ".join(_text(about) for about in texts)
-        table += f"\nThese runs do not compare: they were trained on different data, {sizes}"
+        table += f"\nThese runs cannot be compared: they were trained on different data, {sizes}"
     return table
 
 

@@ -68,7 +68,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # Stored, not computed in forward: a compiler would otherwise take the cosine again for every activation. And
+        # Stored, not computed in forward: a compiler would otherwise compute it again for every activation. And
         # stored here, not handed from layer to layer: FSDP2 casts what a block is called with, but no buffers.
         for name in ("cos", "sin"):
             table = torch.empty(config.max_seq_len, 1, config.head_dim // 2)
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
     def compile_parts(self, *, dynamic: bool = False, backend: str = "inductor") -> None:
         """Compile one block, which serves for all of them, and the loss.
 
-        To compile the whole model takes many times as long; it saves a pass over the activations between two blocks.
+        Compiling the whole model takes many times as long, but saves a pass over the activations between two blocks.
         """
         for block in self.blocks:
             block.compile(dynamic=dynamic, backend=backend)

@@ -25,7 +25,7 @@ class ProfileConfig:
     seq_len: int = 1024  # Tokens in a sequence.
     memory_cap_gb: float = 80.0  # Memory cap of the throughput table, in GiB.
     tokens_per_step: int = 262_144  # Tokens of one step in the mfu table.
-    micro_batches: tuple[int, ...] = (8, 16, 32, 64)  # Tried for the mfu table, up to the first that does not fit.
+    micro_batches: tuple[int, ...] = (8, 16, 32, 64)  # Sizes to try for the mfu table, until one does not fit.
     iterations: int = 3  # Timed iterations; the median of their passes counts.
     updates: int = 10  # Timed steps of the optimizer; the mean counts, because its work differs from step to step.
     rank: int | None = None  # Rank of COSMOS and GaLore (None: the optimizer's default).
@@ -33,7 +33,7 @@ class ProfileConfig:
     vocab_size: int | None = None  # Rows of the embedding (None: the preset's).
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast type (auto: bf16 on a GPU).
     compile: Literal["auto", "on", "blocks", "off"] = "auto"
-    """torch.compile the model (auto: on a GPU); blocks: one block for all, in a fraction of the time."""
+    """torch.compile the model (auto: on a GPU); blocks: compile one block for all, in a fraction of the time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"  # Where to run.
     out: str | None = None  # JSON file for the result.
 

@@ -27,7 +27,7 @@ from cosmos_lab.run import model_cache
 from cosmos_lab.run.launch import pick_bf16, pick_compile, pick_device
 from cosmos_lab.run.meters import GB, Stopwatch
 
-_MORE_SHAPES = 64  # the search for the largest batch compiles one graph a size; torch would stop at 8
+_MORE_SHAPES = 64  # the search for the largest batch compiles one graph per size; torch would stop at 8
 _LOGITS_AT_ONCE = 7  # chunks of logits in fp32 that the loss holds for a moment on a CPU: 4 to 7 by the process's peak
 
 
@@ -157,9 +157,9 @@ class Profiler:
         return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
 
     def missing_memory(self, size: int) -> str:
-        """Say why ``size`` sequences must not be tried on this CPU, which would not raise but swap or kill.
+        """Say why ``size`` sequences must not be tried on this CPU: it would swap or kill the process, not raise.
 
-        Return "" if they may be, and on a GPU, which raises an error.
+        Return "" if they may be tried, and always on a GPU, which raises an error if they do not fit.
         """
         if self.device.type == "cuda":
             return ""
@@ -208,7 +208,7 @@ class Profiler:
 
     @contextmanager
     def capped(self) -> Iterator[None]:
-        """Raise an out-of-memory error inside for more memory than the cap, on a GPU; free what a failed pass left."""
+        """Limit the memory on a GPU to the cap: more raises an out-of-memory error. Free what a failed pass left."""
         if self.device.type != "cuda":
             yield
             return

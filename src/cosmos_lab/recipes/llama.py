@@ -107,7 +107,7 @@ def llama_130m_rank_gamma() -> Setup:
     return llama("llama-130m", 5000, 960), grid
 
 
-# Paper: the grid it prints for Muon with NORM is GaLore's (5e-3 to 4e-2); here: Muon's; its updates are as large.
+# The paper prints GaLore's rates (5e-3 to 4e-2) for Muon with NORM. We use Muon's: the updates are as large.
 _NORM = matrix_like(MATRIX_LRS, "muon", "muon-norm", "cosmos-paper")
 
 

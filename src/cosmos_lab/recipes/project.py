@@ -18,7 +18,7 @@ ADAM_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
 GALORE_LRS = (2.5e-3, 5e-3, 1e-2, 2e-2)
 LRS = (2.5e-4, 5e-4, 1e-3, 2e-3)
 SOAP_LRS = (1e-3, 2e-3, 4e-3, 8e-3)
-ADDED = ("nesterov=True", "row_beta2=0.95")  # to the paper's COSMOS; NorMuon and this library's COSMOS have both
+ADDED = ("nesterov=True", "row_beta2=0.95")  # not in the paper's COSMOS; NorMuon and our COSMOS have both
 EXPRESS = "ns_coefficients=polar-express"
 SOAP = ("frequency=1",)  # steps between updates of the basis; the 10 of Vyas et al. 2024 are too many for so few steps
 

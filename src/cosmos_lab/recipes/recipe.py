@@ -26,7 +26,7 @@ class Recipe:
     config: RunConfig  # the set-up, which is also the best COSMOS run: ``train`` starts from it
     grid: tuple[Variant, ...]  # the runs, each as the fields in which it differs; ``compare`` makes them all
     metric: str = "final_val_loss"
-    published: Mapping[str, float] = field(default_factory=dict)  # the paper's, by the label of a run's variant
+    published: Mapping[str, float] = field(default_factory=dict)  # the paper's results, by the label of a run's variant
 
     def start(self, optimizer: str) -> RunConfig:
         """Return the set-up with another optimizer, as the grid runs it, at the middle one of its rates."""
@@ -106,7 +106,7 @@ def shrink(config: RunConfig, scale: float) -> RunConfig:
     cube root, batch and steps each by its square root. Compute falls by about scale². Rates and sequence length stay.
     """
     if not 0 < scale <= 1:
-        raise ValueError(f"--scale must lie in (0, 1]; got {scale}")
+        raise ValueError(f"--scale must be in (0, 1]; got {scale}")
     model = resolve(config.model.model)
     edge, root = scale ** (1 / 3), scale**0.5
     width = max(2, round(model.width * edge / model.head_dim)) * model.head_dim

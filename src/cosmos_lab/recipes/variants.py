@@ -36,7 +36,7 @@ def _changes(variant: Variant, shown: Collection[str] = ()) -> list[tuple[str, s
 
 
 def select(variants: Sequence[Variant], only: Sequence[str]) -> list[Variant]:
-    """Return the variants that any of the names fits, in order; a name that fits none is an error with all names.
+    """Return the variants that match any of the names, in order; a name without a match is an error that lists all.
 
     >>> cosmos = {"optimizer": "cosmos", "lr": 1e-3}
     >>> variants = [cosmos, {**cosmos, "rank": 32}, {**cosmos, "options": ("nesterov=True",)}]
@@ -46,7 +46,7 @@ def select(variants: Sequence[Variant], only: Sequence[str]) -> list[Variant]:
     for name in only:
         if not any(_fits(variant, name) for variant in variants):
             known = dict.fromkeys("+".join(f"{n}-{value}" for n, value, _ in _changes(v)) or "base" for v in variants)
-            raise ValueError(f"--only {name} fits no row; the rows are {', '.join(known)}")
+            raise ValueError(f"--only {name} matches no run; the runs are {', '.join(known)}")
     return [variant for variant in variants if any(_fits(variant, name) for name in only)]
 
 

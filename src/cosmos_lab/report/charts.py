@@ -193,7 +193,7 @@ def _span(values: Iterable[float | None]) -> tuple[float, float] | None:
 
 
 def _sweep(task: Task, suffix: str) -> Section | None:
-    """Specify the final result over learning rate, one line a method; None unless some method has several rates."""
+    """Specify the final result over learning rate, one line per method; None unless some method has several rates."""
     lines: list[Line] = []
     for groups in task.sweeps.values():
         spreads = [None if g.status in ("diverged", "broken", "empty") else g.stat(task.result_key) for g in groups]
@@ -237,6 +237,6 @@ def _most(values: Iterable[float | None]) -> float:
 
 
 def _round(values: Iterable[float | None], digits: int) -> Numbers:
-    """Round to so many digits; None for what is not finite, and whole numbers without a point."""
+    """Round to this many digits; None if not finite, and whole numbers as int."""
     short = [float(f"{v:.{digits}g}") if v is not None and math.isfinite(v) else None for v in values]
     return [int(v) if v is not None and v.is_integer() and abs(v) < 2**53 else v for v in short]

@@ -1,4 +1,4 @@
-"""Specify the heat maps of diagnostics: one panel a kind of matrix, one row a layer, one column a step."""
+"""Specify the heat maps of diagnostics: one panel per kind of matrix, one row per layer, one column per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_COLUMNS = 96
 MOST_CELLS = 600_000  # of all heat maps together: about 4 MB of the page
 
 _METRICS = {
-    "energy": ("Energy", "Share of the gradient's energy that lies in the tracked subspace, |GU|² / |G|²."),
+    "energy": ("Energy", "Share of the gradient's energy in the tracked subspace, |GU|² / |G|²."),
     "drift": ("Drift", "How far the subspace turned in one step, 1 − |U′ₜ Uₜ₋₁|² / r: 0 is no turn, 1 a new subspace."),
     "update_rms": ("Update RMS", "Root mean square of the update's entries, before the learning rate."),
     "ratio": ("Ratio", "Size of the SOAP half of the update over the size of the Muon half."),

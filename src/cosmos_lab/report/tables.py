@@ -37,7 +37,7 @@ def _tag(status: str) -> str:
 
 
 def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
-    """Return one row a group; with ``state``, show the state of its runs and star the best of each method."""
+    """Return one row per group; with ``state``, show the state of its runs and star the best of each method."""
     columns = [column for column in _COLUMNS if any(group.stat(column[1]) for group in task.groups)]
     seeds = any(len(group.runs) > 1 for group in task.groups)
     left = ["Optimizer", "Learning rate", *(["State of run"] if state else [])]
@@ -58,7 +58,7 @@ def _row(task: Task, group: Group, columns: Iterable[Column], seeds: bool, state
     edge = at_edge(task, group) if group.best else ""
     starred = state and group.best
     star = '<span class="star" title="best of this optimizer"> ★<span hidden> best</span></span>' if starred else ""
-    hint = f' <span class="pm" title="the {edge} rate tried: a better one may lie beyond">{edge}</span>' if edge else ""
+    hint = f' <span class="pm" title="the {edge} rate tried: one beyond it may be better">{edge}</span>' if edge else ""
     rate_text = escape(group.label.removeprefix(group.method).strip())
     look = looks_of(task)[group.method]
     swatch = f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'

@@ -63,7 +63,7 @@ def reason(run: Run) -> str:
 
 
 def at_edge(task: Task, group: Group) -> str:
-    """Say if a best group's rate is the lowest or highest of a sweep, so that a better one may lie beyond."""
+    """Say if a best group's rate is the lowest or highest of a sweep, so that one outside may be better."""
     line = [other.lr for other in task.sweeps.get(group.method, ()) if other.lr is not None]
     if len(set(line)) < 2 or group.lr is None:
         return ""

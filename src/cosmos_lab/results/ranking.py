@@ -1,4 +1,4 @@
-"""Rank runs: sort them into tasks (what was trained), methods (with what) and groups (one setting, one run a seed).
+"""Rank runs: sort them into tasks (what was trained), methods (with what) and groups (one setting, one run per seed).
 
 The best group of a method is the one with the lowest mean final loss among those in which every seed ended with a
 finite loss. A group with an unfinished or diverged seed is never the best.
@@ -17,7 +17,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.display import rate
 from cosmos_lab.results.reading import Run
 
-# Differences in these are not a difference in method: they change no number, identify a run, or only its speed.
+# These fields do not make another method: they only name a run, change its speed or change no result.
 _NOT_SETTINGS = (set(RunConfig().flat()) - set(RunConfig().identity())) | {
     *("optimizer", "lr", "adam_lr", "seed", "recipe", "val_every"),
     *("micro_batch", "sharding", "deterministic", "checkpointing"),

@@ -1,6 +1,6 @@
-"""Read run folders, so that nothing in them can stop a reader: what is missing or broken becomes a note.
+"""Read run folders without failing on their content: anything missing or broken becomes a note.
 
-A run folder holds config.json, metrics.jsonl (one object a line) and, if the run has finished, summary.json. Training,
+A run folder holds config.json, metrics.jsonl (one object per line) and, if the run is finished, summary.json. Training,
 comparisons and reports all read it here.
 """
 

@@ -38,7 +38,7 @@ class World:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device is idle."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 

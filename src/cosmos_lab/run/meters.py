@@ -35,7 +35,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Durations of a repeated region, read only when asked: on a GPU by events, so that no step waits for the host."""
+    """Durations of a repeated region, on a GPU by events: they are read only in `take`, so the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

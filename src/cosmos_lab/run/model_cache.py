@@ -1,6 +1,6 @@
 """The compiled model of the last run, kept for the next one.
 
-To compile a model can take as long as to train it, and the runs of a grid share their graphs. If the graphs of the last
+Compiling a model can take as long as training it, and the runs of a grid share their graphs. If the graphs of the last
 run fit, its model is used again with the weights of a fresh one, bit for bit.
 """
 

@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, signum: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
-        self.code = 128 + signum  # by which shells know the signal, 143 or 130
+        self.code = 128 + signum  # the exit code that shells expect, 143 or 130
 
 
 class Request:
@@ -53,7 +53,7 @@ class Request:
     def _record(self, signum: int, frame: object) -> None:
         if not self.signum:
             self.signum, self._since = signum, time.monotonic()
-        elif time.monotonic() - self._since > _ECHO_S:  # asked twice: act at once
+        elif time.monotonic() - self._since > _ECHO_S:  # the second signal: act at once
             self.restore()
             signal.raise_signal(signum)
 
@@ -81,4 +81,4 @@ def watch() -> Iterator[Request]:
         finally:
             request.restore()
             _current = None
-        request.check("when all was done")
+        request.check("after all work was done")

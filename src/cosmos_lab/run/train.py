@@ -117,7 +117,7 @@ class Trainer:
         steps, every = self.config.training.steps, self.config.logging
         late = begin_of_final(steps)  # logged, so that the final training loss is only of the steps after it
         with stopping.watch() as request:
-            signum = self.world.max(request.signum)  # it may have come while this run was built
+            signum = self.world.max(request.signum)  # a signal may have come while this run was built
             while not signum and self.state.step < steps and self.state.bad_losses < _BAD_LOSSES:
                 self._step()
                 step = self.state.step

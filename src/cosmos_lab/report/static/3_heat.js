@@ -1,5 +1,5 @@
-// Draws heat maps from their specification: one panel a kind of matrix, one row a layer, one column a step. Cells are
-// canvas pixels, stretched by the style sheet, so a map costs one small image at any size on screen.
+// Draws heat maps from their specification: one panel per kind of matrix, one row per layer, one column per step.
+// Cells are canvas pixels, stretched by the style sheet, so a map costs one small image at any size on screen.
 
 function makePalette(colours) {
   const stops = colours.map((c) => [1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16)));

@@ -105,7 +105,7 @@ def owner(name: str) -> str:
     return name
 
 
-def room(module: str) -> int:
+def layer(module: str) -> int:
     """Return the position of a module's layer in `ORDER`."""
     first = module.removeprefix("cosmos_optim").removeprefix(".").partition(".")[0]
     assert first in ORDER, f"{module} is in no layer: add {first!r} to ORDER in {__file__}"
@@ -127,7 +127,7 @@ def test_a_file_imports_only_from_its_own_layer_and_those_below(module: str) -> 
     """Linear algebra, rules, engine, GPU, shards, optimizers: never upwards; imports for type checking do not count."""
     ours = {owner(name) for name in imports_of(module, runtime=True) if within(name, ("cosmos_optim",))} - {module}
     ours = {name for name in ours if FILES[name].read_text().strip()}
-    wrong = sorted(name for name in ours if room(name) > room(module))
+    wrong = sorted(name for name in ours if layer(name) > layer(module))
     assert not wrong, f"{module} imports {wrong}, which come after it in {ORDER}"
 
 

@@ -1,7 +1,4 @@
-"""Load optimizer state: match it to this optimizer's groups, check its shapes, keep the dtypes of the rules.
-
-Checkpoints of earlier versions load too: `_translate` says what has changed since.
-"""
+"""Load optimizer state: match groups, check shapes, and keep each rule's dtypes. `_translate` reads older versions."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from cosmos_optim.optimizer import MatrixOptimizer
 
 
-# Hyper-parameters that decide what the state means: a checkpoint with other values cannot be continued.
+# Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows", "row_beta2", "normalize")
 
 
@@ -37,7 +34,7 @@ def dtypes_to_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def dtypes_from_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Undo `dtypes_to_text`, and make tuples of the lists that torch's gathering of sharded state makes of tuples."""
+    """Undo `dtypes_to_text`, and restore tuples, which torch turns into lists when it gathers sharded state."""
     dtypes = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
     def restored(key: str, value: Any) -> Any:
@@ -49,8 +46,8 @@ def dtypes_from_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
-    """Load a state_dict as torch does, except that state keeps the dtype of its slot, not that of the parameter."""
-    state_dict = state_dict.copy()  # hooks may change it, and it is the caller's
+    """Load a state_dict as torch does, but keep the dtype of each state slot: torch would cast to the parameter's."""
+    state_dict = state_dict.copy()  # hooks may change it, but the caller owns the original
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     groups = dtypes_from_text(copy.deepcopy(state_dict["param_groups"]))
@@ -79,8 +76,8 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
 def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group in the terms of this version.
 
-    Rule "muon-norm" became Muon's option `normalize`, which groups of rule "muon" lacked before. `nesterov` was a
-    number of steps to look ahead; 1 is Nesterov's momentum.
+    Rule "muon-norm" is now rule "muon" with `normalize=True`; older "muon" groups lack that key. `nesterov` used to be
+    the number of steps to look ahead, with 1 for Nesterov's momentum.
     """
     group = dict(group)
     if group.get("rule") == "muon-norm":
@@ -92,7 +89,7 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
         if steps not in (0, 1):
             raise ValueError(
                 f"group {index} was saved with nesterov={steps!r}, a number of steps to look ahead. Only True (one "
-                "step) and False are left, because more steps were measured to be worse: set nesterov to True in the "
+                "step) and False are supported, because more steps performed worse: set nesterov to True in the "
                 "checkpoint's param_groups to continue with one step"
             )
         group["nesterov"] = bool(steps)
@@ -102,7 +99,7 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
 def _in_our_order(saved: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group with its parameters in our order if both have the same names, else unchanged.
 
-    torch.distributed.checkpoint has names in `params`, and may have put them in another order than `param_names`.
+    torch.distributed.checkpoint stores names in `params`, possibly in a different order than `param_names`.
     """
     names, theirs = ours.get("param_names"), saved.get("param_names")
     if not all(isinstance(key, int) for key in saved["params"]):
@@ -128,7 +125,7 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
                 "optimizer from the same model, with the same parameters frozen"
             )
         differ = {key: b[key] for key in STRUCTURE if key in a and key in b and a[key] != b[key]}
-        if None not in (a.get("row_beta2"), b.get("row_beta2")):  # the state is the same for any two averages
+        if None not in (a.get("row_beta2"), b.get("row_beta2")):  # any two decay rates use the same state
             differ.pop("row_beta2", None)
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
@@ -136,7 +133,7 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
-    """Say how to build an optimizer that can continue a saved group with these different values."""
+    """Return advice on how to build an optimizer that matches the saved group."""
     if "rule" in differ:
         two_sided = ", two_sided=True" if str(differ["rule"]).endswith("-two-sided") else ""
         return f"build the optimizer of rule {differ['rule']!r} that wrote it{two_sided}"

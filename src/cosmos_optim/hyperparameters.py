@@ -1,6 +1,6 @@
-"""The hyper-parameters of a parameter group: their defaults, their checks, and errors that suggest the right name.
+"""The hyper-parameters of a parameter group: defaults, checks, and errors that suggest the right name.
 
-`complete` is the one validator: the optimizer uses it for its groups, `plan` for the groups that it would make.
+`complete` is the only validator: the optimizer calls it for its groups, `plan` for the groups it would make.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
     "weight_decay": 0.0, "maximize": False, "nonfinite": "skip", "missing": "skip", "stochastic_rounding": False,
     "side": "input", "split_sizes": None, "layout": "matrix",
 }  # fmt: skip
-# Keys that other code keeps in a group: the optimizer itself, torch's schedulers, and people's labels for loggers.
+# Keys that other code stores in a group: the optimizer itself, torch's schedulers, and labels for loggers.
 FOREIGN = (
     "params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
     "name", "lr_scale",
@@ -50,12 +50,12 @@ def require_number(name: str, value: object) -> None:
 
 
 def is_bool(value: object) -> bool:
-    """Return whether `value` is True or False, numpy's included."""
+    """Return whether `value` is a bool, including numpy's."""
     return type(value).__name__ in ("bool", "bool_")
 
 
 def require_bool(name: str, value: object) -> None:
-    """Raise ValueError if `value` is not True, False, or a number that means one."""
+    """Raise ValueError if `value` is neither a bool nor a number."""
     require(is_bool(value) or isinstance(value, (Real, Tensor)), name, value, "give True or False, or a number")
 
 
@@ -99,8 +99,8 @@ def _is_sizes(value: Any) -> bool:
 
 _NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
 _FRACTION = _number(0, 1, "it must lie in [0, 1)")
-_ONE_STEP = "give True or False (a number of steps to look ahead was measured to be worse than one)"
-# A hyper-parameter means the same in every rule that has it, so one check serves all.
+_ONE_STEP = "give True or False (looking ahead more than one step performed worse)"
+# A hyper-parameter means the same in every rule, so one check is enough.
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("lr", "weight_decay", "eps"), _NOT_NEGATIVE),  # at eps = 0, 0/0 counts as 0
     **dict.fromkeys(("momentum", "beta2"), _FRACTION),
@@ -165,7 +165,7 @@ def choose_rule(own: str, group: Mapping[str, Any], both_sides: bool) -> tuple[s
     """Return the name of a group's rule, and the group without the keys that chose it: `rule` and `two_sided`.
 
     own: the optimizer's rule, for groups that name none. It may have a one-sided and a two-sided form.
-    both_sides: whether a group that does not say gets the two-sided form.
+    both_sides: the default of `two_sided`.
     """
     rest = dict(group)
     name = rest.pop("rule", own)
@@ -193,7 +193,7 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
     require_number("lr", lr)
     if isinstance(lr, Tensor):
         require(lr.numel() == 1, "lr", lr, "a tensor must have one element")
-        filled["lr"] = lr.view(()) if lr.dim() else lr  # the same memory
+        filled["lr"] = lr.view(()) if lr.dim() else lr  # a view, not a copy
     for key in ("lr", *defaults):
         CHECKS[key](key, filled[key])
     if "gamma" in rule.defaults and filled["gamma"] is None:

@@ -1,8 +1,8 @@
 """The one optimizer class and the only step().
 
-A step: collect gradients, look for one that is not finite, and run each group's rule over stacks of equal matrices, by
-`engine.run` on a CPU and `cuda.gpu_run` on a GPU. Rules, layouts and kernels know nothing of each other; they meet
-here. Hyper-parameters are in `param_groups`, state is in `state`, and nothing that a checkpoint needs is on `self`.
+A step collects gradients, checks that they are finite, and runs each group's rule over stacks of equal matrices, by
+`engine.run` on a CPU and `cuda.gpu_run` on a GPU. Rules, layouts and kernels are independent; this file combines them.
+Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint needs no other attribute.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Args:
         params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
-        lr: learning rate of the groups with the optimizer's rule; a group's own "lr" wins.
+        lr: learning rate of the groups with the optimizer's rule; a group's "lr" overrides it.
         adam_lr: learning rate of the AdamW groups; None means lr.
         cuda_graphs: record the step on a GPU as a CUDA graph (`cuda_graph`), which saves most of the host's time.
         options: hyper-parameters for every group with a rule that has them.
     """
 
-    rule: ClassVar[str]  # of groups that do not name one
+    rule: ClassVar[str]  # default rule of a group
     soap_lr: ClassVar[float] = SOAP_LR  # upper bound of adam_lr in gamma = lr / adam_lr
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse unknown arguments with a suggestion, before Python does it without one."""
+        """Reject unknown arguments with a suggestion, which Python's own error lacks."""
         hyperparameters.check_arguments(cls, kwargs)
         return super().__new__(cls)
 
@@ -75,7 +75,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def _check_rules(self, groups: list[Any]) -> None:
-        """Refuse groups made for another optimizer: they would train with its rule, and nothing would show it."""
+        """Reject groups made for another optimizer: they would silently train with its rule."""
         own, name = self.rule, type(self).__name__
         asked = {group.get("rule", own) if isinstance(group, dict) else own for group in groups}
         others = asked - {"adam", own, two_sided(own)}
@@ -107,7 +107,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise
 
     def _add_layouts(self, index: int) -> None:
-        """Make the layouts and the state of the group's parameters that have none yet."""
+        """Create layouts and state for parameters of the group that have none yet."""
         group = self.param_groups[index]
         names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
@@ -125,7 +125,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         sharding.prepare(list(self._layouts.values()))
 
     def _match_layouts(self) -> None:
-        """Add layouts of parameters that other code put into the groups (accelerate does, for FSDP2), drop the rest."""
+        """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
         held = {p for group in self.param_groups for p in group["params"]}
         for p in [p for p in self._layouts if p not in held]:
             del self._layouts[p]
@@ -139,7 +139,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.state[p] = {"step": step, **self._layouts[p].allocate(p, group)}
 
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Bring the state of a parameter that was moved or cast (model.to(...)) to its device and dtype."""
+        """Move the state of a parameter after model.to(...) to the new device and dtype."""
         layout, state = self._layouts[p], self.state[p]
         layout.dtype = p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
@@ -177,7 +177,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 return
             self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
             if any(e.p.is_cuda for e in entries):
-                from cosmos_optim.cuda import gpu_run  # a step on a CPU runs without the kernels
+                from cosmos_optim.cuda import gpu_run  # not needed on a CPU
 
                 gpu_run.run(entries, check, self._diagnostics, self.cuda_graph)
             else:
@@ -186,7 +186,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
         entries = []
-        layouts, state = self._layouts, self.state  # each look-up of a tensor hashes it
+        layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
             rule = RULES[group["rule"]]
             for p in group["params"]:
@@ -201,7 +201,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     )
                 grad = p.grad
                 if grad is None and group.get("missing") == "zero" and p.requires_grad:
-                    grad = torch.zeros_like(p)  # sends no message if p is sharded
+                    grad = torch.zeros_like(p)  # needs no communication if p is sharded
                 if grad is None or p.numel() == 0:
                     continue
                 if grad.is_sparse:
@@ -212,7 +212,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
                     )
                 mine = state.get(p)
-                if not mine:  # materialized since, or reset by hand
+                if not mine:  # materialized since then, or reset by the user
                     self._allocate(p, group)
                     self._started.discard(p)
                     mine = state[p]
@@ -222,18 +222,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
         return entries
 
-    # -- questions a user asks ----------------------------------------------------------------------------------------
+    # -- information for the user -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def diagnostics(self) -> Iterator[dict[str, dict[str, float]]]:
-        """Record the steps taken inside. Yields a dict: name of a matrix -> name of a number -> its value.
+        """Record the steps taken inside. Yield a dict: matrix name -> diagnostic name -> value.
 
         update_rms: root mean square of the applied direction. For matrices with a tracked subspace also
         energy: the share of the gradient's squared norm in the subspace; drift: 1 - |U_new' U|^2 / r, how far the
         subspace turned; ratio: |A| / |gamma B sqrt(m)|, SOAP half over Muon half.
 
-        If parameters are sharded, every rank must enter it, because the numbers are sums over ranks. On a GPU the
-        numbers are computed with plain torch before the step, which makes that step slower.
+        If parameters are sharded, every rank must enter this context, because the numbers are sums over ranks. On a
+        GPU, plain torch computes them before the step, which makes that step slower.
         """
         found: dict[str, dict[str, float]] = {}
         self._diagnostics = found
@@ -257,18 +257,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return self._graphed
 
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state stored here; shared storage counts once."""
+        """Return the bytes of optimizer state on this process; shared storage counts once."""
         held = (self._layouts[p].local(x).untyped_storage() for p, state in self.state.items() for x in state.values())
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict with dtypes as text, because torch's gathering of sharded state refuses dtypes."""
+        """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
         self._match_layouts()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint; one of another rank, rule or shape is an error that says what to build instead."""
+        """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

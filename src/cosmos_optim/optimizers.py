@@ -1,6 +1,6 @@
-"""COSMOS and the optimizers that the paper compares it with: their arguments and what these mean.
+"""COSMOS and the optimizers that the paper compares it with: their arguments.
 
-Each class names a rule (the update, in rules/) and hands its arguments to `MatrixOptimizer`, which does the rest.
+Each class names a rule (the update, in rules/) and passes its arguments to `MatrixOptimizer`, which does the rest.
 Letters: W (m, n) matrix, G its gradient, M the moving average of G, N = Nesterov's momentum, NS5 = Newton-Schulz.
 """
 
@@ -36,7 +36,7 @@ class Cosmos(MatrixOptimizer):
         D = A + gamma B sqrt(m), each row divided by the root of its average mean square
         W <- W - lr sqrt(m) NORM(D)                                    so each update has RMS lr
 
-    Nesterov's momentum and the row averages are not in the paper; `CosmosPaper` does without them. Embeddings, the
+    Nesterov's momentum and the row averages are not in the paper; `CosmosPaper` omits them. Embeddings, the
     output head, norms and biases are trained by AdamW at `adam_lr`.
 
     Args:
@@ -62,8 +62,8 @@ class Cosmos(MatrixOptimizer):
         momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
         split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
         maximize: ascend instead of descend.
-        nonfinite: "skip" leaves out a step with a NaN or inf gradient; "raise" names the parameter.
-        missing: "skip" ignores a parameter with the gradient None; "zero" takes the gradient as zero.
+        nonfinite: "skip" skips a step with a NaN or inf gradient; "raise" raises an error that names the parameter.
+        missing: "skip" ignores a parameter with gradient None; "zero" treats it as zero.
         stochastic_rounding: round updates of bfloat16 parameters stochastically.
         cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
 
@@ -203,7 +203,7 @@ class SOAP(MatrixOptimizer):
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         frequency: steps between two updates of the basis. Frequent updates need a warm-up (docs/algorithm.md): after
-            few gradients they bring momentum to directions with a second moment still near 0.
+            few gradients they rotate momentum into directions with a second moment near 0.
         two_sided: keep a basis on each side, as published SOAP does.
         squares: average the squares of the "gradient" (published SOAP) or of the "momentum" (the paper's box).
         side: the side of a one-sided basis: "input" (columns), or "smaller", which saves state.
@@ -268,17 +268,17 @@ class AdamMini(MatrixOptimizer):
 
         v = b2 v + (1 - b2) mean of G^2 over the block,  W <- W - lr (M / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    A block is an attention head of queries and keys, a row of any other matrix, a token of an embedding. Vectors are
-    trained by AdamW: biases as in the authors' package, which has one second moment for all of a norm.
+    A block is an attention head of queries and keys, a row of any other matrix, a token of an embedding. AdamW trains
+    vectors. The authors' package does so for biases, but has one second moment per norm.
 
     Args:
-        lr: learning rate of everything with rows.
+        lr: learning rate of all matrices and embeddings.
         adam_lr: learning rate of norms and biases; None means lr.
         params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "adam-mini")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except head_dim and cuda_graphs:
-        head_dim: rows of an attention head (64 if None): the block_rows of the queries and keys, known by their names.
-        block_rows: rows of a block in groups that do not say; queries and keys with unusual names need such a group.
+        head_dim: rows of an attention head (64 if None): the block_rows of the queries and keys, found by name.
+        block_rows: rows of a block, by default; queries and keys with unusual names need a group that sets it.
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
         maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
@@ -310,7 +310,7 @@ class Adam(MatrixOptimizer):
 
     Args:
         lr: learning rate.
-        adam_lr: the same as lr, for code that passes both to every optimizer; it wins if both are given.
+        adam_lr: overrides lr, for code that passes both to every optimizer.
         params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "adam")`; they may hold vectors too.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:

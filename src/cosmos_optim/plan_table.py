@@ -1,4 +1,4 @@
-"""Print the plan: the rule, rank and state of every parameter, before any state is allocated."""
+"""The plan: rule, rank and state of every parameter, computed without allocating state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Plan:
         return sum(math.prod(row.shape) for row in self.rows)
 
     def totals(self) -> dict[str, tuple[int, int, int]]:
-        """Return for each rule the number of tensors, of parameters, and of state bytes."""
+        """Return the number of tensors, parameters and state bytes of each rule."""
         totals: dict[str, tuple[int, int, int]] = {}
         for row in self.rows:
             count, size, state = totals.get(row.rule, (0, 0, 0))
@@ -82,7 +82,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     """Return the table of parameters, rules and state, for a model or for an existing optimizer.
 
     Args:
-        model: a model, also on the meta device, or an optimizer of this package.
+        model: a model, possibly on the meta device, or an optimizer of this package.
         rule: a name in OPTIMIZERS: a rule, or "cosmos-paper".
         hyper: arguments of that optimizer, and `overrides` and `head` as `param_groups` takes them.
 
@@ -138,7 +138,7 @@ def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) ->
 
 
 def human(size: int) -> str:
-    """Return a number of bytes for people, with three digits.
+    """Format a number of bytes with three digits.
 
     >>> human(2887), human(5_900_000_000)
     ('2.82 KiB', '5.49 GiB')

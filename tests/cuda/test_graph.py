@@ -359,7 +359,7 @@ def test_a_recording_that_fails_is_reported_and_not_tried_again(monkeypatch: pyt
     monkeypatch.setattr(graph_module, "recordable", list)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     graphed, held = GraphedStep(), entries(opt)
-    with pytest.warns(UserWarning, match="RuntimeError: no. cuda_graphs=False keeps it from trying") as warned:
+    with pytest.warns(UserWarning, match="RuntimeError: no. Pass cuda_graphs=False to avoid this attempt") as warned:
         for _ in range(EAGER + 3):
             assert graphed.prepare(check_of(held, torch.tensor(False))) == (set(), None)
     assert len(warned) == 1 and not graphed.enabled

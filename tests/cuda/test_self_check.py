@@ -152,5 +152,5 @@ def test_a_batch_is_not_supported_if_its_kernels_are_wrong(monkeypatch: pytest.M
     """Plain torch runs it instead, with a warning."""
     real = step.residual
     monkeypatch.setattr(step, "residual", lambda *args: first_rows_wrong(real(*args)))
-    with pytest.warns(UserWarning, match="plain torch does their work, slower"):
+    with pytest.warns(UserWarning, match="plain torch runs instead, more slowly"):
         assert not support.supported(batch_of(CUDA, (320, 272)))

@@ -38,7 +38,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
         ({"nesterov": "false"}, "nesterov"),
         ({"nesterov": -1}, "nesterov=-1"),
-        ({"nesterov": 5}, "nesterov=5 is not valid: give True or False .a number of steps .* worse"),
+        ({"nesterov": 5}, "nesterov=5 is not valid: give True or False .looking ahead .* worse"),
         ({"residual_guard": 1.5}, "residual_guard"),
         ({"nonfinite": "ignore"}, "nonfinite"),
         ({"split_sizes": (3, 4)}, "split_sizes"),

@@ -300,6 +300,6 @@ def test_a_checkpoint_that_looks_several_steps_ahead_is_refused_with_the_reason(
     p = matrix((10, 8))
     opt = Cosmos([p], rank=4)
     saved = with_group(Cosmos([p], rank=4).state_dict(), nesterov=steps)
-    with pytest.raises(ValueError, match=f"group 0 was saved with nesterov={steps}, .* measured to be worse: set"):
+    with pytest.raises(ValueError, match=f"group 0 was saved with nesterov={steps}, .* performed worse: set"):
         opt.load_state_dict(saved)
     assert opt.param_groups[0]["nesterov"] is True

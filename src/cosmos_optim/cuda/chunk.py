@@ -1,4 +1,4 @@
-"""One chunk of matrices through its schedule: gather the thin state, step, scatter it back."""
+"""Step one chunk, a batch of matrices that runs as a unit: gather thin state, run the schedule, scatter it back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cosmos_optim.cuda.step import SCHEDULES, newton_schulz_memory
 from cosmos_optim.engine.batching import Batch, decay_of, signed_lr
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 
-# Bytes of work buffers that may be in use at a time.
+# Limit for the work buffers in use at any time.
 WORK_BYTES = 1000 << 20
 
 
 class DeviceInputs(NamedTuple):
-    """What a recorded step reads from the device: where the gradients of a chunk are, its learning rate and decay."""
+    """What a recorded step reads from the device: gradient addresses, learning rate and decay of a chunk."""
 
     addresses: Tensor
     lr: Tensor
@@ -27,7 +27,7 @@ class DeviceInputs(NamedTuple):
 
 
 def run_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: DeviceInputs | None = None) -> None:
-    """Take the step of a chunk. `inputs` replaces what the host knows, for a step that is recorded."""
+    """Take the step of a chunk. A recorded step passes `inputs` instead of host values."""
     W, M = MatrixList.of(chunk.params), MatrixList.of(chunk.state()["M"])
     G = MatrixList.of(chunk.grads, None if inputs is None else inputs.addresses)
     if inputs is None:
@@ -60,7 +60,7 @@ def thin_state(chunk: Batch) -> dict[str, list[Tensor]]:
 
 
 def rank_of(batch: Batch) -> int:
-    """Return the columns of the tracked basis, 1 without one."""
+    """Return the number of columns of the tracked basis, or 1 if there is none."""
     state: dict[str, Any] = batch.matrices[0].state
     return state["U"].shape[-1] if "U" in state else 1
 
@@ -72,7 +72,7 @@ def matrices_in_a_chunk(batch: Batch) -> int:
 
 
 def bases_in_a_chunk(batch: Batch) -> int:
-    """Return the same for first bases, which need thin factors alone: few large stacks, or the host is too slow."""
+    """Return the chunk size for first bases: larger, because they need only thin factors and launches are slow."""
     m, n = batch.params[0].shape
     return max(1, WORK_BYTES // thin_bytes(m, n, rank_of(batch)))
 
@@ -80,17 +80,17 @@ def bases_in_a_chunk(batch: Batch) -> int:
 def bytes_per_matrix(m: int, n: int, r: int) -> int:
     """Return the transient memory of one matrix in a chunk: work buffers, Gram matrices, thin factors.
 
-    Two chunks are in work at a time; their products run one after the other.
+    Two chunks run at a time, but their products run one after the other.
     """
     return 2 * (2 * m * n + thin_bytes(m, n, r)) + newton_schulz_memory(1, m, n, NewtonSchulz())
 
 
 def thin_bytes(m: int, n: int, r: int) -> int:
-    """Return the bytes of the thin factors of one matrix, and of what kernels make of them on the way."""
+    """Return the bytes of one matrix's thin factors and of the temporaries that kernels derive from them."""
     return 4 * r * 9 * (m + n)
 
 
 def product_bytes(chunk: Batch) -> int:
-    """Return the bytes that the products of a chunk need beside its work buffers."""
+    """Return the bytes that the products of a chunk need in addition to its work buffers."""
     m, n = chunk.params[0].shape
     return newton_schulz_memory(len(chunk.matrices), m, n, NewtonSchulz.of(chunk.group))

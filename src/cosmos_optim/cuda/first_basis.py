@@ -1,4 +1,4 @@
-"""The first bases of lists of matrices, by kernels: `linalg.subspace.first_basis` on an algebra that reads lists."""
+"""Compute first bases with kernels: `linalg.subspace.first_basis` on an algebra that reads lists of matrices."""
 
 from __future__ import annotations
 
@@ -27,34 +27,32 @@ class ListAlgebra(Algebra):
         self.grad_max = grad_max
 
     def mm(self, X: Any, U: Tensor) -> Tensor:
-        """Return X U."""
         return project(X, split(U), U.shape[-1], self.grad_max)
 
     def tn(self, X: Any, Y: Tensor) -> Tensor:
-        """Return X'Y, of a list or of a thin factor X."""
+        """Return X'Y; X is a list of matrices or a thin factor."""
         if isinstance(X, Tensor):
             return self.un(X, Y)
         Y_max = torch.linalg.vector_norm(Y, float("inf"), dim=(1, 2))
         return project_transposed(X, split(Y, Y_max), Y_max, Y.shape[-1], self.grad_max)
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
-        """Return A'B of thin factors."""
         r = A.shape[-1]
         return thin_product_parts(A, B).sum(1)[:, :r, :r]
 
     def orthonormalize(self, Y: Tensor, fallback: Tensor) -> Tensor:
-        """Return orthonormal columns with the span of Y."""
         return orthonormalize(Y, fallback)
 
     def _eigh(self, A: Tensor) -> tuple[Tensor, Tensor]:
-        """Return eigenvalues and eigenvectors; up to 64 columns in one launch, and the host waits for nothing."""
+        """Return eigenvalues and eigenvectors; up to 64 columns take one launch and no host synchronization."""
         return jacobi.eigh(A) if A.shape[-1] <= jacobi.MAX_COLUMNS else super()._eigh(A)
 
 
 def first_basis(G: MatrixList, U: Tensor, grad_max: Tensor) -> Tensor:
     """Return the leading eigenvectors of each G'G, (B, n, r), like U.
 
-    The kernels work on powers of two, so the columns up to the next one are free, and one more would cost as much as r.
+    The kernels pad the columns to a power of two. Oversampling uses that padding, which is free; one more column would
+    double the cost.
     """
     (m, n), r = G.shape, U.shape[-1]
     oversampling = min(OVERSAMPLING, power_of_two(r) - r)

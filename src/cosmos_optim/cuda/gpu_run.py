@@ -1,4 +1,4 @@
-"""One step of all parameters on GPUs: a recorded graph for what it holds, kernels and plain torch for the rest."""
+"""Step all parameters on GPUs: some by a recorded CUDA graph, the others by kernels or plain torch."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class Jobs:
     """The work of a step on matrices.
 
-    starts: first bases, which every chunk waits for.
+    starts: jobs that compute first bases; every chunk waits for them.
     jobs: chunks and stacks, each with its batch.
-    pool_bytes: by device, the temporaries of the largest chunk's products.
+    pool_bytes: bytes of temporaries that the largest chunk's products need, by device.
     """
 
     starts: list[tuple[torch.device, Job]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Jobs:
 
 
 def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics | None, graph: GraphedStep) -> None:
-    """Take one step of every entry. Those still waiting for a first gradient are only decayed."""
+    """Take one step of every entry. Entries without a non-zero gradient so far are only decayed."""
     live, fresh = advance(entries, check)
     device = entries[0].p.device
     in_graph: set[Tensor] = set()
@@ -67,13 +67,13 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         in_graph, replay = graph.prepare(check)
     copies: list[tuple[Tensor, Tensor]] = []
     with ExitStack() as forks:
-        if replay is not None:  # before everything else that the host has to do: the GPU is waiting
+        if replay is not None:  # launch it before any other host work, because the GPU is idle
             forks.enter_context(Streams.of(device).forked())
             with Streams.of(device).chunk(0):
                 replay()
         left = [e for e in live if not e.rule.elementwise and e.p not in in_graph]
         work = plan_jobs(left, fresh, check, diagnostics, copies)
-        for where, start in work.starts:  # before the streams fork, so that every chunk waits for them
+        for where, start in work.starts:  # before the streams fork, so every chunk waits for them
             with on_device(where):
                 start()
         for where, size in work.pool_bytes.items():  # a model may be on several GPUs
@@ -82,7 +82,7 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         for k, (batch, job) in enumerate(alone):
             with Streams.of(batch.device).chunk(k):
                 job()
-        run_elementwise_groups(live, check.skip)  # after the others are launched: a GPU does both at once
+        run_elementwise_groups(live, check.skip)  # launched last, so that it overlaps with the matrices
     run_jobs([(batch, job) for batch, job in work.jobs if batch.location.team is not None])
     write_back(copies)
 
@@ -94,7 +94,7 @@ def plan_jobs(
     diagnostics: Diagnostics | None,
     copies: list[tuple[Tensor, Tensor]],
 ) -> Jobs:
-    """Cut the matrices into chunks for the kernels and stacks for plain torch, and compile what is missing."""
+    """Divide the matrices into chunks for the kernels and stacks for plain torch; compile missing kernels."""
     work, precompiler, assigned = Jobs(), Precompiler(), Counter[object]()
     for batch in batches(entries, fresh, copies):
         work.pool_bytes.setdefault(batch.device, 0)
@@ -115,30 +115,29 @@ def plan_jobs(
 
 
 def start(chunk: Batch, check: GradientCheck) -> None:
-    """Take the first bases of a chunk."""
     start_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
 
 
 def step(chunk: Batch, check: GradientCheck, diagnostics: Diagnostics | None) -> None:
-    """Take the step of a chunk; first, if a diagnostics is wanted, compute its numbers by the definition."""
+    """Step a chunk. If diagnostics are on, first compute them with plain torch."""
     if diagnostics is not None:
         for one in chunk.split(1):
             direction_of(one, LOCAL, stacked_grad_max(one, check), diagnostics)
     run_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
 
 
-# -- the same on empty matrices, for the compiler --------------------------------------------------------------------
+# -- empty matrices, to compile the kernels --------------------------------------------------------------------------
 
 
 def kind_of(chunk: Batch, work: str) -> tuple[object, ...]:
-    """Return what decides which kernels a chunk launches."""
+    """Return a key: chunks with equal keys launch the same kernels."""
     x = chunk.matrices[0]
     memory = [(name, t.dtype, t.shape, t.stride()) for name, t in (("", x.p), ("G", x.grad), *x.state.items())]
     return (chunk.rule.name, work, *memory, len(chunk.matrices), settings_key(chunk.group))
 
 
 def empty_copy(chunk: Batch) -> Batch:
-    """Return a chunk of the same kind with new, empty memory."""
+    """Return a chunk of the same kind with uninitialized memory."""
 
     def empty(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -149,13 +148,13 @@ def empty_copy(chunk: Batch) -> Batch:
 
 
 def start_empty(chunk: Batch, skip: Tensor | None) -> None:
-    """Go through `start_chunk` on empty matrices."""
+    """Run `start_chunk` on empty matrices."""
     copy = empty_copy(chunk)
     start_chunk(copy, torch.zeros(len(copy.matrices), dtype=torch.float32, device=copy.device), skip)
 
 
 def run_empty(chunk: Batch, skip: Tensor | None) -> None:
-    """Go through `run_chunk` on empty matrices, as the host launches it and as a graph records it."""
+    """Run `run_chunk` on empty matrices, once as the host launches it and once as a graph records it."""
     copy, count = empty_copy(chunk), len(chunk.matrices)
     grad_max = torch.zeros(count, dtype=torch.float32, device=copy.device)
     number = torch.zeros((), dtype=torch.float64, device=copy.device)

@@ -1,11 +1,11 @@
-"""The step of the matrices as a CUDA graph: recorded once, launched as one for as long as nothing but numbers changes.
+"""Record the step of the matrices as a CUDA graph, and replay it while only numbers change.
 
 A step launches thousands of kernels, and launching them costs the host more time than they cost the GPU. A graph is one
 launch. It reads the learning rates, the flag of a skipped step, the largest |g| and the addresses of the gradients from
-the device; each step writes them there first. Parameters and state it finds where they were. Everything else that it
-depends on is its key: if that changes, the step is recorded again, after it has stayed the same for a few steps.
+the device; each step writes them there first. Parameters and state must keep their addresses. Everything else that the
+graph depends on is its key. If the key changes, the step is recorded again once the key is stable for a few steps.
 
-A graph keeps the work buffers of its step for itself (`opt.cuda_graph.bytes`); `cuda_graphs=False` gives them up.
+A graph keeps the work buffers of its step allocated (`opt.cuda_graph.bytes`); `cuda_graphs=False` avoids that.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job
 
-# Steps with the same key before it is recorded: kernels are compiled by then, and gradients have found their place.
+# Steps with the same key before recording: by then kernels are compiled, and gradient addresses are stable.
 STEPS_BEFORE_RECORDING = 2
-# After so many recordings in a row that served fewer than `WORTH_IT` steps each, recording stops.
+# Recording stops after this many recordings in a row that were replayed fewer than `WORTH_IT` times each.
 MAX_WASTED = 8
 WORTH_IT = 20
 
@@ -46,9 +46,9 @@ class Recording:
     numbers: Tensor  # signed learning rate and decay of each group
     skip: Tensor
     grad_max: Tensor  # the largest |g| of each block of each entry
-    index: Tensor  # positions of these among all of the step's
+    index: Tensor  # positions of these blocks among all blocks of the step
     groups: list[dict[str, Any]]
-    offsets: list[tuple[int, int]]  # for each matrix: its entry, and where in the entry's gradient it begins
+    offsets: list[tuple[int, int]]  # for each matrix: its entry, and its offset in the entry's gradient
     graph: torch.cuda.CUDAGraph = field(default_factory=torch.cuda.CUDAGraph)
     kept_tables: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     last_addresses: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Recording:
     launches: int = 0
 
     def write_inputs(self, entries: Sequence[Entry], index: list[int], check: GradientCheck) -> None:
-        """Write what this step's kernels will read; on the caller's stream, without waiting for it."""
+        """Write the inputs of this step's kernels, on the caller's stream and without synchronization."""
         begins = [e.grad.data_ptr() for e in entries]
         addresses = [begins[i] + offset for i, offset in self.offsets]
         if addresses != self.last_addresses:
@@ -75,7 +75,7 @@ class Recording:
         values = [x for g in self.groups for x in (signed_lr(g), decay_of(g))]
         on_device = {i: x for i, x in enumerate(values) if isinstance(x, Tensor) and x.is_cuda}
         on_host = [0.0 if i in on_device else float(x) for i, x in enumerate(values)]
-        # A kernel that gets a number from the host gets it in float32: the same here, bit for bit.
+        # Round to float32, as a kernel argument is, so that both ways give the same bits.
         rounded = torch.tensor(on_host, dtype=torch.float32, device="cpu").tolist()
         self.numbers.copy_(_pinned(rounded, torch.float64), non_blocking=True)
         for i, x in on_device.items():
@@ -88,14 +88,14 @@ class Recording:
 
 
 def _pinned(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return host memory that a copy may read later: the allocator reuses it only after that."""
+    """Return pinned host memory with these values; the allocator reuses it only after pending copies."""
     return torch.tensor(values, dtype=dtype, device="cpu").pin_memory()
 
 
 class GraphedStep:
     """The graph of one optimizer; at most one is alive.
 
-    enabled: whether steps are recorded. It turns itself off if that fails, or never pays.
+    enabled: whether steps are recorded. Set to False if recording fails or never pays off.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -111,9 +111,9 @@ class GraphedStep:
         return 0 if self.recording is None else self.recording.bytes
 
     def prepare(self, check: GradientCheck) -> tuple[set[Tensor], Callable[[], None] | None]:
-        """Return the parameters that the graph will step, and how to launch it; record it if it is due.
+        """Return the parameters that the graph steps, and its launch function; record it first if due.
 
-        Steps with a flag on the device (`check.skip`) only: then every parameter has had a real gradient.
+        Only steps with a device flag (`check.skip`) are recorded: every parameter has had a non-zero gradient then.
         """
         if not self.enabled or check.skip is None or torch.cuda.is_current_stream_capturing():
             return set(), None
@@ -140,25 +140,25 @@ class GraphedStep:
         return recording.inside, recording.launch
 
     def _drop(self) -> None:
-        """Forget a recording that no longer fits."""
+        """Drop a recording that no longer matches the step."""
         if self.recording is not None:
             self._wasted = self._wasted + 1 if self.recording.launches < WORTH_IT else 0
             self.enabled = self._wasted < MAX_WASTED
             self.recording = None
 
     def _record(self, entries: Sequence[Entry], key: Hashable) -> bool:
-        """Record the step of those that can be recorded; return False if none can, or if it fails."""
+        """Record the step of all recordable entries; return False if there are none, or if recording fails."""
         inside = recordable(entries)
         if not inside:
             self.enabled = False
             return False
         try:
             self.recording = record(entries, inside, key)
-        except RuntimeError as error:  # out of memory, or a call that this driver does not allow in a capture
+        except RuntimeError as error:  # out of memory, or a call that this driver forbids during capture
             self.enabled = False
             warnings.warn(
-                "the optimizer's step could not be recorded as a CUDA graph and runs without one, slower: "
-                f"{type(error).__name__}: {str(error)[:200]}. cuda_graphs=False keeps it from trying",
+                "the optimizer's step could not be recorded as a CUDA graph and runs without one, more slowly: "
+                f"{type(error).__name__}: {str(error)[:200]}. Pass cuda_graphs=False to avoid this attempt",
                 stacklevel=2,
             )
         return self.recording is not None
@@ -170,7 +170,7 @@ def has_schedule(e: Entry) -> bool:
 
 
 def graph_key(entries: Sequence[Entry]) -> Hashable:
-    """Return all that a recorded step depends on and does not read from the device."""
+    """Return everything that a recorded step depends on, except what it reads from the device."""
     groups: dict[int, Hashable] = {}
     rows = []
     for e in entries:
@@ -201,7 +201,7 @@ def _shares_memory(view: Tensor, whole: Tensor) -> bool:
 
 
 def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> Recording:
-    """Capture the step of `inside`; nothing runs."""
+    """Capture the step of `inside` without running it."""
     device = entries[0].p.device
     position = {e.p: i for i, e in enumerate(entries)}
     groups = [held[0].group for held in by_group(inside)]
@@ -235,7 +235,7 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
             inputs = DeviceInputs(made.addresses[begin : len(made.offsets)], made.numbers[i], made.numbers[i + 1])
             jobs.append((len(chunk.matrices) * chunk.m * chunk.n, partial(run_recorded, chunk, inputs)))
             pool_bytes = max(pool_bytes, product_bytes(chunk))
-    # The largest first: the buffers of the others then fit into theirs, and the graph keeps less memory.
+    # Largest first: later jobs reuse its buffers, so the graph keeps less memory.
     _capture(made, [job for _, job in sorted(jobs, key=lambda item: -item[0])], pool_bytes, device)
     return made
 
@@ -245,11 +245,11 @@ def _capture(made: Recording, jobs: Sequence[Job], pool_bytes: int, device: torc
     streams, stream = Streams.of(device), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
-    gc.disable()  # what it frees may belong to another graph, and a capture allows no such call
+    gc.disable()  # it might free another graph, which is forbidden during capture
     try:
         with pointer_list.keep_tables_in(made.kept_tables), torch.cuda.stream(stream):
             before = torch.cuda.memory_reserved(device)
-            # Other threads may pin memory or query events meanwhile: only this one is held to the rules.
+            # thread_local: other threads may pin memory or query events during the capture.
             made.graph.capture_begin(capture_error_mode="thread_local")
             try:
                 with streams.forked(pool_bytes):

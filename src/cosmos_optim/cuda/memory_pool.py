@@ -1,8 +1,8 @@
-"""One piece of device memory for the temporaries of Newton-Schulz, which a step reuses without the allocator.
+"""One buffer of device memory for the temporaries of Newton-Schulz, reused within a step without the allocator.
 
 The allocator keeps freed blocks of every size that a step ever asked for, on every stream: several times what is in use
-at the same time. The products of all chunks run one after the other on one stream, so one piece serves them all. A part
-of it is free again as soon as its tensor is deleted.
+at any time. The products of all chunks run one after the other on one stream, so one buffer serves them all. A part of
+it is free again as soon as its tensor is deleted.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import weakref
 import torch
 from torch import Tensor
 
-# Every part begins at a multiple of so many bytes.
+# Every part begins at a multiple of this many bytes.
 ALIGN = 1024
 
 
 class MemoryPool:
-    """A piece of memory, and which tensors use which part of it.
+    """A buffer, and which tensors use which part of it.
 
     A view of a tensor from `like` must not outlive that tensor: its part would be given to the next one.
     """
@@ -43,7 +43,7 @@ class MemoryPool:
         return part
 
     def _find(self, size: int) -> int | None:
-        """Return the first place with so many free bytes, or None."""
+        """Return the first offset with `size` free bytes, or None."""
         self.used = [item for item in self.used if item[2]() is not None]
         begin = 0
         for first, end, _ in self.used:
@@ -59,8 +59,7 @@ def newton_schulz_bytes(batch: int, length: int, width: int, element: int, fresh
     Args:
         batch, length, width: the shape of X.
         element: bytes of an element.
-        fresh: how many of its steps form the Gram matrix from X again.
-        steps: iterations.
+        fresh: number of iterations that compute the Gram matrix from X.
     """
     row_bytes = -(-width * element // 16) * 16
     like_X, squares = min(fresh - 1, 2), 2 if fresh == steps else 4

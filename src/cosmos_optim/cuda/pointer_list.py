@@ -1,8 +1,7 @@
-"""Lists of equal matrices as one operand of a kernel: a table of their addresses on the device.
+"""Pass a list of matrices of equal shape to a kernel, as a table of their addresses on the device.
 
-Nothing is stacked or copied: kernels read and write each matrix in its own memory. A table is written once for a list
-of addresses, through pinned memory and without waiting. Its buffer is never rewritten, so that a captured CUDA graph
-that reads it stays valid.
+Nothing is stacked or copied: kernels read and write each matrix in its own memory. Each table is written once,
+through pinned memory and without synchronization, and never changed: a captured CUDA graph that reads it stays valid.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import tl
 
-# Tables kept: gradients that have new addresses at every step must not fill the device with tables.
+# Maximum number of cached tables, because gradients may have new addresses at every step.
 _KEPT = 512
 _tables: OrderedDict[Any, Tensor] = OrderedDict()
 # A graph reads its tables, and the host memory they are copied from, at every replay. This list keeps them alive;
@@ -30,7 +29,7 @@ _ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16:
 
 
 class _PinnedMemory:
-    """Pinned memory of which no part is used twice; none can be allocated while a graph is captured."""
+    """Pinned memory, handed out once and never reused; allocated in advance, because a capture forbids it."""
 
     SIZE = 1 << 16
 
@@ -54,7 +53,7 @@ _pinned = _PinnedMemory()
 
 @contextmanager
 def keep_tables_in(held: list[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Append the tables that a capture inside reads to `held`, which the owner of the graph keeps alive."""
+    """Append the tables that a capture reads to `held`, which must live as long as the graph."""
     global _captured
     before, _captured = _captured, held
     try:
@@ -77,7 +76,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
         table = host.to(device, non_blocking=True)
     if capturing:
         _captured.append((table, host))
-    if not capturing or host is None:  # memory allocated by a capture has values only after a replay
+    if not capturing or host is None:  # memory allocated during a capture is filled only by a replay
         _tables[key] = table
         _tables.move_to_end(key)
     if len(_tables) > _KEPT:
@@ -94,7 +93,7 @@ class MatrixList:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], table: Tensor | None = None) -> MatrixList:
-        """Return the operand for these tensors, or for others of their kind: those in the caller's `table`."""
+        """Return the operand for these tensors, or for similar ones with the addresses in `table`."""
         return cls(list(tensors), addresses(tensors) if table is None else table)
 
     @property
@@ -105,12 +104,10 @@ class MatrixList:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The stored dtype."""
         return self.tensors[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """The device."""
         return self.tensors[0].device
 
     def __len__(self) -> int:
@@ -119,9 +116,8 @@ class MatrixList:
     def source(self) -> dict[str, Any]:
         """Return the arguments by which a kernel reads the matrices: table, strides, element type, alignment.
 
-        ALIGNMENT_CLASSES: every so many rows begin at the same offset from a multiple of 16 bytes (see
-        `kernels.tiles`).
-        ALIGNED: every matrix begins at such a multiple, so that rows of one class can be loaded 16 bytes at a time.
+        ALIGNMENT_CLASSES: rows i and i + ALIGNMENT_CLASSES have the same offset modulo 16 bytes (see `kernels.tiles`).
+        ALIGNED: every matrix begins at a multiple of 16 bytes, so rows of one class can be loaded 16 bytes at a time.
         """
         t = self.tensors[0]
         width = 16 // t.element_size()
@@ -132,14 +128,14 @@ class MatrixList:
                 "ALIGNED": aligned, "ALIGNMENT_CLASSES": classes if aligned else 1}  # fmt: skip
 
     def rows_source(self) -> dict[str, Any]:
-        """Return the same for a kernel with tiles of neighbouring rows, which are aligned if all rows are."""
+        """Return the same for a kernel with tiles of neighbouring rows: ALIGNED then needs all rows aligned."""
         source = self.source()
         one_class = source.pop("ALIGNMENT_CLASSES") == 1
         return source | {"ALIGNED": source["ALIGNED"] and one_class}
 
 
 def same_layout(tensors: Sequence[Tensor]) -> bool:
-    """Return whether kernels can take these as one list: equal shapes, dtypes and strides, one of the strides 1."""
+    """Return whether a kernel can read these as one list: equal shapes, dtypes and strides, one of the strides 1."""
     t = tensors[0]
     same = all((x.shape, x.dtype, x.stride(), x.device) == (t.shape, t.dtype, t.stride(), t.device) for x in tensors)
     return same and t.ndim == 2 and t.dtype in _ELEMENT and 1 in t.stride()

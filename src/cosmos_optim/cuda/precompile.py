@@ -1,8 +1,8 @@
 """Compile kernels in parallel, before any of them is launched.
 
 A step launches some forty kernels one after the other, and without a cache each launch would wait for the compiler.
-Here the work runs once with launches disabled: every kernel that it would launch is compiled by a pool of threads, with
-the small C module that passes its arguments, and is ready when the work really runs.
+This file runs the work once with launches disabled: a pool of threads compiles every kernel that it would launch, with
+the small C module that passes its arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from cosmos_optim.cuda.kernels.launch import KERNELS, on_device, triton
 
-# The compiler holds Python's lock for a part of its time, which limits what more threads could gain.
+# The compiler holds Python's lock part of the time, so more threads gain little.
 THREADS = 16
 _one_at_a_time = threading.Lock()
 # The thread that has its launches disabled.
@@ -29,7 +29,7 @@ _disabled_in: int | None = None
 class Precompiler:
     """Collects work of new kinds, and compiles the kernels of all of it at once.
 
-    Without it the first steps would compile one kernel after the other, and the step that is recorded a few more.
+    Without it, the first steps and the recorded step would compile their kernels one after the other.
     """
 
     _known: set[Hashable] = set()
@@ -53,8 +53,8 @@ def compile_in_parallel(device: torch.device, works: Sequence[Callable[[], Any]]
     """Compile every kernel that `works` would launch, in parallel.
 
     The callables run with launches disabled and read uninitialized memory, so their exceptions are ignored. A kernel
-    that does not compile fails again, and is reported, when it is launched. If the user captures a CUDA graph, nothing
-    can be tried, and this does nothing.
+    that does not compile fails again, and is reported, when it is launched. While the user captures a
+    CUDA graph, this does nothing.
     """
     if device.type != "cuda" or not hasattr(triton, "AsyncCompileMode") or torch.cuda.is_current_stream_capturing():
         return
@@ -66,12 +66,12 @@ def compile_in_parallel(device: torch.device, works: Sequence[Callable[[], Any]]
 
 
 def launches_disabled() -> bool:
-    """Return whether launches of this thread are disabled, so that what kernels should have written is noise."""
+    """Return whether launches of this thread are disabled; kernel outputs are then uninitialized."""
     return _disabled_in == threading.get_ident()
 
 
 def thread_count() -> int:
-    """Return this process's share of the cores: under torchrun others compile the same at the same time."""
+    """Return this process's share of the cores: under torchrun, other processes compile at the same time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(THREADS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
@@ -88,7 +88,7 @@ class _LoadingPool(ThreadPoolExecutor):
 
 def _compile_and_load(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     kernel = fn(*args, **kwargs)
-    _ = kernel.run  # makes the module that passes arguments, and copies the code to the device
+    _ = kernel.run  # builds the module that passes arguments, and copies the code to the device
     return kernel
 
 

@@ -1,7 +1,7 @@
 """Compare the schedules with their definition before their first use on a device.
 
 One step of a small problem runs by kernels and by plain torch, from the same numbers. If they disagree, or a kernel
-does not compile, a warning says so, and plain torch does the work. Kernels are compiled for each kind of matrix, so
+does not compile, this warns, and plain torch does the work. Kernels are compiled for each kind of matrix, so
 there is one comparison for each kind: by rule, rank (rounded up to a power of two), width, orientation and alignment.
 """
 
@@ -23,16 +23,16 @@ from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules.rule import Rule
 
-# A wrong kernel is wrong by far more. Tests hold the exact bounds.
+# A wrong kernel has a far larger error. Tests check tighter bounds.
 CLOSE = 1e-2
-# Results of symmetric products up to this width have another tile shape.
+# Symmetric products up to this width use another tile shape.
 NARROW = 1024
 
 _results: dict[Hashable, bool] = {}
 
 
 def kernels_work(p: Tensor, rule: Rule, rank: int) -> bool:
-    """Return whether the schedule of a rule works for matrices like p (m, n); compared once for each kind."""
+    """Return whether the schedule of a rule works for matrices like p (m, n); run the comparison once per kind."""
     (m, n), rank = p.shape, min(rank, 255)
     is_narrow, is_wide, is_odd = min(m, n) <= NARROW, m < n, bool(max(p.stride()) * p.element_size() % 16)
     key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd)
@@ -48,11 +48,11 @@ def kernels_work(p: Tensor, rule: Rule, rank: int) -> bool:
 
 
 def step_error(rule: Rule, rank: int, m: int, n: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return how far one step by kernels is from the definition's: the largest relative error of update and state."""
+    """Return the largest relative error of update and state after one step by kernels."""
     settings = {**rule.defaults, **({"rank": rank, "gamma": 0.25} if "rank" in rule.defaults else {})}
     arguments, t = rule.arguments(settings), torch.full((2, 1, 1), 3.0, dtype=torch.float32, device=device)
     G, state = random_state(rule, settings, m, n, device)
-    # In float32: plain torch in float16 is itself wrong by more than the bound, 1.3e-2 if a basis has most columns.
+    # In float32: the error of plain torch in float16 can exceed the bound, 1.3e-2 if the basis has most columns.
     exact = rule.arguments({**settings, "ns_dtype": torch.float32})
     D, expected = rule.direction(G, state, t, alg=Algebra(m, n), **exact)
 
@@ -69,7 +69,7 @@ def step_error(rule: Rule, rank: int, m: int, n: int, device: torch.device, dtyp
 
 
 def random_state(rule: Rule, settings: dict[str, Any], m: int, n: int, device: torch.device) -> tuple[Tensor, Any]:
-    """Return two gradients and a state some way into training; the user's random generator is not touched."""
+    """Return two gradients and a state as in mid-training, without using the global random generator."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -103,7 +103,7 @@ def _within_bound(work: partial[float], rule: Rule, device: torch.device) -> boo
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     warnings.warn(
         f"the kernels of rule {rule.name!r} do not work on {name} (relative error {error:.1e}{reason}); plain torch "
-        "does their work, slower. Please report this with the versions of torch and triton",
+        "runs instead, more slowly. Please report this with the versions of torch and triton",
         stacklevel=2,
     )
     return False

@@ -1,15 +1,15 @@
-"""COSMOS and the Muon family on a GPU: schedules of kernels over lists of matrices, one kernel call a line.
+"""COSMOS and the Muon family on a GPU: schedules of kernels over lists of matrices, one kernel call per line.
 
-The definitions are `rules.cosmos.direction`, `rules.muon.direction` and `direction_normuon`; tests hold these schedules
-equal to them. Letters are theirs. A step on B matrices (m, n) reads and writes, of what is as large as a matrix:
+The definitions are `rules.cosmos.direction`, `rules.muon.direction` and `direction_normuon`; tests compare
+these schedules with them. The letters are the same. A step on B matrices (m, n) reads and writes these large tensors:
 
     G  read 3 times            project, project_transposed, momentum_ (with M)
     M  read twice, written     momentum_, residual
-    X  written                 residual, in half precision; then Newton-Schulz makes B of it
+    X  written                 residual, in half precision; Newton-Schulz turns it into B
     B  read twice              overlap, update_
     W  read and written        update_
 
-Thin factors U, S, V, P, v are stacked, (B, ...). A sum of squares, or another sum over rows, leaves its kernel in
+Thin factors U, S, V, P, v are stacked, (B, ...). A kernel returns a sum over rows, such as a sum of squares, in
 parts, one for each block of rows: (B, parts) or (B, parts, ...). `total` adds them over the GPUs that share the rows of
 a matrix; on one GPU it returns its argument, and the kernel that needs the sum adds the parts.
 """
@@ -53,12 +53,12 @@ from cosmos_optim.rules.muon import SCALINGS, MuonState, NorMuonState
 
 Number = float | Tensor
 Total = Callable[[Tensor], Tensor]
-# |X|^2 of a zero matrix counts as this, so that what is divided by it stays finite; then it meets a zero.
+# Replaces |X|^2 of a zero matrix, so that quotients stay finite; they are multiplied by 0 later.
 LEAST_NORM_SQ = 1e-30
 
 
 def on_one_gpu(parts: Tensor) -> Tensor:
-    """Return a sum over rows as it is: this GPU holds all of them."""
+    """Return the parts unchanged, because this GPU holds all rows."""
     return parts
 
 
@@ -69,12 +69,12 @@ def cosmos_step_(
     betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
     residual_guard: float, ns: NewtonSchulz,
 ) -> CosmosState:
-    """Take one step of COSMOS: write W and M, and return the new thin state. Arguments are `rules.cosmos.direction`'s.
+    """Take one step of COSMOS: write W and M, and return the new thin state. See also `rules.cosmos.direction`.
 
     Args:
         lr, decay: W <- decay W - lr D; numbers, or scalars on the device.
         grad_max: the largest |g| of each matrix, (B,). A matrix with a zero gradient is only decayed.
-        skip: a flag on the device; if it holds, nothing is written.
+        skip: a boolean on the device; if True, nothing is written.
         seeds: (B,) int32; if given, bfloat16 parameters are rounded stochastically.
     """
     (b1, b2), (M, U_old, S, V, v), r = betas, state, state.U.shape[-1]
@@ -98,7 +98,7 @@ def cosmos_step_(
         extra_steps=int(nesterov))                                                          # L7, L8
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_bf16, M_max)                    #      N - N U U'
 
-    del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      before the products
+    del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products
     X_sq = total(X_sq)
     B, norm_sq = newton_schulz(X, X_sq, ns)                                                 # L9
     BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      rounding inside U
@@ -158,7 +158,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
     norm_sq, weight = norm_and_weight(X_sq, HALF_SCALE**2, LEAST_NORM_SQ)
     symmetric = supports(X)
     steps, fresh = iterations_for(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
-    # The chunk's stream reads the result, so the result must be its memory: the other stream reuses its own too early.
+    # The chunk's stream reads the result, so it must own that memory: the other stream would reuse its own too early.
     batch, long, short = X.shape
     out = X if len(fresh) > 1 else like(X, long)
     streams = Streams.of(X.device)
@@ -169,7 +169,7 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
 
 
 def newton_schulz_memory(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
-    """Return the bytes of temporaries of Newton-Schulz on such a stack in half precision."""
+    """Return the bytes of temporaries of Newton-Schulz on a half-precision stack (batch, m, n)."""
     long, short = max(m, n), min(m, n)
     fresh = gram_count(long, short, ns.steps, torch.float16)
     return newton_schulz_bytes(batch, long, short, 2, fresh, ns.steps)

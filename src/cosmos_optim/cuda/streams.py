@@ -1,13 +1,13 @@
-"""Two chunks at a time on one GPU, so that small and memory-bound kernels run behind large products.
+"""Run two chunks at a time on one GPU, so that small and memory-bound kernels overlap with large products.
 
 A chunk runs on one of two streams of high priority; its Newton-Schulz products run on a third stream of low priority
-that all chunks share. While the products of one chunk fill the GPU, the kernels of the next one take the
-multiprocessors that become free. Everything waits for the caller's stream at the start, and the caller's stream waits
-for everything at the end. Streams are forked and joined by events, so that a CUDA graph can capture all this.
+that all chunks share. While the products of one chunk fill the GPU, the kernels of the next one use the
+multiprocessors that become free. All streams wait for the caller's stream at the start, and it waits for them at the
+end. Events fork and join the streams, so a CUDA graph can capture all this.
 
-Memory: what a chunk's stream allocates is used on it and, before it waits for the result, on the stream of the
-products. What that stream allocates is used there alone, most of it in one pool for all chunks of a step. So the order
-within each stream is enough to make reuse safe.
+Memory: a chunk's stream allocates what it uses itself, and what the product stream uses before the chunk waits for the
+result. The product stream uses its own allocations alone, most of them in one pool for all chunks of a step. So the
+order within each stream makes reuse safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cosmos_optim.cuda.memory_pool import MemoryPool
 
 
 class Streams:
-    """The streams of one device; without CUDA everything runs in place."""
+    """The streams of one device; without CUDA they do nothing."""
 
     _by_device: dict[torch.device, Streams] = {}
 
@@ -36,14 +36,14 @@ class Streams:
 
     @classmethod
     def of(cls, device: torch.device) -> Streams:
-        """Return the streams of a device, made once."""
+        """Return the streams of a device; create them on the first call."""
         if device not in cls._by_device:
             cls._by_device[device] = cls(device)
         return cls._by_device[device]
 
     @contextmanager
     def forked(self, pool_bytes: int = 0) -> Iterator[None]:
-        """Surround all chunks of a step, the largest of which needs `pool_bytes` of temporaries."""
+        """Fork the streams for all chunks of a step, and join them after it. Products need up to `pool_bytes`."""
         if not self.on:
             yield
             return
@@ -62,7 +62,7 @@ class Streams:
 
     @contextmanager
     def chunk(self, k: int) -> Iterator[None]:
-        """Surround chunk k: it runs on one of the two streams if they are forked, else in place."""
+        """Run chunk k on one of the two streams if they are forked, else on the current stream."""
         if not self.depth:
             yield
             return
@@ -74,13 +74,13 @@ class Streams:
         if not self.depth:
             return MemoryPool(size, self.device)
         if self._pool is None or self._pool.memory.numel() < size:
-            self._pool = None  # free it before the next one is made
+            self._pool = None  # free it before allocating the next one
             self._pool = MemoryPool(max(size, self._pool_bytes), self.device)
         return self._pool
 
     @contextmanager
     def products(self) -> Iterator[None]:
-        """Surround the large products of a chunk: on the shared stream if chunks overlap, else in place."""
+        """Run the large products of a chunk on the shared stream if chunks overlap, else on the current stream."""
         if not self.depth or self.product_stream is None:
             yield
             return

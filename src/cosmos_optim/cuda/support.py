@@ -1,4 +1,4 @@
-"""Which matrices the schedules take; plain torch runs the others."""
+"""Decide which matrices the schedules support; plain torch runs the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cosmos_optim.engine.layout import LOCAL
 
 # The kernels keep a block of a thin factor in registers.
 MAX_RANK = 256
-# Below this many rows or columns kernels save nothing.
+# Kernels save nothing for matrices with fewer rows or columns.
 MIN_SIDE = 16
 
 
 def supported(batch: Batch) -> bool:
-    """Return whether the kernels can run a batch: its rule, device, shapes and memory allow it, and they work here."""
+    """Return whether the kernels can run a batch: its rule, device, shapes, memory order, and the self-check."""
     first = batch.matrices[0].p
     if batch.rule.name not in SCHEDULES or batch.location is not LOCAL or not first.is_cuda:
         return False
@@ -36,5 +36,5 @@ def supported(batch: Batch) -> bool:
 
 
 def shape_supported(p: Tensor, rank: int) -> bool:
-    """Return whether a matrix is large enough, and larger than its basis: else a basis would look like a matrix."""
+    """Return whether a matrix is large enough, and larger than its basis: the two must not be confused."""
     return min(p.shape) >= MIN_SIDE and 1 <= rank <= MAX_RANK and rank < min(p.shape)

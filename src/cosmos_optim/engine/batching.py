@@ -1,4 +1,4 @@
-"""The matrices of a step, in batches: those of equal shape and location together, in stacks of bounded size."""
+"""Group the matrices of a step: a batch has equal shapes and location; a stack is a part of it of bounded size."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import Tensor
 from cosmos_optim.engine.layout import Layout, Location, Tensors
 from cosmos_optim.rules.rule import Rule
 
-# Bytes of gradients in a stack. On a GPU enough to fill it, and little beside the model. On a CPU what stays in its
-# cache, beyond which stacks of large matrices gain nothing.
+# Bytes of gradients in a stack: enough to fill a GPU, but few compared to the model; on a CPU, what fits its cache.
 STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-# Settings that reach a step as numbers, so that a change of them needs no new batches or kernels.
+# Settings that a step reads as numbers: changing them needs no new batches or kernels.
 NUMBERS = frozenset({"params", "param_names", "lr", "initial_lr", "weight_decay", "maximize"})
 
 
 class Entry(NamedTuple):
-    """A parameter with a gradient in this step. Hundreds are made before a GPU gets its work: a tuple is quick."""
+    """A parameter with a gradient in this step. A tuple, because hundreds are created before the GPU can start."""
 
     p: Tensor
     grad: Tensor
@@ -34,10 +33,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One block of an entry: 2-D views of its parameter, gradient and state.
-
-    index: which block of the entry it is.
-    """
+    """Block number `index` of an entry: 2-D views of its parameter, gradient and state."""
 
     name: str
     index: int
@@ -66,21 +62,18 @@ class Batch:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters, as 2-D views."""
         return [x.p for x in self.matrices]
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients, as 2-D views."""
         return [x.grad for x in self.matrices]
 
     @property
     def steps(self) -> list[Tensor]:
-        """The step counters."""
         return [x.entry.state["step"] for x in self.matrices]
 
     def state(self) -> dict[str, list[Tensor]]:
-        """Return the state by name, a list of tensors each."""
+        """Return a list of tensors for each name of state."""
         return {name: [x.state[name] for x in self.matrices] for name in self.matrices[0].state}
 
     def started(self) -> Batch:
@@ -95,7 +88,7 @@ class Batch:
             yield replace(self, matrices=self.matrices[i * total // count : (i + 1) * total // count])
 
     def stacks(self) -> Iterator[Batch]:
-        """Cut the batch so that the stacked gradients of each part stay within the bound."""
+        """Cut the batch into stacks with gradients of at most `STACK_BYTES`, or the location's own limit."""
         first = self.matrices[0]
         bound = self.location.stack_bytes or STACK_BYTES.get(self.device.type, 64 << 20)
         elements = max(1, self.location.numel(first.p), first.entry.layout.largest_whole_state)
@@ -112,8 +105,8 @@ def batches(entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Ten
 
     Args:
         fresh: parameters that have their first real gradient.
-        copies: takes (parameter, copy) of parameters with memory that has no views as matrices (channels-last); the
-            copies must be written back after the step.
+        copies: receives (parameter, copy) if the memory order allows no matrix views (channels-last); the caller must
+            write the copies back after the step.
     """
     for held in by_group(entries):
         found: dict[Any, list[Matrix]] = defaultdict(list)
@@ -130,7 +123,7 @@ def _matrices(e: Entry, copies: list[tuple[Tensor, Tensor]]) -> Iterator[Matrix]
     """Return each block of an entry."""
     layout = e.layout
     stored = layout.local(e.p)
-    flat = stored.contiguous() if layout.flattens else stored  # its blocks must be views of it
+    flat = stored.contiguous() if layout.flattens else stored  # blocks must be views of it
     if flat is not stored:
         copies.append((stored, flat))
     several = len(layout.blocks_mn) > 1
@@ -145,14 +138,14 @@ def decay_of(group: dict[str, Any]) -> float | Tensor:
 
 
 def signed_lr(group: dict[str, Any]) -> float | Tensor:
-    """Return lr, negative for maximize: every rule is odd in the gradient."""
+    """Return lr, or -lr for maximize, which is enough because every rule is odd in the gradient."""
     return -group["lr"] if group["maximize"] else group["lr"]
 
 
 def settings_key(group: dict[str, Any]) -> Hashable:
-    """Return what a step depends on in a group, except the values that reach it as numbers.
+    """Return a key of the settings in a group, except `NUMBERS`.
 
-    That is each value's text, or its address if it is a tensor that a kernel reads from memory.
+    It has each value's text, or the address of a tensor that a kernel reads from memory.
     """
     values = {key: value for key, value in group.items() if key not in NUMBERS}
     return tuple((k, v.data_ptr() if isinstance(v, Tensor) and v.is_cuda else repr(v)) for k, v in values.items())

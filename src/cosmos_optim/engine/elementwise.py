@@ -1,4 +1,4 @@
-"""Steps of elementwise rules: lists of tensors through a fused kernel, or one tensor at a time."""
+"""Take the steps of elementwise rules: by a fused kernel over lists of tensors, or one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cosmos_optim.linalg.algebra import Algebra
 
 
 def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
-    """Take the step of one group, by the rule's fused kernel for tensors that it supports."""
+    """Step one group, with the rule's fused kernel for the tensors that it supports."""
     rule, group = entries[0].rule, entries[0].group
     names = list(rule.slots(1, 1, group))
     fused: dict[Any, list[Entry]] = defaultdict(list)
@@ -36,14 +36,14 @@ def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
 def _can_fuse(e: Entry, names: Sequence[str]) -> bool:
     """Return whether torch's kernel can run an entry.
 
-    It wants one dtype, walks through memory without regard to strides, and divides 0 by 0 if eps is 0.
+    The kernel needs one dtype, ignores strides, and divides 0 by 0 if eps is 0.
     """
     if e.p.dtype not in (torch.float32, torch.float64) or e.group["eps"] == 0:
         return False
     local = e.layout.local
     p = local(e.p)
     dtype, stride = p.dtype, p.stride()
-    # The state is dense, so everything with its strides is dense too.
+    # The state is dense, so tensors with the same strides are dense too.
     others = [local(e.grad), *(local(e.state[name]) for name in names)]
     return p.numel() > 0 and all(x.dtype is dtype and x.stride() == stride for x in others)
 

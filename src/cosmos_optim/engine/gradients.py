@@ -1,7 +1,8 @@
-"""Look at the gradients before anything is written: which are not finite, and which are the first that are not zero.
+"""Check the gradients before anything is written: whether they are finite, and which are a parameter's first.
 
-One pass over all gradients gives the largest |g| of each matrix (`grad_max`); everything else follows from these few
-numbers. On a GPU they stay there once every parameter has started, so a step makes the host wait for nothing.
+One pass over all gradients gives the largest |g| of each matrix (`grad_max`); everything else follows from these. A
+parameter has started once it has had a non-zero gradient. When all have, the numbers stay on the GPU, and the host does
+not wait.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ MaxOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class GradientCheck:
-    """What a look at the gradients has shown.
+    """The result of `check_gradients`.
 
-    skip_on_host: nothing may change, and the host knows it.
-    skip: the same as a boolean scalar on the device, if only the device knows it; else None.
+    skip_on_host: the host knows that this step must be skipped.
+    skip: whether to skip, as a boolean scalar on the device, if only the device knows it; else None.
     started: for each entry, whether it has had a non-zero gradient by now.
     fresh: for each entry, whether this gradient is its first.
     grad_max: the largest |g| of each block of each entry, on the device, over all processes that share the block.
@@ -47,7 +48,7 @@ class GradientCheck:
 
 
 class SkippedSteps:
-    """Counter of the steps that changed nothing. Those that only a GPU knows of are counted on the GPU."""
+    """Counter of skipped steps. If only the GPU knows, it counts there."""
 
     def __init__(self) -> None:
         self._on_host = 0
@@ -59,7 +60,7 @@ class SkippedSteps:
         if device.type != "cuda":
             return
         elsewhere = self._on_device is None or self._on_device.device != device
-        if elsewhere and not torch.cuda.is_current_stream_capturing():  # captured zeros would be zeros at every replay
+        if elsewhere and not torch.cuda.is_current_stream_capturing():  # in a capture, every replay would reset it
             self._on_host, self._on_device = self.total(), torch.zeros((), dtype=torch.int64, device=device)
         if check.skip is not None and self._on_device is not None and self._on_device.device == device:
             self._on_device.add_(check.skip)
@@ -72,25 +73,25 @@ class SkippedSteps:
 def check_gradients(
     entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | None, max_over_ranks: MaxOverRanks | None
 ) -> GradientCheck:
-    """Return the largest |g| of all gradients, and what follows from them.
+    """Return the largest |g| of each block, and whether to skip the step.
 
     Args:
         started: parameters that have had a non-zero gradient before.
         found_inf: the flag of torch.amp.GradScaler.
-        max_over_ranks: how processes that share parameters agree; None if there are none.
+        max_over_ranks: maximum over the processes that share parameters; None for a single process.
     """
     old = [e.p in started for e in entries]
     grad_max = block_max(entries)
     device = grad_max.device
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
-    several = any(e.p.device != device for e in entries)  # a flag on one device cannot steer the others
+    several = any(e.p.device != device for e in entries)  # kernels on one device cannot read a flag on another
     on_host = device.type != "cuda" or not all(old) or raising or several
     if on_host and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
-    # While parameters wait for their first gradient the ranks must agree on each one, later only on the largest.
+    # Until all parameters have started, ranks must agree on each maximum; later only on the largest.
     if not all(old) or raising:
         worst = entry_max(entries, grad_max)
     else:
@@ -112,7 +113,7 @@ def check_gradients(
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:
-    """Return the largest |g| for which the squares of a matrix, summed, fit into float32 second moments."""
+    """Return the largest |g| for which the sum of squares of a matrix fits into a float32 second moment."""
     most = 0.0
     for held in by_group(entries):
         numels = [e.p.numel() for e in held if e.p.dtype is not torch.float64]
@@ -127,7 +128,7 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
     """Return the largest |g| of each entry, from that of each block."""
     counts = [e.layout.count for e in entries]
     if all(count == 1 for count in counts):
-        return grad_max.clone()  # a message may write to what it is given
+        return grad_max.clone()  # a collective may overwrite its input
     zero = grad_max.new_zeros(())
     return torch.stack([part.amax() if len(part) else zero for part in grad_max.split(counts)])
 
@@ -135,7 +136,7 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
 def agree(
     entries: Sequence[Entry], worst: Tensor, grad_max: Tensor, max_over_ranks: MaxOverRanks
 ) -> tuple[Tensor, Tensor]:
-    """Take the maximum of both over all processes, in one message; of `grad_max` only for blocks that they share."""
+    """Return the maximum of both over all processes, in one message. In `grad_max`, only shared blocks change."""
     layouts = [e.layout for e in entries]
     shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.cut_sides]
     if not shared:
@@ -153,7 +154,7 @@ def block_max(entries: Sequence[Entry]) -> Tensor:
     """Return max |g| of each block of each gradient as one vector, float32 or wider; inf if it is not finite."""
     device = entries[0].p.device
     grads: list[Tensor] = []
-    stacks: list[tuple[int, Tensor]] = []  # with the number of single blocks before them
+    stacks: list[tuple[int, Tensor]] = []  # each with the number of single blocks before it
     for e in entries:
         g, count = e.layout.local(e.grad), e.layout.count
         if count == 1:
@@ -167,7 +168,7 @@ def block_max(entries: Sequence[Entry]) -> Tensor:
         norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, held)]
     else:
         norms = list(torch._foreach_norm(held, float("inf"))) if held else []
-    # Decided by the gradients, not by what is held of them: ranks without a part must send what the others send.
+    # Decided by the global gradients: a rank without a local part must send the same dtype as the others.
     wide = torch.float64 if any(e.grad.dtype is torch.float64 for e in entries) else torch.float32
     norms = [x if x.dtype is wide and x.device == device else x.to(device, wide) for x in norms]
     if len(held) < len(grads):
@@ -182,7 +183,7 @@ def block_max(entries: Sequence[Entry]) -> Tensor:
 
 
 def _matrix_max(stack: Tensor) -> Tensor:
-    """Return max |x| of each matrix of a stack; 0 for those of which nothing is held."""
+    """Return max |x| of each matrix of a stack; 0 if no part of it is on this rank."""
     if not stack.numel():
         return stack.new_zeros(len(stack))
     if stack.device.type == "cpu":

@@ -1,9 +1,9 @@
-"""How a parameter is seen as matrices, and where its state is.
+"""Cut a parameter into matrices (its blocks), and allocate its state.
 
 A parameter is one matrix, a stack of them (3-D experts), a flattened convolution, a transposed weight (stored as
 (in, out)), or row blocks of a fused weight. A `Layout` cuts any tensor shaped like the parameter into 2-D views, and
 allocates and cuts the state that a rule asks for. A `Location` says where the matrices of a stack are, and runs a rule
-there. The classes here are for whole tensors; `sharding` has those for parts.
+there. These classes handle whole tensors; `sharding` has those for shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cosmos_optim.rules.rule import Rule, Settings, Slot
 LAYOUTS = ("matrix", "conv", "in_out")
 
 Tensors = dict[str, Tensor]
-# take_step(algebra, G, state, t, which of the stack's matrices these are) -> (D, new state)
+# take_step(algebra, G, state, t, slice of the stack's matrices) -> (D, new state)
 TakeStep = Callable[[Algebra, Tensor, Tensors, Tensor, slice], tuple[Tensor, Tensors]]
 Job = Callable[[], None]
 
@@ -30,7 +30,7 @@ Job = Callable[[], None]
 class Location:
     """Where the matrices of a stack are: whole, on one device. Blocks of equal location and shape may share a stack."""
 
-    # Bytes of gradients in a stack; None leaves it to the device.
+    # Bytes of gradients in a stack; None for the device's default.
     stack_bytes: int | None = None
     team: object  # the processes with which a stack exchanges messages, or None
 
@@ -38,11 +38,11 @@ class Location:
         self.team = None
 
     def after(self, others: int) -> Location:
-        """Return this location, given that `others` matrices have been assigned to processes before these."""
+        """Return the location to use after `others` matrices have been assigned to processes."""
         return self
 
     def numel(self, p: Tensor) -> int:
-        """Return the elements of a block that count for the size of a stack, the same on every process."""
+        """Return the elements of a block, to bound the size of a stack; equal on every process."""
         return p.numel()
 
     def algebra(self, m: int, n: int) -> Algebra:
@@ -50,7 +50,7 @@ class Location:
         return Algebra(m, n)
 
     def run(self, take_step: TakeStep, alg: Algebra, G: Tensor, state: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
-        """Take the rule's step where the rule needs the matrices."""
+        """Call `take_step` on the matrices in the form that the rule needs: whole or sharded."""
         return take_step(alg, G, state, t, slice(None))
 
     def run_jobs(self, jobs: Sequence[Job], device: torch.device) -> None:
@@ -63,7 +63,7 @@ LOCAL = Location()
 
 
 class Layout:
-    """Views of one whole parameter, by the settings of its group.
+    """Matrix views of one whole parameter, according to its group's settings.
 
     layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
     (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
@@ -72,8 +72,8 @@ class Layout:
     """
 
     is_sharded = False
-    cut_sides: Set[str] = frozenset()  # which of "m" and "n" are cut over processes
-    largest_whole_state = 0  # elements of the largest state tensor of one matrix that every process holds whole
+    cut_sides: Set[str] = frozenset()  # the sides, "m" or "n", that are cut over processes
+    largest_whole_state = 0  # elements of the largest state tensor of a matrix that is replicated
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
@@ -105,7 +105,7 @@ class Layout:
         if self.batch != 1:
             raise ValueError(
                 f"split_sizes={list(sizes)} cannot cut parameter {self.name!r} of shape {self.shape}, a stack of "
-                "matrices: leave split_sizes out, or keep its blocks as parameters of their own"
+                "matrices: leave split_sizes out, or make its blocks separate parameters"
             )
         if sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(
@@ -117,7 +117,7 @@ class Layout:
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor that is stored here."""
+        """Return the part of a tensor on this process."""
         return tensor
 
     def gradient(self, grad: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def flattens(self) -> bool:
-        """Whether several dimensions become one, which only contiguous memory allows."""
+        """Whether several dimensions are merged, which requires contiguous memory."""
         return not self.rule.elementwise and (self.kind == "conv" or len(self.shape) > 3)
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
@@ -141,7 +141,7 @@ class Layout:
         return [x.mT for x in cut] if self.flipped else cut
 
     def split_rows(self, x: Tensor) -> list[Tensor]:
-        """Return the row blocks of a fused weight, as far as they are stored here."""
+        """Return the row blocks of a fused weight that this process stores, whole or in part."""
         assert self.splits is not None
         return list(x.split(self.splits, dim=0))
 
@@ -149,21 +149,21 @@ class Layout:
 
     @cached_property
     def count(self) -> int:
-        """Number of blocks stored here, whole or in part; 1 for an elementwise rule."""
+        """Number of blocks that this process stores, whole or in part; 1 for an elementwise rule."""
         return 1 if self.rule.elementwise else len(self.blocks_mn)
 
     def expand_to_all_blocks(self, values: Tensor) -> Tensor:
-        """Turn a number for each block here into one for each block of the parameter, 0 for those held elsewhere."""
+        """Expand one number per local block to one per block of the parameter, with 0 for the others."""
         return values
 
     def select_local_blocks(self, values: Tensor) -> Tensor:
-        """Select the numbers of the blocks here from one number for each block of the parameter."""
+        """Select the numbers of the local blocks from one number per block of the parameter."""
         return values
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def slots(self, h: Settings) -> dict[str, Slot]:
-        """Return the slots of the parameter's state: the rule's slots of one block, widened to all, with dtypes."""
+        """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks."""
         if self.rule.elementwise:
             return {name: self._slot("*", self.shape, slot.dtype) for name, slot in self.rule.slots(1, 1, h).items()}
         each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
@@ -194,14 +194,14 @@ class Layout:
         return {name: self.zeros(p, slot) for name, slot in self.slots(h).items()}
 
     def zeros(self, p: Tensor, slot: Slot) -> Tensor:
-        """Allocate one state tensor, with the parameter's memory order if it has its shape and views stay possible."""
+        """Allocate one state tensor, in the parameter's memory order if shapes match and views remain possible."""
         if slot.axes == "*":
             order = torch.contiguous_format if self.flattens else torch.preserve_format
             return torch.zeros_like(p, dtype=slot.dtype, memory_format=order)
         return torch.zeros(slot.shape, dtype=slot.dtype, device=p.device)
 
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
-        """Copy a loaded state tensor to the parameter's device; a number that all processes keep has no slot."""
+        """Copy a loaded state tensor to the parameter's device; `slot` is None for a replicated number."""
         if slot is None:
             return value.to(p.device, copy=True)
         return self.zeros(p, slot).copy_(value)
@@ -226,7 +226,7 @@ class Layout:
 
 
 def refuse_four_dimensions(params: Sequence[Tensor], rule: Rule) -> None:
-    """Raise ValueError for four dimensions: a convolution's kernel far more often than a stack of stacks."""
+    """Raise ValueError for four dimensions: usually a convolution's kernel, not a stack of stacks."""
     for p in params:
         if p.dim() > 3:
             raise ValueError(

@@ -12,9 +12,9 @@ import torch
 def exact_products(device: torch.device) -> Iterator[None]:
     """Compute float32 products in full precision inside, and restore the caller's settings afterwards.
 
-    With TF32 or autocast the small eigenvalues would be lost. Torch has one switch for all products and one for each
-    backend. If a backend's switch was set, reading the common one may raise an error. Setting a backend to "none" makes
-    it follow the common switch again.
+    TF32 or autocast would lose the small eigenvalues. Torch has one switch for all products and one for each
+    backend. If a backend's switch was set, reading the common one may raise an error. A backend
+    set to "none" follows the common switch again.
     """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]

@@ -1,4 +1,4 @@
-"""One step of all parameters with plain torch: matrices in stacks by their rule, the rest elementwise.
+"""Step all parameters with plain torch: matrices in stacks by their rule, the rest elementwise.
 
 `cuda.gpu_run` does the same on a GPU, with kernels for the matrices that they support.
 """
@@ -20,12 +20,11 @@ from cosmos_optim.engine.rounding import write_
 from cosmos_optim.linalg.algebra import Algebra
 
 Diagnostics = dict[str, dict[str, float]]
-# A batch, and the job that steps it.
 LocatedJob = tuple[Batch, Job]
 
 
 def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics | None) -> None:
-    """Take one step of every entry. Those still waiting for a first gradient are only decayed."""
+    """Take one step of every entry. Entries without a non-zero gradient so far are only decayed."""
     live, fresh = advance(entries, check)
     copies: list[tuple[Tensor, Tensor]] = []
     assigned: Counter[object] = Counter()
@@ -36,16 +35,16 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
 
 
 def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry], set[Tensor]]:
-    """Count the step of every entry that has had a real gradient, and decay the others.
+    """Advance the step count of every entry that has had a non-zero gradient, and decay the others.
 
-    Return the counted entries, and the parameters for which this gradient is the first.
+    Return the advanced entries, and the parameters with their first non-zero gradient.
     """
     live = [e for e, started in zip(entries, check.started, strict=True) if started]
     fresh = {e.p for e, first in zip(entries, check.fresh, strict=True) if first}
     steps = [e.state["step"] for e in live]
     if live and check.skip is None:
         torch._foreach_add_(steps, 1.0)
-    elif live:  # without alpha the tensor would be read as a number, which makes the host wait for it
+    elif live:  # without alpha, torch would read the tensor on the host
         torch._foreach_add_(steps, 1.0 - check.skip.float(), alpha=1.0)  # type: ignore[union-attr]
     for e, started in zip(entries, check.started, strict=True):
         if not started and e.group["weight_decay"]:
@@ -56,7 +55,7 @@ def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry]
 def stack_jobs(
     batch: Batch, check: GradientCheck, diagnostics: Diagnostics | None, assigned: Counter[object]
 ) -> Iterator[LocatedJob]:
-    """Return a job for each stack of a batch. `assigned` counts the matrices that each team has been given so far."""
+    """Return a job for each stack of a batch. `assigned` counts the matrices assigned to each team so far."""
     for stack in batch.stacks():
         location = stack.location.after(assigned[stack.location.team])
         assigned[stack.location.team] += len(stack.matrices)
@@ -64,7 +63,7 @@ def stack_jobs(
 
 
 def run_jobs(jobs: Sequence[LocatedJob]) -> None:
-    """Run all jobs, those of one team together: its processes all have the same ones, in the same order."""
+    """Run all jobs, team by team: all processes of a team have the same jobs in the same order."""
     for team in dict.fromkeys(batch.location.team for batch, _ in jobs):
         together = [(batch, job) for batch, job in jobs if batch.location.team is team]
         first = together[0][0]
@@ -85,7 +84,7 @@ def write_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def run_stack(stack: Batch, location: Location, check: GradientCheck, diagnostics: Diagnostics | None) -> None:
-    """Take the step of one stack: load, take first bases if it is new, direction, store, apply."""
+    """Take the step of one stack: load, compute first bases if needed, compute the direction, store, apply."""
     grad_max = stacked_grad_max(stack, check)
     D, new = direction_of(stack, location, grad_max, diagnostics)
     store_(stack.state(), new, check.skip)
@@ -134,7 +133,7 @@ def load(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def store_(state: dict[str, list[Tensor]], new: Tensors, skip: Tensor | None) -> None:
-    """Write stacked state back to where `load` took it from; if `skip` holds, keep what is there."""
+    """Write stacked state back to its tensors, unless `skip` is True."""
     for name, tensors in state.items():
         value = new[name]
         if skip is not None:
@@ -146,7 +145,7 @@ def apply_(
     params: Sequence[Tensor], D: Tensor, lr: float | Tensor, decay: float | Tensor, skip: Tensor | None, *,
     grad_max: Tensor | None = None, seeds: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Update W <- decay W - lr D for each parameter; if `skip` holds, leave it as it is.
+    """Update W <- decay W - lr D for each parameter, unless `skip` is True.
 
     Args:
         grad_max: the largest |g| of each matrix, (B,). If given, a matrix with a zero gradient is only decayed.

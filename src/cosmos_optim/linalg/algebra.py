@@ -1,10 +1,10 @@
-"""The operations of a rule that depend on where a matrix lives.
+"""The operations of a rule that depend on how a matrix is stored.
 
 Shapes: X (..., m, n) a matrix or a stack of them, P (..., m, k) and U (..., n, k) thin factors.
 
-Sharding changes nothing but sums over rows or columns: `mm` and `un` sum over the columns n, `tn` over the rows m.
-`Algebra` is the form for whole matrices; `sharding.ShardedAlgebra` adds the sums over processes, and
-`cuda.first_basis.ListAlgebra` reads lists of matrices by kernels.
+Sharding only affects sums over rows or columns: `mm` and `un` sum over the columns n, `tn` over the rows m. `Algebra`
+handles whole matrices; `sharding.sharded_algebra.ShardedAlgebra` adds sums over processes, and
+`cuda.first_basis.ListAlgebra` uses kernels on lists of matrices.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Algebra:
     def eigh_gram(self, P: Tensor) -> tuple[Tensor, Tensor]:
         """Return the eigenvalues of P'P, ascending, and its eigenvectors; P (..., m, k).
 
-        With m < k, the smaller P P' is decomposed. P'P then has at least k - m eigenvalues 0, and zeros take the place
-        of their eigenvectors.
+        If m < k, the smaller P P' is decomposed. P'P then has at least k - m zero eigenvalues; their eigenvectors are
+        returned as zeros.
         """
         m, k = P.shape[-2:]
         if m >= k:
@@ -79,12 +79,12 @@ class Algebra:
         return newton_schulz(X, ns, norm_sq=norm_sq)
 
     def slice_n(self, Y: Tensor) -> Tensor:
-        """Return the rows of a whole (n, k) matrix that belong to the columns of X held here."""
+        """Return the rows of a whole (n, k) matrix that belong to the local columns of X."""
         return Y
 
 
 def norm_sq(X: Tensor) -> Tensor:
-    """Return the sum of squares over the last two dimensions, kept, in double precision if the device has it."""
+    """Return the sum of squares of each matrix, (..., 1, 1), in double precision if the device supports it."""
     dtype = X.dtype if X.device.type == "mps" else torch.float64
     norm: Tensor = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
     return norm.square()

@@ -1,6 +1,6 @@
 """Orthonormal columns by Cholesky factorization: a QR that needs only sums over rows.
 
-Shapes: Y (..., n, r) columns, Q (..., n, r) the same made orthonormal, A (..., r, r) a Gram matrix, W (..., r, r) the
+Shapes: Y (..., n, r) columns, Q (..., n, r) the orthonormal result, A (..., r, r) a Gram matrix, W (..., r, r) the
 inverse of its Cholesky factor; r = n for the square bases of SOAP.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 # inner(A, B) returns A'B, summed over all processes that hold rows.
 Inner = Callable[[Tensor, Tensor], Tensor]
-# Largest stack of square matrices to factorize at once. A factorization needs half a dozen temporaries of that size.
+# Largest stack of square matrices to factorize at once. This needs about six temporaries of the same size.
 STACK_BYTES = 256 << 20
-# Columns of a block. On a GPU, larger matrices are factorized by blocks of this size.
+# On a GPU, larger matrices are factorized in blocks of this many columns.
 BLOCK_COLUMNS = 256
 
 
@@ -31,9 +31,9 @@ def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
 
 
 def _cholesky_passes(Q: Tensor, inner: Inner, fallback: Tensor, passes: int, max_entry: float) -> Tensor:
-    """Return Q, with columns of norm 1, made orthonormal.
+    """Orthonormalize Q, which must have columns of norm 1.
 
-    A pass leaves an error of one rounding times the square of its factor W. So the result is `fallback` if an entry of
+    The error after a pass is one rounding times the square of its factor W. So the result is `fallback` if an entry of
     the last W is `max_entry` or more.
     """
     r = Q.shape[-1]
@@ -78,7 +78,7 @@ def _unit_columns(Y: Tensor, inner: Inner) -> Tensor:
 def next_basis(Y: Tensor, U: Tensor) -> Tensor:
     """Return the basis that follows U, (..., n, n): the Q of Y = L U, up to the signs of its columns.
 
-    Householder reflections would run one matrix after the other on a GPU, so there it is done by Cholesky.
+    On a GPU, Householder QR would run one matrix after the other, so this uses Cholesky there.
     """
     Y = fill_missing_directions(Y, U)
     return orthonormalize_square(Y, U) if Y.is_cuda else torch.linalg.qr(Y)[0]
@@ -87,17 +87,17 @@ def next_basis(Y: Tensor, U: Tensor) -> Tensor:
 def fill_missing_directions(Y: Tensor, U: Tensor) -> Tensor:
     """Return Y = L U plus one rounding of U.
 
-    Y may lack directions that had no gradient yet (dead inputs), and holds only rounding in directions that had too
-    little. With this term, both stay as they are while the other directions change.
+    Y may lack directions without any gradient so far (dead inputs), and has only rounding noise in directions with very
+    little. With this term, U keeps both while the other directions change.
     """
     return torch.addcmul(Y, U, torch.finfo(Y.dtype).eps * Y.abs().amax((-2, -1), keepdim=True))
 
 
 def orthonormalize_square(Y: Tensor, fallback: Tensor) -> Tensor:
-    """Return what `orthonormalize` does for square Y, (..., n, n), computed in double precision.
+    """Orthonormalize square Y, (..., n, n), in double precision, because its spectrum is wide.
 
-    A square matrix needs it because its spectrum is wide. If the result is rounded to float32, two passes are enough:
-    the second may leave 1e8 roundings of double precision. `STACK_BYTES` limits how many matrices run at a time.
+    If the result is rounded to float32, two passes are enough: an error of 1e8 double-precision roundings is
+    fine. `STACK_BYTES` limits how many matrices run at a time.
     """
     n = Y.shape[-1]
     count = max(1, STACK_BYTES // (8 * n * n))

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 Coefficients = tuple[float, float, float]
 
 # K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). The slope at 0 is 3.44; in return,
-# singular values end between 0.7 and 1.2 instead of at 1.
+# the final singular values are between 0.7 and 1.2 instead of 1.
 _NS5: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),)
 
 # N. Amsel, D. Persson, C. Musco, R. Gower, "The Polar Express" (arXiv 2505.16932, 2025): the best composition of
-# quintics on [1e-3, 1]. The last coefficients repeat. The paper divides the arguments of all polynomials except the
+# quintics on [1e-3, 1]. The last entry repeats. The paper divides the arguments of all polynomials except the
 # last by 1.01, so that rounding cannot push a singular value out of the interval.
 _POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -32,7 +32,7 @@ _SAFETY = 1.01
 
 
 def _with_safety_factor(table: tuple[Coefficients, ...]) -> tuple[Coefficients, ...]:
-    """Return the coefficients of p(x / 1.01) for all polynomials p except the last, which is not changed."""
+    """Return the coefficients of p(x / 1.01) for all polynomials p except the last."""
     inner = tuple((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in table[:-1])
     return (*inner, table[-1])
 
@@ -45,7 +45,7 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
 
 @dataclass(frozen=True)
 class MergedIterations:
-    """Several first iterations merged into one polynomial of R, computed by repeated squares.
+    """The first few iterations merged into one polynomial of R, computed by repeated squaring.
 
     F_0 = R / max_eigenvalue and F_k = a + b F_0 + c F_{k-1}^2; the last one has F_{k-2} instead of F_0. The last F_k
     approximates the product of the factors Z of all merged iterations, if no eigenvalue of R exceeds `max_eigenvalue`.
@@ -64,8 +64,8 @@ class MergedIterations:
     def centred(self) -> list[tuple[float, float, float, float]]:
         """Return (a, b, c, d) of E_k = a + b E_{k-1} + c E_{k-1}^2 + d E_0 for E_k = F_k - F_k(0).
 
-        The last one has E_{k-2} instead of E_0 and is F_k itself: only its a is not 0. Squares double the relative
-        error of what they square. Without its value at 0, which is most of it, half precision keeps F_k more exactly.
+        The last one has E_{k-2} instead of E_0 and is F_k itself: only its a is not 0. Squaring doubles the
+        relative error. Half precision is more exact for E_k than for F_k, which is mostly its value at 0.
         """
         at_0, steps = [0.0], []
         for k, (a, b, c) in enumerate(self.squares):
@@ -92,5 +92,4 @@ MERGED = {
     ]
 }
 
-# What `newton_schulz.iterate` takes one after the other.
 Iteration = Coefficients | MergedIterations

@@ -12,11 +12,11 @@ product among them is enough.
 
 One loop serves two forms. The direct form computes R = X'X at every iteration. The Gram form updates R <- R Z Z and
 multiplies X only at the end. With l = alpha s and symmetric products, five iterations cost, in s^3 flops, 15 alpha + 5
-(direct), 6 alpha + 14 (Gram, with R formed from X once more on the way) and 3 alpha + 17 (Gram, never again).
+(direct), 6 alpha + 14 (Gram, with R recomputed from X once) and 3 alpha + 17 (Gram, R never recomputed).
 
-If no singular value is far above the others, the first three iterations work near 0, and another polynomial does the
-same with five products of R instead of nine (`MergedIterations`): 9 alpha + 7 (direct), 6 alpha + 10 (Gram). COSMOS
-removes the leading directions from X first, so it can use that polynomial; Muon cannot.
+If no singular value is far above the others, the first three iterations work near 0, and another polynomial
+replaces them with five products of R instead of nine (`MergedIterations`): 9 alpha + 7 (direct), 6 alpha + 10 (Gram).
+COSMOS removes the leading directions from X first, so it can use that polynomial; Muon cannot.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from torch import Tensor
 
 from cosmos_optim.linalg.coefficients import COEFFICIENTS, MERGED, Coefficients, Iteration, MergedIterations
 
-# Which matrices of a stack to compute: those with a flag that has the given value, or all if the flags are None.
+# Which matrices of a stack to compute: those with a flag of the given value, or all if the flags are None.
 Selection = tuple[Tensor | None, bool]
 EVERY_MATRIX: Selection = (None, True)
 # If length / width is at least this, the Gram form saves more time than it costs accuracy.
 GRAM_ASPECT = 1.5
-# Iterations before R must be formed from X again. Rounding of R puts noise of about eps around its zero eigenvalues,
-# and every iteration multiplies that by a^2 = 12: three leave 4e-2 of noise in half precision, two 1e-1 in bfloat16.
+# Iterations before R must be formed from X again. Rounding adds noise of about eps to the zero eigenvalues of R,
+# and every iteration multiplies it by a^2 = 12: to 4e-2 after three in float16, to 1e-1 after two in bfloat16.
 GRAM_SPAN = {torch.float16: 3, torch.bfloat16: 2, torch.float32: 6}
 # Half precision loses digits below 2^-14, so X is stored times 32 and R times 1024. Both stay below 2^13, because the
-# singular values of a normalized X never exceed 1.3 on the way.
+# singular values of a normalized X never exceed 1.3.
 HALF_SCALE = 32.0
 
 
@@ -116,28 +116,25 @@ class TorchProducts:
     selective = False
 
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
-        """Return weight X'X. One factor is multiplied by the weight before the product, so that it cannot overflow."""
+        """Return weight X'X; the weight multiplies one factor first, so that the product cannot overflow."""
         return torch.bmm(X.mT, X if weight is None else (X * weight).to(X.dtype))
 
     def within(self, R: Tensor, bound: float) -> Tensor:
-        """Return False for each matrix: these products skip none, so the full iterations run for all of them."""
+        """Return False for each matrix: these products cannot skip any, so all run the full iterations."""
         return torch.zeros(len(R), dtype=torch.bool, device=R.device)
 
     def quadratic(
         self, R: Tensor, a: float, b: float, c: float,
         d: float = 0.0, D: Tensor | None = None, only: Selection = EVERY_MATRIX, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return aI + bR + cR^2 + dD."""
         Z = torch.baddbmm(R, R, R, beta=b, alpha=c, out=out)
         Z.diagonal(dim1=-2, dim2=-1).add_(a)
         return Z if D is None else Z.add_(D, alpha=d)
 
     def product(self, A: Tensor, B: Tensor, only: Selection = EVERY_MATRIX, out: Tensor | None = None) -> Tensor:
-        """Return A B."""
         return torch.bmm(A, B) if out is None else torch.bmm(A, B, out=out)
 
     def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return X Q."""
         return torch.bmm(X, Q) if out is None else torch.bmm(X, Q, out=out)
 
 
@@ -172,7 +169,7 @@ def _later_gram_steps(coefficients: tuple[Coefficients, ...], most: int) -> tupl
         chosen, growth = [], 0.0
         for k, slope in enumerate(slopes[:-1], 1):
             growth += slope
-            if growth > bound + 1e-9:  # the same slopes are added in another order
+            if growth > bound + 1e-9:  # tolerance: the same slopes added in another order
                 chosen.append(k)
                 growth = 0.0
         if len(chosen) <= most:
@@ -187,7 +184,7 @@ def iterations_for(
 
     Args:
         dtype: dtype of the products.
-        selective: whether the products can skip matrices. Without that, merged iterations would save no time.
+        selective: whether the products can skip matrices. Otherwise, merged iterations would save no time.
     """
     coefficients = ns.coefficients_of_steps()
     gram_steps = choose_gram_steps(length, width, coefficients, dtype)
@@ -218,9 +215,9 @@ def iterate(
 
     Args:
         weight: scale^2 / |X|^2, (B, 1, 1), or None if |X| = scale already.
-        scale: R is stored times scale^2, so that half precision need not hold small numbers.
+        scale: R is stored times scale^2, to avoid small numbers in half precision.
         gram_steps: the iterations that form R from X; all by default.
-        out: memory for the result, used if possible. X itself is allowed: it is overwritten after its last use.
+        out: memory for the result, used if possible. It may be X itself, which is overwritten after its last use.
     """
     gram_steps = set(range(len(iterations))) if gram_steps is None else gram_steps
     Q: Tensor | None = None
@@ -251,11 +248,11 @@ def iterate(
 
 
 def _merged_factor(R: Tensor, merged: MergedIterations, products: Products, scale: float) -> Tensor:
-    """Return the product of the factors Z of merged iterations, for each matrix in the cheaper accurate way.
+    """Return the product of the factors Z of merged iterations, for each matrix in the cheapest accurate way.
 
-    If |R|_F, and so every eigenvalue, is at most `max_eigenvalue`, it is the polynomial by squares, otherwise the
-    product of each Z. Flags on the device decide that: no host waits for them, and products skip the matrices that are
-    not selected. R is overwritten, and at most three other stacks exist at the same time.
+    If |R|_F, and so every eigenvalue, is at most `max_eigenvalue`, that is the polynomial by squares, otherwise the
+    product of all Z. Flags on the device select it without host synchronization, and products skip the other matrices.
+    R is overwritten, and at most three other stacks exist at the same time.
     """
     unit = merged.max_eigenvalue * scale**2
     small = products.within(R, unit)
@@ -315,7 +312,7 @@ def newton_schulz(
         wide = X.dtype if X.device.type == "mps" else torch.float64
         norm_sq = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).square()
     norm = norm_sq.sqrt().to(torch.promote_types(X.dtype, torch.float32))
-    # Divide before the cast: neither 1e18 nor 1e-30 may leave the range of the narrower type.
+    # Divide before the cast, because 1e18 and 1e-30 do not fit in the narrower type.
     Y = torch.where(norm > 0, X / norm, torch.zeros_like(norm))
     is_wide = shape[-2] < shape[-1]
     Y = (Y.mT if is_wide else Y).reshape(-1, max(shape[-2:]), min(shape[-2:]))

@@ -1,4 +1,4 @@
-"""Scale factors that several rules share.
+"""Scaling functions that several rules share.
 
 Shapes: X, D (..., m, n) a matrix or a stack of them, v (..., m, 1) a number for each row, t (..., 1, 1) the step count.
 """
@@ -34,7 +34,7 @@ def unit_rms(X: Tensor, alg: Algebra) -> Tensor:
 def normalize_rows(
     D: Tensor, v: Tensor | None, beta: float | None, floor: float, alg: Algebra
 ) -> tuple[Tensor, Tensor | None]:
-    """Divide each row of D by the root of its running mean square v, plus `floor`; `beta` None leaves rows alone.
+    """Divide each row of D by the root of its running mean square v, plus `floor`; change nothing if `beta` is None.
 
     This is NorMuon's second moment (Li et al. 2025). It has no bias correction, because a factor common to all rows is
     removed by the normalization that follows.

@@ -1,7 +1,7 @@
-"""The tracked eigenbasis of G'G: its first value, and one power step.
+"""The tracked eigenbasis of G'G: the first basis, and one power step.
 
-Shapes: G (..., m, n) gradient, U (..., n, r) basis, S (..., r, r) the second moment in it. Everything goes through sums
-over rows or columns, so the same lines run on whole matrices and on shards.
+Shapes: G (..., m, n) gradient, U (..., n, r) basis, S (..., r, r) the second moment in it. Everything uses sums over
+rows or columns, so the same code runs on whole matrices and on shards.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from cosmos_optim.linalg.algebra import Algebra
 
 # Columns beyond r in the first subspace iteration: they speed up convergence if the spectrum is flat around r.
 OVERSAMPLING = 16
-# Power steps of the first basis. In float32 this many reach rounding error wherever the spectrum has a real gap.
+# Power steps of the first basis. In float32, 8 reach rounding error if the spectrum has a real gap.
 START_STEPS = {torch.float32: 8, torch.float64: 100}
-# A condition number of 1 / (KEPT eps) is well within what `orthonormalize` can take.
+# A condition number of 1 / (KEPT eps) is well within what `orthonormalize` can handle.
 KEPT = 512
 
 
 def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tensor:
     """Return QR(beta2 U S + (1 - beta2) G'G U): one power step on the running second moment of G'G.
 
-    The sum is divided by its own scale c^2 = |G U|^2 + trace S, so that neither 1e18 nor 1e-30 leaves the number range,
-    and (1 - beta2) eps U is added. That is above the rounding of G'G U, so the columns stay independent if the moment
-    lacks full rank, and too small to change a moment of full rank.
+    The sum is divided by its own scale c^2 = |G U|^2 + trace S, so that gradients of 1e18 or 1e-30 do not overflow or
+    underflow, and (1 - beta2) eps U is added. This term exceeds the rounding of G'G U, so columns stay independent if
+    the moment lacks full rank, but is too small to change a moment of full rank.
     """
     GU = alg.mm(G, U)
     c = _or_one((alg.norm_sq_m(GU) + trace(S)).sqrt().to(GU.dtype))
@@ -56,7 +56,7 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor, oversampling: int = 
     """Return the top-r eigenvectors of G'G, (..., n, r), by subspace iteration with a Rayleigh-Ritz step.
 
     A full n x n decomposition takes minutes at a billion parameters. A few products of G with k = r + `oversampling`
-    columns give the same basis if the spectrum has a gap at r. If k is most of n, the iteration takes the whole space,
+    columns give the same basis if the spectrum has a gap at r. If k is most of n, the iteration uses the whole space,
     and the Ritz step is the exact eigendecomposition. A whole basis (r = n) starts from the identity.
     """
     k = r + oversampling
@@ -67,7 +67,7 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor, oversampling: int = 
     for _ in range(0 if whole else START_STEPS.get(like.dtype, 8)):
         GQ = alg.mm(G, Q)
         GQ_sq = alg.norm_sq_m(GQ)
-        if not Q.is_cuda:  # on a GPU a few more steps cost less than asking
+        if not Q.is_cuda:  # on a GPU, a few more steps cost less than this test, which waits
             if before is not None and _settled(GQ_sq, before, Q.dtype):
                 break
             before = GQ_sq
@@ -83,26 +83,26 @@ def _settled(now: Tensor, before: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _damping(gram: Tensor) -> Tensor:
-    """Return how much of itself each column keeps in a step, (..., 1, k): KEPT eps times its length, plus eps.
+    """Return the weight of the old column that each new column keeps, (..., 1, k): KEPT eps times its length, plus eps.
 
-    If the gradient has fewer than k directions, or a few that hold nearly all of it, its products with random columns
-    are dependent up to rounding and could not be made orthonormal. Because this is in proportion to a column's length,
-    small eigenvalues still converge.
+    If fewer than k directions hold nearly all of the gradient, its products with random columns are dependent up to
+    rounding and could not be orthonormalized. The weight is proportional to the column's length, so small eigenvalues
+    still converge.
     """
     length = gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-2)
     return (length + 1 / KEPT) * (KEPT * torch.finfo(gram.dtype).eps)
 
 
 def _or_one(c: Tensor) -> Tensor:
-    """Return c, or 1 if it is 0, as something to divide by."""
+    """Return c, or 1 where it is 0, for use as a divisor."""
     return c + (c == 0)  # `torch.where` with a number would make the host wait for the GPU
 
 
 def _random_columns(n: int, k: int, like: Tensor) -> Tensor:
     """Return orthonormal columns, the same on every machine; the copy to a GPU does not block the host.
 
-    If the first gradient has fewer than r directions, the other columns of the basis come from here. Unit vectors could
-    fall on dead inputs, where no power step finds them again.
+    If the first gradient has rank below r, these fill the other columns of the basis. Unit vectors could select dead
+    inputs, and power steps would never leave them.
     """
     if k < n:
         return _columns_on_host(n, k, like.dtype, like.is_cuda).to(like.device, non_blocking=True)
@@ -112,7 +112,7 @@ def _random_columns(n: int, k: int, like: Tensor) -> Tensor:
     return torch.linalg.qr(F)[0].to(like)
 
 
-@lru_cache(maxsize=4)  # the stacks of a first step share them; each costs more than the rest of its stack
+@lru_cache(maxsize=4)  # shared by all stacks of a first step, because they are expensive
 def _columns_on_host(n: int, k: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     Q = torch.linalg.qr(_normal(n, k))[0].to(dtype)
     return Q.pin_memory() if pinned else Q
@@ -126,8 +126,8 @@ def _normal(n: int, k: int) -> Tensor:
 def _ritz(G: Any, Y: Tensor, F: Tensor, alg: Algebra) -> Tensor:
     """Rotate orthonormal Y to the eigenvectors of G'G within its span, largest first.
 
-    Rounding would choose the eigenvectors of the eigenvalue 0. Random columns F, made orthogonal to the others, take
-    their place, so that shards of a matrix with fewer rows than r follow the same path as the whole.
+    Eigenvectors of the eigenvalue 0 would depend on rounding. Random columns F, made orthogonal to the others, replace
+    them, so that a sharded matrix with fewer than r rows gets the same basis as a whole one.
     """
     GY = alg.mm(G, Y)
     GY = GY / _or_one(alg.norm_sq_m(GY).sqrt().to(Y.dtype))

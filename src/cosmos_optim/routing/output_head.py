@@ -1,4 +1,4 @@
-"""Find the modules that make a model's output: their matrices are not hidden ones and get AdamW."""
+"""Find the output heads of a model: AdamW trains their matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRAPPERS = re.compile(r"\.(parametrizations|modules_to_save|base_layer|original_
 
 
 def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
-    """Return the paths of the output heads: of the given one, or of those found, with everything inside."""
+    """Return the paths of the output heads, given or found, and of all modules inside them."""
     modules = dict(model.named_modules())
     if head is None:
         return _search_heads(modules)
@@ -31,9 +31,9 @@ def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str
 
 
 def _search_heads(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the modules with a head's name, those from `get_output_embeddings`, and the layer shaped as the embedding.
+    """Return the modules with a head's name, those from `get_output_embeddings`, and a layer shaped like the embedding.
 
-    The last only if exactly one linear layer has the embedding's shape.
+    The last applies only if exactly one linear layer has the embedding's shape.
     """
     once = {path: module for path, module in modules.items() if not _is_repeated(path, modules)}
     found = set()
@@ -66,7 +66,7 @@ def _is_repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _last_layer(path: str, module: nn.Module) -> str:
-    """Return the path of the layer that makes the output: in a sequence, the last one with a matrix."""
+    """Return the path of the layer that computes the output: in a sequence, the last with a matrix."""
     while isinstance(module, nn.Sequential):
         children = [(n, m) for n, m in module.named_children() if any(p.dim() > 1 for p in m.parameters())]
         if not children:

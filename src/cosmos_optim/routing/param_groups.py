@@ -2,8 +2,8 @@
 
 The routes, in order: embeddings; vectors and scalars; the output head; biases and single rows; norms; then hidden
 matrices by their module: convolutions, fused weights, stacks of experts, linear layers. A user's override replaces the
-result. A parameter that matches no route is an error, never a guess: in the issue trackers of similar optimizers,
-silent misrouting is the most expensive bug.
+result. A parameter that matches no route is an error, because silent misrouting is the costliest bug in the issue
+trackers of similar optimizers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BIAS_NAME = re.compile(r"bias(es|_\w)?$")
 STACK = re.compile(r"expert|moe(?![a-z])|mixture|grouped|stack", re.IGNORECASE)
 # transformers' experts that are stored (in, out) say so with `is_transposed`, except these.
 TRANSPOSED = ("Llama4TextExperts",)
-# Modules that hold a plain matrix without being nn.Linear: a mixture's router, under its usual names.
+# Modules with a plain matrix that are not nn.Linear: usual names of a mixture's router.
 LINEAR_KINDS = ("linear", "router", "gate")
 # Queries and keys, as the common decoders name them, and the rows of one of their heads: Adam-mini's blocks.
 QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
@@ -78,8 +78,8 @@ def param_groups(
         rule: the rule of the hidden matrices, that is, of the optimizer that gets the groups ("muon" for `Muon`).
         overrides: pattern -> rule name, or a mapping of hyper-parameters and "rule"; patterns are shell-style and
             matched against parameter names, in order, before everything else. An override changes only what it
-            names: otherwise the rule stays, and how a convolution or a fused weight is cut into matrices.
-        head: the output head, as a module or its name, if it cannot be found by its name, shape or model.
+            names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
+        head: the output head, as a module or its name, if it cannot be found automatically.
         beside: an optimizer; its parameters are left out, so that layers unfrozen later can be added to it.
 
     >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32), nn.Linear(32, 16))
@@ -156,7 +156,7 @@ def _overridden(parameter: ModelParameter, route: Route | None, pattern: str, as
 
 
 def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
-    """Raise one error for all parameters without a route, as patterns: the same one of many layers is named once."""
+    """Raise one error for all parameters without a route, with one pattern for the same parameter of many layers."""
     if not parameters:
         return
     first = parameters[0]
@@ -188,7 +188,7 @@ def _model_parameters(model: nn.Module) -> list[ModelParameter]:
 
 
 def _refuse_flat(parameter: ModelParameter) -> None:
-    """Refuse the 1-D pieces of matrices that FSDP1 and ZeRO make: as vectors they would silently get AdamW."""
+    """Reject the 1-D pieces of matrices that FSDP1 and ZeRO make: they would silently be trained by AdamW."""
     p = parameter.p
     declared = getattr(p, "ds_shape", None)
     flat = type(p).__name__ == "FlatParameter" or (declared is not None and len(declared) > 1 and p.dim() < 2)
@@ -203,7 +203,7 @@ def _refuse_flat(parameter: ModelParameter) -> None:
 
 
 def _route(parameter: ModelParameter, rule: str, is_embedding: bool, is_head: bool) -> Route | None:
-    """Return the route of a parameter, or None if nothing says what it is."""
+    """Return the route of a parameter, or None if it is not recognized."""
     p, module, kind = parameter.p, parameter.module, type(parameter.module).__name__.removeprefix("FSDP").lower()
     form, settings = _matrix_form(parameter)
     is_linear = isinstance(module, nn.Linear)
@@ -229,7 +229,7 @@ def _route(parameter: ModelParameter, rule: str, is_embedding: bool, is_head: bo
 
 
 def _matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
-    """Say what a parameter is if it is not one plain matrix, with its settings; otherwise return "" and none.
+    """Return the form of a parameter that is not one plain matrix, and its settings; otherwise "" and {}.
 
     A convolution is flattened to (out, in * kernel), one block for each group; a depthwise one is not a matrix.
     """
@@ -256,9 +256,9 @@ def _matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
 
 
 def _adam_mini_route(parameter: ModelParameter, route: Route) -> Route:
-    """Return Adam-mini's route: blocks are heads of queries and keys, else rows, of everything that has rows.
+    """Return Adam-mini's route: a block is a head of queries or keys, or a row of any other parameter with rows.
 
-    That includes embeddings, the output head and depthwise convolutions, which are not matrices to other rules.
+    That includes embeddings, the output head and depthwise convolutions, which other rules leave to AdamW.
     """
     if parameter.p.dim() < 2:
         return route
@@ -270,7 +270,7 @@ def _adam_mini_route(parameter: ModelParameter, route: Route) -> Route:
 
 
 def _listed(items: Iterable[Any]) -> list[Any]:
-    """Return a list of the items; refuse a set, which has another order in every run."""
+    """Return a list of the items; reject a set, because its order differs between runs."""
     if isinstance(items, (set, frozenset)):
         raise TypeError("params must be ordered, got a set: optimizer state is saved by position. Pass a list.")
     return list(items)
@@ -279,7 +279,7 @@ def _listed(items: Iterable[Any]) -> list[Any]:
 def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     """Return a model, or anything that torch.optim takes, as a list of groups or parameters.
 
-    Bare tensors without a rule must all be matrices: in a list from model.parameters() no embedding is recognizable.
+    Bare tensors without a rule must all be matrices: embeddings cannot be recognized in model.parameters().
     """
     if isinstance(params, nn.Module):
         return param_groups(params, rule)

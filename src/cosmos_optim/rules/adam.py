@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8}
 
 
 class AdamState(NamedTuple):
-    """Both moments, shaped as the parameter."""
+    """Both moments, shaped like the parameter."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -43,7 +43,7 @@ def fused_(
     params: Sequence[Tensor], grads: Sequence[Tensor], state: dict[str, list[Tensor]], steps: Sequence[Tensor], *,
     settings: Settings, skip: Tensor | None,
 ) -> None:  # fmt: skip
-    """Take the same step in one kernel, for tensors that all have one dtype; `steps` have been advanced already."""
+    """Take the same step with torch's fused kernel, for tensors of one dtype; `steps` are already advanced."""
     lr, betas = settings["lr"], settings["betas"]
     if isinstance(lr, Tensor):
         lr = lr.to(params[0].device)
@@ -56,7 +56,7 @@ def fused_(
 
 
 def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
-    """Return two moments, shaped as the parameter."""
+    """Return two moments, shaped like the parameter."""
     return {"exp_avg": Slot("*", (m, n)), "exp_avg_sq": Slot("*", (m, n))}
 
 

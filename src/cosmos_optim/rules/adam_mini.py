@@ -38,7 +38,7 @@ def direction(
     mean = alg.mm(G * G, G.new_full((G.shape[-1], 1), 1 / alg.n))
     if rows > 1:
         block = torch.arange(alg.m, dtype=torch.int64, device=G.device) // rows
-        member = alg.T.slice_n(one_hot(block, alg.m // rows).to(G.dtype))  # (m, blocks): 1 if a row is in a block
+        member = alg.T.slice_n(one_hot(block, alg.m // rows).to(G.dtype))  # (m, blocks): 1 if the row is in the block
         mean = alg.tn(member.expand(*G.shape[:-2], -1, -1), mean) / rows
     v = b2 * state.v + (1 - b2) * mean
     root = (v / bias_correction(b2, t)).sqrt() + eps
@@ -47,7 +47,7 @@ def direction(
 
 
 def rows_of_a_block(m: int, block_rows: int) -> int:
-    """Return the rows in a block; one row if `block_rows` do not divide the matrix."""
+    """Return the rows of a block: `block_rows` if it divides m, else 1."""
     return block_rows if m % block_rows == 0 else 1
 
 

@@ -9,8 +9,8 @@ Letters, for each matrix, all with any leading batch dimensions:
     v (m, 1)  mean squares of D's rows (not in the paper; None if `row_beta2` is None)
     two-sided only: O (m, q) basis of GG', R (q, q) its second moment, V (q, r)
 
-The numbers at the line ends are the paper's. docs/algorithm.md compares each line with the paper's and lists the
-deviations. On a GPU `cuda/step.py` does the same by kernels; tests hold it equal to `direction`.
+L4, L5, ... at line ends are line numbers of the paper's algorithm. docs/algorithm.md compares each line and lists the
+deviations. On a GPU, `cuda/step.py` does the same with kernels; tests compare it with `direction`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None, "momentum_dtype": None, "residual_guard": 1e-5,
     "row_beta2": 0.95,
 }  # fmt: skip
-# The paper's values, if they differ. The defaults are those that docs/results.md found best.
+# The paper's values where they differ. The defaults performed best in docs/results.md.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
-# If gamma is None, the SOAP half, which moves at about lr / gamma, is limited to this rate, for any `adam_lr`.
+# If gamma is None, the effective rate of the SOAP half, about lr / gamma, is at most this, for any `adam_lr`.
 SOAP_LR = 2e-3
-# Rows of D have a root mean square of order 1. One far below this has a gradient below `eps`: it is noise, and dividing
-# it by its own size would make it as large as any other row.
+# Rows of D have a root mean square of order 1. A row far below this floor has a gradient below `eps`: it is noise,
+# and dividing it by its own size would make it as large as any other row.
 ROW_FLOOR = 1e-4
 DEFLATED = NewtonSchulz(deflated=True)
 
@@ -144,12 +144,12 @@ def symmetric(S: Tensor) -> Tensor:
 
 
 def tracked(S: Tensor, E: Tensor, guard: float) -> Tensor:
-    """Return (..., 1, r): 1 for basis columns that hold gradient, 0 for columns that hold rounding only.
+    """Return (..., 1, r): 1 for basis columns that hold gradient, 0 for columns that hold only rounding noise.
 
-    Paper: every column counts. If the gradient has fewer than r directions, the other columns would get quotients of
-    rounding noise by rounding noise, as large as any real one; in exact arithmetic they are 0/0. A column is real if it
-    holds a share of the past (S) or of this gradient (E): after one huge gradient, the past alone would hide everything
-    else for hundreds of steps. `guard` = 0 keeps all.
+    The paper uses every column. If the gradient has rank below r, the other columns would get quotients of rounding
+    noise by rounding noise, as large as real ones; in exact arithmetic they are 0/0. A column counts if it holds a
+    share of past gradients (S) or of this one (E): with S alone, one huge gradient would hide all others for hundreds
+    of steps. `guard` = 0 keeps all columns.
     """
     floor = noise_floor(S.dtype, guard)
     past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (S, E))
@@ -157,15 +157,15 @@ def tracked(S: Tensor, E: Tensor, guard: float) -> Tensor:
 
 
 def noise_floor(dtype: torch.dtype, guard: float) -> float:
-    """Return the share of a trace below which a column holds only rounding; without the guard -1, which all exceed."""
+    """Return the share of the trace below which a column is rounding noise; -1 without a guard, so all exceed it."""
     return (64 * torch.finfo(dtype).eps) ** 2 if guard > 0 else -1.0
 
 
 def above_noise(X_sq: Tensor, NU_sq: Tensor, guard: float) -> Tensor:
-    """Return 1 if the residual X holds more than `guard` of the momentum's energy, else 0: below that it is rounding.
+    """Return 1 if the residual X holds more than `guard` of the momentum's energy, else 0.
 
-    Paper: the residual is always normalized. If the gradient has at most r directions, it is rounding noise,
-    and normalizing it would make noise most of the update.
+    The paper always normalizes the residual. If the gradient has rank r or less, the residual is rounding noise, and
+    normalizing it would make noise most of the update.
     """
     return (X_sq > guard * (X_sq + NU_sq)).float()
 
@@ -174,8 +174,8 @@ def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, eps: float, alg: Algeb
     """Describe a step by its gradient, direction, old and new state.
 
     energy: |G U|^2 / |G|^2, the share of the gradient in the subspace. drift: 1 - |U'U_old|^2 / r, how far the subspace
-    turned. ratio: |A| / |gamma B sqrt(m)|, SOAP half over Muon half: B has no part in the basis, so the halves of D,
-    with the factors of its rows taken out, are its parts inside the basis and outside of it.
+    turned. ratio: |A| / |gamma B sqrt(m)|, SOAP half over Muon half: B is orthogonal to the basis, so without its row
+    factors, D's parts inside and outside of the basis are the two halves.
     """
     G_sq, C = alg.norm_sq(G), alg.un(new.U, old.U)
     if new.v is not None:

@@ -1,7 +1,7 @@
 """GaLore (Zhao et al. 2024): Adam on the gradient projected to its leading singular vectors.
 
 Letters: G (m, n) gradient; Q (n, r) projector on the shorter side, renewed every `update_gap` steps; Adam's moments of
-G Q, (m, r). With m < n everything is done on the transpose.
+G Q, (m, r). If m < n, everything works on the transpose.
 
     D = scale * Adam(G Q) Q'
 

@@ -1,10 +1,10 @@
-"""Muon (the paper's Algorithm 3), also with its updates normalized (the paper's ablation), and NorMuon.
+"""Muon (the paper's Algorithm 3), optionally with normalized updates (the paper's ablation), and NorMuon.
 
 Letters: G (m, n) gradient, M (m, n) momentum, N (m, n) its Nesterov form, B (m, n) the orthogonalized momentum,
 v (m, 1) mean squares of B's rows (NorMuon).
 
-The paper sums: M = mu M + G and N = mu M + G. Here M is the average, M + (1 - mu)(G - M): the same matrix times 1 - mu,
-and Newton-Schulz ignores a factor.
+The paper sums: M = mu M + G and N = mu M + G. This code averages, M + (1 - mu)(G - M): the same matrix times
+1 - mu, and Newton-Schulz is invariant to scale.
 """
 
 from __future__ import annotations

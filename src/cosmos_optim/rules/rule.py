@@ -1,6 +1,6 @@
-"""What a rule is: the state that it keeps for one m x n matrix, and the direction that it takes.
+"""The definition of a rule: the state that it keeps for one m x n matrix, and the direction that it computes.
 
-A rule is pure. It knows nothing of parameters, devices, processes or kernels: it gets stacked tensors (any leading
+A rule is pure. It does not depend on parameters, devices, processes or kernels: it gets stacked tensors (any leading
 batch dimensions) and an `Algebra`, and returns the direction D of the step W <- W - lr D, and its new state.
 """
 
@@ -24,9 +24,9 @@ Settings = Mapping[str, Any]
 class Slot:
     """One state tensor of an m x n matrix.
 
-    axes: one letter for each dimension. "m" and "n" are the matrix's rows and columns, and are sharded as the parameter
-        is; any other letter is replicated. "*" alone means: the shape of the parameter.
-    dtype: None is the parameter's dtype, but at least float32.
+    axes: one letter for each dimension. "m" and "n" are the matrix's rows and columns, sharded like the parameter; any
+        other letter is replicated. "*" alone is the shape of the parameter.
+    dtype: None for the parameter's dtype, but at least float32.
     """
 
     axes: str
@@ -38,19 +38,18 @@ class Slot:
 class Rule:
     """A named update rule.
 
-    name: what a parameter group's "rule" says.
-    defaults: its hyper-parameters with their defaults, as a parameter group holds them.
+    name: the value of "rule" in a parameter group.
+    defaults: default of each hyper-parameter.
     State: the NamedTuple of its state; a field that is None has no tensor.
-    slots: (m, n, settings) -> the state of one matrix. For an elementwise rule m = n = 1; only names
-        and dtypes count.
-    direction: (G, state, t, *, alg, its own hyper-parameters) -> (D, new state); t (..., 1, 1) counts real gradients
-        from 1.
-    start: (G, state, *, alg) -> the state with the bases that the first gradient gives, if the rule has any.
+    slots: (m, n, settings) -> the state of one matrix. Elementwise rules get m = n = 1.
+    direction: (G, state, t, *, alg, its own hyper-parameters) -> (D, new state); t (..., 1, 1) counts
+        steps since the first non-zero gradient, from 1.
+    start: (G, state, *, alg) -> the state with the bases from the first gradient, if the rule has any.
     diagnose: (G, D, old state, new state, *, alg) -> numbers for `optimizer.diagnostics()`, (..., 1, 1) each.
     deflates: whether it removes the leading directions of a matrix before Newton-Schulz.
     elementwise: whether it takes parameters of any shape and no Algebra.
-    constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient must then
-        be left where it is, except for weight decay.
+    constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient is then
+        only decayed.
     shardable: which sides of a matrix may be cut over processes: "both", "rows" (columns whole) or "none".
     fused: an in-place kernel over lists of whole tensors that does what `direction` and the step do.
     """
@@ -81,5 +80,5 @@ class Rule:
 
 
 def two_sided(rule: str) -> str:
-    """Return the name of the form of a rule with a basis on each side."""
+    """Return the name of a rule's two-sided form, with a basis on each side."""
     return f"{rule}-two-sided"

@@ -1,11 +1,11 @@
-"""SOAP: Adam in the slowly turning eigenbasis of the averaged G'G (the paper's Algorithm 2), and of GG' too.
+"""SOAP: Adam in the slowly rotating eigenbasis of the averaged G'G (the paper's Algorithm 2), optionally also of GG'.
 
 Letters: G M (m, n), L (n, n) the average of G'G, U (n, n) its eigenbasis, V (m, n) the second moment in that basis;
 two-sided: K (m, m) the average of GG' and O (m, m) its basis.
 
-Two points differ from the printed box. Its line 5 averages G'G with itself; b2 L + (1 - b2) G'G is meant. Its lines 7
-and 8 average the squares of the projected momentum; published SOAP (Vyas et al. 2024) averages those of the projected
-gradient, which is the default here (`squares`).
+Two points differ from the printed algorithm. Its line 5 averages G'G with itself, a misprint of b2 L + (1 - b2) G'G.
+Its lines 7 and 8 average the squares of the projected momentum; published SOAP (Vyas et al. 2024) averages those of the
+projected gradient, which is the default (`squares`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def direction_two_sided(
     G: Tensor, state: TwoSidedSoapState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
     frequency: int = 1, squares: str = "gradient", alg: Algebra | None = None,
 ) -> tuple[Tensor, TwoSidedSoapState]:
-    """Return the direction and the new state of the same with a basis on each side."""
+    """Return the direction and the new state, with a basis on each side."""
     alg = alg or Algebra(*G.shape[-2:])
     (b1, b2), (M, V, L, U, K, O) = betas, state
     c1, c2 = bias_correction(b1, t), bias_correction(b2, t)
@@ -88,7 +88,7 @@ def direction_two_sided(
 
 
 def updated_basis(U: Tensor, L: Tensor, t: Tensor, frequency: int) -> Tensor:
-    """Return QR(L U) every `frequency` steps after the first, which already has the basis of L; else U."""
+    """Return QR(L U) every `frequency` steps, but not at the first, which already has the basis of L; else U."""
     due = ((t - 1).remainder(frequency) == 0) & (t > 1)
     if frequency > 1 and not bool(due.any()):
         return U

@@ -2,13 +2,13 @@
 
     mesh               which part of a tensor is on which rank, from a DTensor's placements
     collectives        the messages between processes
-    overlap            messages of one stack while another computes
-    owner_exchange     shards to whole matrices on one rank, and back
+    overlap            send messages of one stack while another computes
+    owner_exchange     send shards to one rank, as whole matrices, and back
     sharded_algebra    the operations of a rule, summed over ranks
     location           where a stack of sharded matrices is, and how its rule runs
     sharded_layout     views and state of a sharded parameter
 
-No file here knows a rule by name.
+No file in this folder depends on a particular rule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cosmos_optim.rules.rule import Rule
 
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
-    """Return the layout of a parameter, read from the parameter. Raise ValueError for a flat partition of a matrix."""
+    """Return the layout of a parameter. Raise ValueError for a flat partition of a matrix."""
     for mark, engine in (("_fsdp_flattened", "FSDP1"), ("_is_flat_param", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")):
         if hasattr(p, mark):
             raise ValueError(
@@ -33,7 +33,7 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
                 "so its rows and columns are lost. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) or "
                 "tensor parallelism, or do not shard it (DDP)"
             )
-    # Importing DTensor takes seconds, and as long as nobody has done it there is none.
+    # Importing DTensor takes seconds; if nothing has imported it, no parameter is a DTensor.
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(p, tensors.DTensor):
         from cosmos_optim.sharding.sharded_layout import ShardedLayout
@@ -43,7 +43,7 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
 
 
 def prepare(layouts: Sequence[Layout]) -> None:
-    """Make the process groups that a step needs. All ranks must call it. Raise ValueError if they could not agree."""
+    """Make the process groups that a step needs. All ranks must call it. Raise ValueError if they cannot agree."""
     if any(layout.is_sharded for layout in layouts):
         from cosmos_optim.sharding import sharded_layout
 

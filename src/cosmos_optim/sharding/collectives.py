@@ -1,7 +1,7 @@
 """The messages between processes: every message of a step is sent by this file.
 
-Nothing here makes the host wait for a GPU: a message is started, another stack may compute, and the stream that needs
-the result waits for it.
+The host never waits for a GPU: a message is started, another stack may compute, and the stream that needs the result
+waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 
 
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send parts of the vector x, `send[i]` elements to rank i; return the parts that arrive, one after the other."""
+    """Send parts of the vector x, `send[i]` elements to rank i; return the received parts, concatenated."""
     out = x.new_empty(sum(receive))
     work = dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group, async_op=True)
     overlap.let_others_run()
@@ -43,5 +43,5 @@ def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist
 
 
 def supports(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Return whether the group's backend can send tensors of this device."""
+    """Return whether the group's backend can send tensors on this device."""
     return device.type in {d.type for d in group._device_types}

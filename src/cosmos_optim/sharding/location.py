@@ -1,4 +1,4 @@
-"""Where the matrices of a sharded stack are, and how a rule runs there: on shards, or on whole matrices at owners."""
+"""Where the matrices of a sharded stack are, and where a rule runs: on the shards, or on whole matrices at owners."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cosmos_optim.sharding.mesh import Coordinate, Cut, Interval, Team, team_of
 from cosmos_optim.sharding.owner_exchange import Exchange, ShardMap
 from cosmos_optim.sharding.sharded_algebra import ShardedAlgebra
 
-# Bytes of gradients in one stack on one rank. More than on a single device, because each stack costs a round of
-# messages; but COSMOS needs ten times as much to work in, and two stacks run at a time.
+# Bytes of gradients in one stack on one rank. Large, because each stack costs a round of messages; but COSMOS
+# needs ten times as much work memory, and two stacks run at a time.
 STACK_BYTES = 1 << 28
 
 # The name of each state tensor of a matrix, and the cut of each of its dimensions.
@@ -30,7 +30,7 @@ class ShardedLocation(Location):
     """A matrix with rows and columns cut over a mesh: the rule runs on the shards.
 
     coordinate: this rank's place in the mesh.
-    team, row_team, col_team: the ranks that divide the matrix, its rows, its columns; None if they are whole.
+    team, row_team, col_team: the ranks that divide the matrix, its rows, its columns; None if not divided.
     first_owner: the first of the ranks that own one matrix more than the others.
     """
 
@@ -63,7 +63,7 @@ class ShardedLocation(Location):
         return (self.col_team is None and m >= n) or (self.row_team is None and n >= m)
 
     def after(self, others: int) -> ShardedLocation:
-        """Return this location with the next ranks as owners, so that small stacks keep different ranks busy."""
+        """Return this location with the next ranks as owners, so that small stacks use different ranks."""
         first = others % self.team.size
         if first not in self._by_first_owner:
             self._by_first_owner[first] = replace(self, first_owner=first)
@@ -77,7 +77,7 @@ class ShardedLocation(Location):
 
     @cached_property
     def exchanged(self) -> list[ShardMap]:
-        """The tensors that an owner needs of each matrix: here the matrix itself."""
+        """The tensors that an owner needs of each matrix: only the matrix itself."""
         return [ShardMap((self.rows, self.cols), self.mesh_shape, self.team)]
 
     def numel(self, p: Tensor) -> int:
@@ -91,7 +91,7 @@ class ShardedLocation(Location):
     def run_jobs(self, jobs: Sequence[Job], device: torch.device) -> None:
         """Run the jobs of all stacks of this team; on a GPU two at a time, so that messages and products overlap.
 
-        Only jobs of one team overlap: all of its ranks have the same ones, so they alternate in the same order.
+        Only jobs of one team overlap: its ranks have the same jobs, so they alternate in the same order.
         """
         overlapping = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         overlap.run(jobs, device, width=2 if overlapping else 1)
@@ -99,7 +99,7 @@ class ShardedLocation(Location):
 
 @dataclass(frozen=True)
 class OwnerLocation(ShardedLocation):
-    """A matrix with a rule that needs it whole: gradient and state go to an owner, direction and new state come back.
+    """A matrix that its rule needs whole: gradient and state are sent to its owner, the results are sent back.
 
     state: the cuts of each state tensor. All of them are divided over the whole team.
     """
@@ -129,7 +129,7 @@ class OwnerLocation(ShardedLocation):
 
 
 def sharded_location(mesh: DeviceMesh, rows: Cut, cols: Cut, owner_state: StateCuts | None = None) -> ShardedLocation:
-    """Return the location of a matrix on a mesh. Make missing process groups, so every rank of the mesh must call it.
+    """Return the location of a matrix on a mesh. Create missing process groups: every rank of the mesh must call it.
 
     owner_state: the cuts of each state tensor, if the rule needs whole matrices.
     """

@@ -1,6 +1,6 @@
 """Which part of a tensor is on which rank, from a DTensor's mesh and placements.
 
-A `Cut` says how one dimension is divided, a `Team` which ranks divide something among them. FSDP2, HSDP, tensor
+A `Cut` says how one dimension is divided, a `Team` which ranks share it. FSDP2, HSDP, tensor
 parallelism and their products all divide a dimension into nested intervals, so a rank's part is an interval too.
 """
 
@@ -38,8 +38,8 @@ class Interval(NamedTuple):
 class Cut:
     """A dimension of `size` elements, divided over the mesh dimensions `mesh_dims`, the outermost first.
 
-    [low, high) is the block of it that this cut describes: a fused weight is cut over the ranks as one matrix, and each
-    of its blocks gets the part of every rank's interval that falls into the block.
+    [low, high) is the block that this cut describes: a fused weight is cut over the ranks as one matrix, so a rank's
+    part of a block is the intersection of its interval with the block.
     """
 
     size: int
@@ -74,9 +74,9 @@ def cuts_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placeme
 def _outermost_first(mesh_dims: list[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     """Return mesh dimensions in the order in which they divide a tensor dimension, the outermost first.
 
-    Shards divide from left to right. FSDP2 divides the parts that tensor parallelism has made, though its mesh
-    dimension is to the left. torch marks that by a strided shard: its split factor is the number of parts that the
-    dimensions to its right make.
+    Shards divide from left to right. FSDP2 divides the parts made by tensor parallelism, although its mesh
+    dimension is to the left. torch marks this with a strided shard: its split factor is the number of parts made by the
+    dimensions to its right.
     """
     if not mesh_dims:
         return []
@@ -116,13 +116,13 @@ class Team:
         return len(self.coordinates)
 
 
-# Teams by default group, mesh and dimensions. destroy_process_group makes all groups invalid: the default group is
-# another one afterwards.
+# Teams by default group, mesh and dimensions. destroy_process_group invalidates all groups; afterwards, the
+# default group is a different one.
 _teams: dict[object, Team] = {}
 
 
 def team_of(mesh: DeviceMesh, dims: Sequence[int]) -> Team | None:
-    """Return the team over these mesh dimensions; None if it is this rank only. All ranks of the mesh must call it."""
+    """Return the team over these mesh dimensions; None if it is only this rank. All ranks of the mesh must call it."""
     dims = [d for d in dims if mesh.size(d) > 1]
     coordinate = mesh.get_coordinate()
     if not dims or coordinate is None:
@@ -137,7 +137,7 @@ def team_of(mesh: DeviceMesh, dims: Sequence[int]) -> Team | None:
 
 
 def groups_covering(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return groups such that a maximum over one after the other is the maximum over all ranks of the mesh."""
+    """Return groups: taking the maximum over each in turn gives the maximum over all ranks of the mesh."""
     if mesh.size() == dist.get_world_size() and mesh.ndim > 1 and dist.group.WORLD is not None:
         return [dist.group.WORLD]
     return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
@@ -155,23 +155,22 @@ def _members(mesh: DeviceMesh, dims: Sequence[int], coordinate: Sequence[int]) -
 
 
 def _group_over(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of these ranks over several mesh dimensions, because a mesh has groups for single ones only."""
+    """Return a group of these ranks over several mesh dimensions, because a mesh only has groups for single ones."""
     if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
     if mesh.size() < dist.get_world_size():
         return _group_of_some_ranks(mesh, dims, ranks)
-    # All ranks are in the mesh, and each must take part in making every group.
+    # All ranks are in the mesh, and each must take part in creating every group.
     others = (range(1 if d in dims else mesh.size(d)) for d in range(mesh.ndim))
     group, _ = dist.new_subgroups_by_enumeration([sorted(_members(mesh, dims, at)) for at in product(*others)])
     return group
 
 
 def _group_of_some_ranks(mesh: DeviceMesh, dims: Sequence[int], ranks: list[int]) -> dist.ProcessGroup:
-    """Make a group while ranks outside of the mesh do other things.
+    """Create a group without the ranks outside of the mesh.
 
     torch then names a group by its ranks and by the number of groups that a rank is in already. If that number differs,
-    the ranks would wait forever. Also, torch must not split the group of all ranks, because all would have to take
-    part.
+    the ranks wait forever. Also, torch must not split the group of all ranks, which all would have to join.
     """
     held = len(dist.distributed_c10d._world.pg_names)
     counts = torch.tensor([held, -held], dtype=torch.float32, device=mesh.device_type)

@@ -1,8 +1,8 @@
 """Run two jobs at a time, so that the messages of one stack are sent while another computes.
 
 Each worker is a thread with its own CUDA stream, but only one thread runs at any moment: a job runs until it has
-started a message, then the other worker continues. Who runs next depends only on the jobs, never on time, so every
-process starts its messages in the same order. If the order varied, ranks would wait for each other forever.
+started a message, then the other worker continues. The order depends only on the jobs, never on timing, so every
+process starts its messages in the same order. Otherwise, ranks would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
 def let_others_run() -> None:
-    """Let the other worker run until it calls this too. Return at once if there is no other."""
+    """Let the other worker run until it calls this too. Return at once if there is none."""
     turns: _Turns | None = getattr(_thread, "turns", None)
     if turns is not None:
         turns.waiting.append(_thread.turn)
@@ -70,7 +70,7 @@ def run(jobs: Sequence[Job], device: torch.device, *, width: int = 2) -> None:
         _thread.turns, _thread.turn = turns, turn
         try:
             _wait_for_turn(turns)
-            # torch keeps these two settings for each thread.
+            # These two settings are per thread.
             with torch.set_grad_enabled(grad), torch.autocast(device.type, enabled=autocast):
                 with _own_stream(device, worker, caller):
                     for job in remaining:

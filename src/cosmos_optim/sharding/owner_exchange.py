@@ -1,6 +1,6 @@
 """Send the shards of each matrix of a stack to one rank, its owner, and the owner's results back to the shards.
 
-Of N matrices on k ranks each rank owns floor(N / k), and N mod k of them one more, counted from a given first rank. One
+Each of k ranks owns floor(N / k) of N matrices; N mod k ranks, from a given first rank on, own one more. One
 all-to-all sends every shard to its owner. Nothing is padded, so shards may be uneven or empty.
 """
 
@@ -26,7 +26,7 @@ Part = tuple[Interval, ...]
 class Grid:
     """p x q parts of a x b elements, row by row.
 
-    rank_step: how far apart the ranks of neighbouring parts are; 1, or more for FSDP2 over other divisions.
+    rank_step: distance between the ranks of neighbouring parts: 1, or more for FSDP2 over other divisions.
     """
 
     p: int
@@ -64,7 +64,7 @@ class ShardMap:
 
     @cached_property
     def grid(self) -> Grid | None:
-        """The grid that equal parts form; None if they differ, or if their ranks are in no regular order."""
+        """The grid that equal parts form; None if they differ, or if their ranks have no regular order."""
         k, shapes = len(self.parts), set(self.part_shapes)
         a, b = next(iter(shapes)) if len(shapes) == 1 and len(self.parts[0]) == 2 else (0, 0)
         if not a * b:
@@ -80,7 +80,7 @@ class ShardMap:
 
     @cached_property
     def axis(self) -> int | None:
-        """The only divided dimension, if the parts follow each other in the ranks' order; else None."""
+        """The divided dimension, if there is only one and parts are in the order of ranks; else None."""
         divided = [a for a in range(len(self.parts[0])) if len({part[a] for part in self.parts}) > 1]
         if len(divided) > 1:
             return None
@@ -99,7 +99,7 @@ class Exchange:
 
     first_owner: the first of the ranks that own one matrix more than the others.
     owned_counts: the number of matrices that each rank owns; owned_slices: which of the stack they are.
-    my_count, my_slice: the same of this rank.
+    my_count, my_slice: the same for this rank.
     runs: neighbouring ranks with equal parts, which one copy moves.
     """
 
@@ -119,7 +119,7 @@ class Exchange:
         self.runs = [[i for i, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
 
     def to_owners(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """Send stacks (count, *part) of one dtype; return the whole tensors owned here, (owned, *whole) each."""
+        """Send stacks (count, *part) of one dtype; return the whole tensors that this rank owns, (owned, *whole)."""
         me, owned = self.team.rank, self.my_count
         send = [count * self.sizes[me] for count in self.owned_counts]
         receive = [owned * size for size in self.sizes]
@@ -128,7 +128,7 @@ class Exchange:
         else:
             flat = torch.cat([stack[own].reshape(-1) for own in self.owned_slices for stack in stacks])
         arrived = collectives.exchange(flat, send, receive, self.team.group)
-        if not owned:  # so for most ranks, if there are more ranks than matrices
+        if not owned:  # true for most ranks if there are more ranks than matrices
             return [arrived.new_empty(0, *x.whole_shape) for x in self.maps]
         if self.grids:
             parts = self._by_tensor(arrived.view(self.team.size, -1), 0, owned)
@@ -146,7 +146,7 @@ class Exchange:
         return [_join(found, x, self.runs) for x, found in zip(self.maps, pieces, strict=True)]
 
     def to_shards(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """Send whole tensors (owned, *whole) from their owners; return stacks (count, *part) of the parts here."""
+        """Send whole tensors (owned, *whole) from their owners; return stacks (count, *part) of this rank's parts."""
         me, owned = self.team.rank, self.my_count
         send = [owned * size for size in self.sizes]
         receive = [count * self.sizes[me] for count in self.owned_counts]
@@ -162,7 +162,7 @@ class Exchange:
         return [stack.view(sum(self.owned_counts), *shape) for stack, shape in zip(stacks, shapes, strict=True)]
 
     def _flatten_for_shards(self, wholes: Sequence[Tensor]) -> Tensor:
-        """Return the parts of whole tensors as one vector, ordered by the rank that gets them."""
+        """Return the parts of whole tensors as one vector, ordered by the receiving rank."""
         if not self.my_count:
             return wholes[0].new_empty(0)
         if self.grids:
@@ -174,7 +174,7 @@ class Exchange:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _by_tensor(self, rows: Tensor, rank: int, count: int) -> tuple[Tensor, ...]:
-        """Split rows, each with `count` matrices as `rank` holds them, into the tensors of a matrix."""
+        """Split rows, each with `rank`'s parts of `count` matrices, into the tensors of a matrix."""
         return rows.split([count * x.part_numels[rank] for x in self.maps], dim=1)
 
 

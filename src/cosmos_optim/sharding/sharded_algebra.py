@@ -1,9 +1,9 @@
 """The algebra of matrices with rows or columns divided among ranks: local products, then sums over a team.
 
 A product that contracts rows is summed over the ranks that divide the rows, one that contracts columns over those that
-divide the columns; everything else is local. Only Newton-Schulz needs more, and there are two ways. At owners: each
-matrix is sent to a rank that has it whole, and the result is sent back. By sums: the Gram matrix of the long, divided
-side is summed, and every rank repeats the iteration. `prefer_sums` compares their costs.
+divide the columns; everything else is local. Only Newton-Schulz needs more, in one of two ways. At owners: each
+matrix is sent to one rank, its owner, which sends back the result. By sums: the Gram matrix of the long, divided side
+is summed, and every rank repeats the iteration. `prefer_sums` compares their costs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from cosmos_optim.sharding.location import ShardedLocation
     from cosmos_optim.sharding.mesh import Team
 
-# Matrices are sent to their owners with a norm near 2 to this power. In half precision the largest element then fits,
-# and elements keep all their digits down to 1e-7 of it.
+# Matrices are sent to their owners with a norm near 2 to this power. In half precision, the largest element then fits,
+# and elements down to 1e-7 of it keep all their digits.
 EXCHANGE_EXPONENT = 10
 
 
@@ -43,35 +43,27 @@ class ShardedAlgebra(Algebra):
 
     @property
     def T(self) -> Algebra:
-        """The operations on the transposed matrices."""
         return ShardedAlgebra(self.n, self.m, self.location.T)
 
     def mm(self, X: Tensor, U: Tensor) -> Tensor:
-        """Return X U, a sum over n."""
         return _sum_over(self.location.col_team, super().mm(X, U))
 
     def tn(self, X: Tensor, Y: Tensor) -> Tensor:
-        """Return X'Y, a sum over m."""
         return _sum_over(self.location.row_team, super().tn(X, Y))
 
     def un(self, A: Tensor, B: Tensor) -> Tensor:
-        """Return A'B, a sum over n."""
         return _sum_over(self.location.col_team, super().un(A, B))
 
     def norm_sq(self, X: Tensor) -> Tensor:
-        """Return |X|^2, a sum over m and n."""
         return _sum_over(self.location.team, super().norm_sq(X))
 
     def norm_sq_m(self, P: Tensor) -> Tensor:
-        """Return |P|^2 of a thin factor, a sum over m and k."""
         return _sum_over(self.location.row_team, super().norm_sq_m(P))
 
     def row_norm_sq(self, X: Tensor) -> Tensor:
-        """Return the squared norm of each row, a sum over n."""
         return _sum_over(self.location.col_team, super().row_norm_sq(X))
 
     def slice_n(self, Y: Tensor) -> Tensor:
-        """Return the rows of a whole (n, k) matrix that belong to the columns of X held here."""
         start, length = self.location.local_columns
         return Y.narrow(0, start, length)
 
@@ -96,7 +88,7 @@ class ShardedAlgebra(Algebra):
         dtype, team = ns.working_dtype(X), self.location.team
         if self.location.only_long_side_is_cut and prefer_sums(X.shape[0], self.m, self.n, team.size, ns.steps, dtype):
             return self._polar_by_sums(X, norm_sq, ns, dtype, team)
-        # A power of two, so that nothing is rounded; Newton-Schulz does not depend on a factor.
+        # Scale by a power of two, which is exact; Newton-Schulz is invariant to scale.
         exponent = EXCHANGE_EXPONENT - norm_sq.sqrt().clamp_min(1e-38).log2().round()
         scale = torch.exp2(exponent.clamp(-120, 120)).to(X.dtype)
         exchange = self.location.exchange(X.shape[0])
@@ -107,7 +99,7 @@ class ShardedAlgebra(Algebra):
         return B.to(X.dtype)
 
     def _polar_by_sums(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz, dtype: torch.dtype, team: Team) -> Tensor:
-        """Return Newton-Schulz of X / |X| with the rows of the longer side on different ranks."""
+        """Return Newton-Schulz of X / |X| with the longer side divided over ranks."""
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
         gain = torch.where(norm_sq > 0, scale * norm_sq.rsqrt(), torch.zeros_like(norm_sq)).to(X.dtype)
         is_wide = self.m < self.n
@@ -125,7 +117,6 @@ class _SummedProducts(TorchProducts):
         self.team = team
 
     def gram(self, X: Tensor, weight: Tensor | None) -> Tensor:
-        """Return weight X'X, summed over all ranks."""
         R = super().gram(X, weight)
         return collectives.total(R.to(torch.promote_types(R.dtype, torch.float32)), self.team.group).to(R.dtype)
 

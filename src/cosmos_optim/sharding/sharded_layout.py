@@ -27,8 +27,8 @@ SHARDABLE_SIDES = {"both": "mn", "rows": "m", "none": ""}
 class ShardedLayout(Layout):
     """Views of the local part of a parameter that is divided over a mesh.
 
-    Every state tensor is a DTensor on the parameter's mesh. Its dimensions that are rows or columns of the parameter
-    are cut like them; the others are replicated. If the rule needs whole matrices, all state is cut over all ranks.
+    Every state tensor is a DTensor on the parameter's mesh. Dimensions that are rows or columns of the parameter are
+    cut like them; the others are replicated. If the rule needs whole matrices, all state is cut over all ranks.
     """
 
     is_sharded = True
@@ -74,7 +74,7 @@ class ShardedLayout(Layout):
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
     def _assign_roles(self, group: dict[str, Any]) -> None:
-        """Find out what the dimensions of the stored tensor are: "m" rows, "n" columns, "b" a batch of matrices."""
+        """Assign a role to each dimension of the stored tensor: "m" rows, "n" columns, "b" a batch of matrices."""
         if self.kind == "conv":
             roles = "m" + "n" * (len(self.shape) - 1)
         else:
@@ -99,7 +99,7 @@ class ShardedLayout(Layout):
 
     @cached_property
     def locations(self) -> list[Location]:
-        """Where each block is. Missing process groups are made: all ranks must read this together."""
+        """Where each block is. All ranks must read this together, because it creates missing process groups."""
         return [self._location_of_block(i) if self.cut_sides else LOCAL for i in range(len(self.sizes_mn))]
 
     def _block_of(self, rows: Cut, i: int) -> Cut:
@@ -119,13 +119,11 @@ class ShardedLayout(Layout):
         return sharded_location(self.mesh, rows, cols, tuple(state))
 
     def location(self, i: int) -> Location:
-        """Return where block i is."""
         return self.locations[i % len(self.locations)]
 
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor that is stored here."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def gradient(self, grad: Tensor) -> Tensor:
@@ -140,14 +138,12 @@ class ShardedLayout(Layout):
         return grad.redistribute(self.mesh, self.placements)
 
     def split_rows(self, x: Tensor) -> list[Tensor]:
-        """Return the row blocks of a fused weight, as far as they are stored here."""
         rows = [self._block_of(self.matrix_cuts["m"], i) for i in range(len(self.sizes_mn))]
         return list(x.split(self._part_shape(rows), dim=0))
 
     # -- one number for each block ------------------------------------------------------------------------------------
 
     def expand_to_all_blocks(self, values: Tensor) -> Tensor:
-        """Turn a number for each block here into one for each block of the parameter, 0 for those held elsewhere."""
         if not any(cut.mesh_dims for cut in self.batch_cuts):
             return values
         expanded = values.new_zeros([cut.size for cut in self.batch_cuts])
@@ -156,7 +152,6 @@ class ShardedLayout(Layout):
         return expanded.flatten()
 
     def select_local_blocks(self, values: Tensor) -> Tensor:
-        """Select the numbers of the blocks here from one number for each block of the parameter."""
         if not any(cut.mesh_dims for cut in self.batch_cuts):
             return values
         return self._narrow(values.view([cut.size for cut in self.batch_cuts]), self.batch_cuts).flatten()
@@ -182,7 +177,7 @@ class ShardedLayout(Layout):
         return tuple(self._placement_of(slot, placement) for placement in self.placements)
 
     def _placement_of(self, slot: Slot, placement: Placement) -> Placement:
-        """Return how the mesh dimension that cuts the parameter by this placement cuts a state tensor."""
+        """Return the placement of a state tensor on the mesh dimension where the parameter has this placement."""
         if not isinstance(placement, (Shard, _StridedShard)):
             return Replicate()
         dim, lead = placement.dim % len(self.shape), self._lead(slot)
@@ -225,9 +220,9 @@ class ShardedLayout(Layout):
 
 
 def prepare(layouts: Sequence[Layout]) -> None:
-    """Make the process groups of these parameters while all ranks are here, not in the middle of a step.
+    """Create the process groups of these parameters while all ranks are together, not during a step.
 
-    Raise ValueError if the ranks could not agree on a step: one of the meshes must hold the ranks of every other.
+    Raise ValueError if no mesh contains the ranks of all others: the ranks could not agree on a step.
     """
     sharded = _sharded(layouts)
     largest = _on_largest_mesh(sharded)
@@ -245,7 +240,7 @@ def prepare(layouts: Sequence[Layout]) -> None:
 
 
 def groups_of_all_ranks(layouts: Sequence[Layout]) -> list[dist.ProcessGroup]:
-    """Return groups that reach, one after the other, all ranks that share these parameters."""
+    """Return groups that together connect all ranks that share these parameters."""
     return groups_covering(_on_largest_mesh(_sharded(layouts)).mesh)
 
 

@@ -1,7 +1,7 @@
 """S <- (T + T')/2 with T = beta C S C' + E, C = U'U_old and E = (1 - beta) Y'Y (L6), and which columns hold gradient.
 
-`thin_qr.thin_product_parts` makes C and E by row blocks; one program for each matrix adds the blocks and does all
-else. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
+`thin_qr.thin_product_parts` computes C and E by row blocks; one program per matrix adds the blocks and does the
+rest. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
 
 Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
 """
@@ -90,7 +90,7 @@ def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, floo
 
 
 def _second_moment_torch(S: Tensor, C: Tensor, E: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
-    """Compute the same for ranks that the kernels do not take."""
+    """Compute the same in plain torch, for ranks that the kernels do not support."""
     T = beta * C @ S @ C.mT + E
     T = (T + T.mT) / 2
     past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (T, E))

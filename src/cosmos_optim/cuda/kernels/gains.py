@@ -1,13 +1,12 @@
-"""The scalar factors of an update, for all matrices of a chunk in one launch each, from sums that other kernels left.
+"""Compute the scalar factors of an update from partial sums of earlier kernels, one launch each for a whole chunk.
 
     norm_and_weight      |X|^2, and the weight scale / |X|^2 of the first product of Newton-Schulz
     muon_gain            b = gamma sqrt(m n) / |B|, or 0 if the residual is rounding noise (L9)
-    update_coefficients  everything of W <- decay W - lr s (b B + P U') except the pass over W (L10, L11)
-                         with s = sqrt(m n) / |b B + P U'|; optionally row i times g_i, and lr = 0 without a gradient
+    update_coefficients  all factors of W <- decay W - lr s (b B + P U') (L10, L11),
+                         with s = sqrt(m n) / |b B + P U'|; optionally row i times g_i, and lr = 0 for a zero gradient
 
 B = (buffer - (buffer U) U') / norm: Newton-Schulz leaves its result, times a norm, in the work buffer, with rounding
-noise in the directions U, which X does not have. The first part is subtracted from W directly, the second is added to
-P.
+noise along U, although X has no part there. The update subtracts the first term from W and adds the second to P.
 
 Shapes: factors (B, 1, 1), P and B U (B, m, r), g (B, m, 1); sums by parts (B, parts).
 """
@@ -24,7 +23,7 @@ from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
 
 @jit
 def _norm_gain(norm_sq, target_norm):
-    """Return target_norm / sqrt(norm_sq), and 0 for a zero norm."""
+    """Return target_norm / sqrt(norm_sq), or 0 for a zero norm."""
     return tl.where(norm_sq > 0, target_norm / tl.sqrt(tl.where(norm_sq > 0, norm_sq, 1.0)), 0.0)
 
 
@@ -167,7 +166,7 @@ def update_coefficients(
 
 
 def _as_argument(x: float | Tensor, like: Tensor) -> tuple[Tensor, float, float]:
-    """Return a number as the three arguments of `_number`: pointer, value, and 1 if the pointer counts."""
+    """Return the three arguments of `_number`: pointer, value, and 1 if the kernel should read the pointer."""
     if isinstance(x, Tensor) and x.device == like.device:
         return x.double(), 0.0, 1.0
     return like, float(x), 0.0

@@ -15,7 +15,7 @@ from cosmos_optim.cuda.kernels.launch import false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.pointer_list import addresses
 
-# Factors that a launch copies at most: COSMOS has three, and four with a second moment of rows.
+# Most factors that one launch copies: COSMOS has three, or four with a second moment of rows.
 MAX_FACTORS = 4
 # Entries that one program copies.
 BLOCK = 4096
@@ -41,7 +41,7 @@ def _copy_factors(
 
 @jit
 def _copy(stack, table, size, index, at, write, WRITE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Copy a block of one tensor from the stack to its own memory (WRITE), or the other way."""
+    """Copy a block of one tensor from the stack to the tensor (WRITE), or from the tensor to the stack."""
     own, stacked = matrix_start(table, index, tl.float32, ALIGNED) + at, stack + index.to(tl.int64) * size + at
     if WRITE:
         tl.store(own, tl.load(stacked, mask=at < size, other=0.0), mask=(at < size) & write)

@@ -2,7 +2,7 @@
 
 One program holds a matrix and its eigenvectors in registers. In each round every row is rotated with a partner; the
 rounds of a sweep pair each row with each other row once, as a round-robin schedule does. Libraries process a stack one
-matrix at a time, with hundreds of launches for each; here it is one launch, and the host does not wait for a result.
+matrix at a time, with hundreds of launches for each; this is one launch without host synchronization.
 
 Shapes: A and V (B, k, k), w (B, k); N is the next power of two of k.
 """
@@ -17,9 +17,9 @@ from cosmos_optim.cuda.kernels.tiles import exponent, scale_down, scale_up
 
 # Matrix and eigenvectors fit in the registers of one block.
 MAX_COLUMNS = 64
-# A bound that is never reached: once the off-diagonal part is small, each sweep squares it, and six to nine suffice.
+# Never reached: once the off-diagonal part is small, each sweep squares it, and six to nine sweeps suffice.
 SWEEPS = 12
-# Half a rounding. The off-diagonal part may keep twice as much of the norm of A.
+# Half a unit of rounding. The off-diagonal part may keep up to twice this share of the norm of A.
 EPS = 2.0**-24
 # Entries are scaled to about 2^10. Off-diagonal entries below this count as zero; its square is still a normal number.
 ZERO = 1e-16
@@ -63,21 +63,21 @@ def _rotation(d, o, i, p, ZERO: tl.constexpr, EPS: tl.constexpr):
 
 @jit
 def _rotate_rows(X, p, sin, half, N: tl.constexpr):
-    """Return J'X: row i becomes cos x_i - sin x_p, written so that a small angle makes a small rounding error."""
+    """Return J'X: row i becomes cos x_i - sin x_p, in a form with a small rounding error for small angles."""
     other = tl.gather(X, tl.broadcast_to(p[:, None], (N, N)), 0)
     return X - sin[:, None] * (other + half[:, None] * X)
 
 
 @jit
 def _sweep(A, V, d, count, N: tl.constexpr, ZERO: tl.constexpr, EPS: tl.constexpr):
-    """Rotate every pair of rows once: A <- J'A J, the diagonal of which is kept in d, and V' <- J'V'."""
+    """Rotate every pair of rows once: A <- J'A J, with its diagonal in d, and V' <- J'V'."""
     i, j = tl.arange(0, N), tl.arange(0, N)
     for round_index in range(count - 1):
         p = _partner(round_index, i, count)
         pairs = tl.where(p[:, None] == j[None, :], A, 0.0)
         o = tl.sum(pairs, axis=1)
         sin, half, d = _rotation(d, 0.5 * (o + tl.gather(o, p, 0)), i, p, ZERO, EPS)
-        # A is symmetric, so rotating its columns is rotating the rows of its transpose. Rows stay within a warp.
+        # A is symmetric, so rotate the rows of its transpose instead of its columns: rows stay within a warp.
         A = _rotate_rows(tl.trans(_rotate_rows(A - pairs, p, sin, half, N)), p, sin, half, N)
         V = _rotate_rows(V, p, sin, half, N)
     return A, V, d

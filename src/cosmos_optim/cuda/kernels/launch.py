@@ -1,4 +1,4 @@
-"""What all kernels share on the host: Triton if it is installed, launch settings, tile sizes.
+"""Host-side code that all kernels share: Triton if it is installed, launch settings, tile sizes.
 
 CPU builds of torch come without Triton. The kernel files can be imported then, and `available` returns False.
 """
@@ -58,9 +58,9 @@ def jit(fn: Any = None, *, unaligned: Sequence[str] = (), unspecialized: Sequenc
     """Compile with `triton.jit`, or return the function unchanged if Triton is missing (it is then never called).
 
     Args:
-        unaligned: pointers; their alignment must not select another kernel. A step recorded in a CUDA graph reads
-            gradients at other addresses than the steps before it, and nothing should be compiled while it is recorded.
-        unspecialized: integers for which being 1 or a multiple of 16 must not select another kernel.
+        unaligned: pointer arguments with an alignment that must not select another kernel. Gradient addresses change
+            when a step is recorded as a CUDA graph, and nothing should be compiled during the recording.
+        unspecialized: integer arguments for which the values 1 and 16 k must not select another kernel.
     """
     if fn is None:
         return partial(jit, unaligned=unaligned, unspecialized=unspecialized)
@@ -89,7 +89,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 @cache
 def false_flag(device: torch.device) -> Tensor:
-    """Return a flag that is False, for kernels that read one: steps that cannot be skipped need no second kernel."""
+    """Return a device flag that is False, so that steps without a `skip` flag can use the same kernels."""
     return torch.zeros((), dtype=torch.bool, device=device)
 
 
@@ -100,7 +100,7 @@ def power_of_two(x: int, least: int = 16) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """The tile (rows x cols) by which a kernel covers a matrix, and Triton's launch options."""
+    """The tile size (rows x cols) of a kernel, and Triton's launch options."""
 
     rows: int
     cols: int
@@ -116,5 +116,4 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's launch options."""
         return {"num_warps": self.warps, "num_stages": self.stages}

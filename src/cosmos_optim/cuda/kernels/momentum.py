@@ -1,4 +1,4 @@
-"""M <- M + w (G - M) in place (L4), with G U, M U and the largest |entry| of both from the same pass.
+"""M <- M + w (G - M) in place (L4), and G U, M U and the largest |entry| of G and M in the same pass.
 
 Reads G and M once and writes M once. If `skip` is True, M stays as it is.
 
@@ -50,8 +50,7 @@ def _momentum(
         e = exponent(tl.load(grad_max + batch))
     largest = 0.0
     if ALIGNED:
-        # Rows of one alignment class, full tiles from their first aligned column on; the columns before and after those
-        # tiles come last, in one tile with a mask.
+        # Rows of one alignment class: full tiles from the first aligned column, then one masked tile for the rest.
         before = columns_before_alignment(first, sm, ELEMENT, ALIGNMENT_CLASSES)
         rows, body = (m - first + ALIGNMENT_CLASSES - 1) // ALIGNMENT_CLASSES, (n - before) // BK * BK
         g_begin, g_stride = rows_of_class(start, first, before, sm, ELEMENT, ALIGNMENT_CLASSES)

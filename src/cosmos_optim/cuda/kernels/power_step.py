@@ -3,8 +3,8 @@
     scale_for_power_step  Y / c in float16 parts, with Y = G U and c^2 = |Y|^2 + trace S
     power_sum             beta U S / c^2 + (1 - beta) (H U / c + eps U), with H U = G'(Y / c)
 
-The scale c keeps everything in the number range for gradients of any size, and eps U keeps the columns independent
-(`linalg.subspace.power_step`). `power_sum` takes ranks above `thin_qr.MAX_COLUMNS` in plain torch.
+The scale c avoids overflow and underflow for gradients of any size, and eps U keeps the columns independent
+(`linalg.subspace.power_step`). For ranks above `thin_qr.MAX_COLUMNS`, `power_sum` uses plain torch.
 
 Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k is m or n.
 """
@@ -53,7 +53,7 @@ def _scale_for_power_step(
 def scale_for_power_step(
     Y: Tensor, S: Tensor, norm_sq_parts: Tensor, max_abs_parts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), which is 1 for zeros.
+    """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), 1 if Y and S are 0.
 
     norm_sq_parts, max_abs_parts: |Y|^2 and the largest |entry| of Y by blocks (B, parts), from `norm_sq_and_max`.
     """

@@ -47,8 +47,7 @@ def _project(
     acc = tl.zeros((BM, R), dtype=tl.float32)
     e = exponent(tl.load(x_max + batch))
     if ALIGNED:
-        # Rows of one alignment class, full tiles from their first aligned column on; the columns before and after those
-        # tiles come last, in one tile with a mask.
+        # Rows of one alignment class: full tiles from the first aligned column, then one masked tile for the rest.
         before = columns_before_alignment(first, sm, ELEMENT, ALIGNMENT_CLASSES)
         rows, body = (m - first + ALIGNMENT_CLASSES - 1) // ALIGNMENT_CLASSES, (n - before) // BK * BK
         begin, class_stride = rows_of_class(start, first, before, sm, ELEMENT, ALIGNMENT_CLASSES)
@@ -119,10 +118,10 @@ def _overlap(
         squares += a.to(tl.float32) * a.to(tl.float32)
         at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
         product = dot_add(a, tl.load(at + u_step, mask=held, other=0.0), tl.zeros_like(acc), FLOAT32_DOTS)
-        # Added outside of the product, which is complete then. Triton 3.6 counts buffers by the other use of `a`, the
-        # squares, alone: a product summed in `acc` would still read the buffer that is filled next.
+        # Add outside of the dot, so that it has finished. Triton 3.6 counts buffers only by the other use of `a` (the
+        # squares): a dot that accumulates into `acc` would still read the buffer that is filled next.
         acc = acc + dot_add(a, tl.load(at, mask=held, other=0.0), product, FLOAT32_DOTS)
-    # The sums come first: after the store of the product they would take half as many registers again at R = 128.
+    # Sum before storing the product: the other order needs 50 % more registers at R = 128.
     outside = tl.sum(squares) - gain * gain * tl.sum(acc * acc)
     tl.store(outside_sq + batch * tl.num_programs(0) + block, outside)
     outside_rows = tl.sum(squares, axis=1) - gain * gain * tl.sum(acc * acc, axis=1)

@@ -1,7 +1,7 @@
-"""Sums by parts: one kernel leaves a sum of each block, (B, parts), and the next kernel adds them.
+"""Sums by parts: one kernel writes a partial sum for each block, (B, parts), and the next kernel adds them.
 
-That saves a launch for every sum. Parts are float64, or float32 if the numbers are known to be of moderate size; their
-sum is float64, in a fixed order.
+This saves a launch per sum. Parts are float64, or float32 for numbers of moderate size; their total is float64, added
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, tl
 
-# Entries that one program reads at a time, and how often.
+# Entries that one program reads at a time, and how many times it does.
 BLOCK, BLOCKS_PER_PROGRAM = 2048, 4
 
 
@@ -32,7 +32,7 @@ def max_parts(parts, batch, count, COUNT: tl.constexpr):
 
 @jit
 def norm_sq(x):
-    """Return the sum of squares of a block in float64: the squares of 1e-30 and 1e20 are not float32 numbers."""
+    """Return the sum of squares of a block in float64: the squares of 1e-30 and 1e20 do not fit in float32."""
     wide = x.to(tl.float64)
     return tl.sum(wide * wide)
 

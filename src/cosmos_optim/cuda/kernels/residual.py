@@ -1,8 +1,8 @@
 """X = c (a M + b G + P U') in half precision, with |X|^2, in one pass: N - N U U', the input of Newton-Schulz (L9).
 
 N = a M + b G is the momentum (a = 1, b = 0) or Nesterov's blend, and P = -N U. c is a power of two that scales the
-largest entry of M and G to about 8; it comes from the block maxima that `momentum_` returned. X goes to a work buffer
-that is always tall: for a wide matrix it holds X'.
+largest entry of M and G to about 8; it comes from the block maxima that `momentum_` returned. X is written to a work
+buffer that is always tall: for a wide matrix it holds X'.
 
 Shapes: M, G (m, n), P (m, r), U (n, r); the buffer is (B, max(m, n), min(m, n)).
 """
@@ -75,7 +75,7 @@ def residual(
     """Return the work buffer X (B, long, short), |X|^2 by row blocks (B, blocks), and the factor c (B, 1, 1).
 
     Args:
-        P, U: in bfloat16 parts (2, B, m or n, R), or None for c (a M + b G); P has its sign.
+        P, U: in bfloat16 parts (2, B, m or n, R), or None for X = c (a M + b G); P is already negated.
         block_max: the largest |entry| of M and G by blocks (B, blocks), from `momentum_`.
     """
     (m, n), batch = M.shape, len(M)

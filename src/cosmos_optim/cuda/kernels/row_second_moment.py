@@ -1,4 +1,4 @@
-"""A second moment for each row of an update, as NorMuon has it (not in the paper): D's rows divided by its root.
+"""Divide each row of an update D by the root of its second moment, as NorMuon does (not in the paper).
 
     q_i = b^2 |B_i|^2 + |P_i|^2                       squared norms of the rows of D = b B + P U', because B U = 0
     v_i <- beta v_i + (1 - beta) q_i / n,  g_i = 1 / (sqrt(v_i) + eps)
@@ -54,7 +54,7 @@ def _row_gains(
     if THIN:
         factor = tl.load(b + batch).to(tl.float64)
         scale = scale * factor * factor
-    # `overlap` computes b_row_sq as the difference of two sums, which may be below zero by rounding.
+    # `overlap` computes b_row_sq as the difference of two sums, which rounding may make negative.
     q = tl.load(b_row_sq + at, mask=inside, other=0.0).to(tl.float64)
     q = tl.where(q > 0, q * scale, 0.0)
     if THIN:
@@ -79,7 +79,7 @@ def row_gains(
         v: (B, m, 1) float32, the second moment so far.
         B_row_sq: norm_sq |B_i|^2 (B, m).
         norm_sq: (B, 1, 1) float64, from `gains.norm_and_weight`.
-        b, P: (B, 1, 1) and (B, m, r), or both None, for 1 and 0.
+        b, P: (B, 1, 1) and (B, m, r), or both None for b = 1 and P = 0.
     """
     batch, k, r = (*v.shape[:2], 16) if P is None else P.shape
     v, R = v.contiguous(), power_of_two(r)

@@ -1,6 +1,6 @@
 """V <- b2 V + (1 - b2) Y*Y (L7) and P = (N / (1 - b1^t)) / root(V) (L8), in one pass over thin factors.
 
-root(V) is sqrt(V / (1 - b2^t)) + eps, or the paper's sqrt((V + eps) / (1 - b2^t)). The same pass leaves what the next
+root(V) is sqrt(V / (1 - b2^t)) + eps, or the paper's sqrt((V + eps) / (1 - b2^t)). The same pass computes what the next
 kernels need: |P|^2 and |N|^2 by row blocks, and -N in bfloat16 parts.
 
 Shapes: V, Y = G U, N = (momentum) U and P are (B, m, r); t is (B, 1, 1).
@@ -65,7 +65,7 @@ def soap_half(
     Args:
         tracked: (B, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
         t: (B, 1, 1) steps, counted from 1.
-        betas: of the momentum and of V.
+        betas: decay of the momentum and of V.
         eps_inside_root: whether eps is added to V inside of the root, as in the paper.
         extra_steps: N is an average over t + extra_steps steps (1 with Nesterov's blend, else 0).
     """

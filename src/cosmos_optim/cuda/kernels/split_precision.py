@@ -1,7 +1,7 @@
-"""U = U1 + U2 in half precision: the form in which thin factors enter the other kernels (see `tiles`).
+"""Split thin factors into two half-precision parts, U = U1 + U2, as the other kernels expect them (see `tiles`).
 
 (B, k, r) float32 -> (2, B, k, R), with R the next power of two and zeros in the columns beyond r. float16 parts are
-those of c U, with a power of two c that keeps them normal numbers: 2^8 for a basis, the entries of which are at most 1;
+those of c U, with a power of two c that avoids subnormal numbers: 2^8 for a basis, with entries of at most 1;
 computed from the largest entry for any other factor.
 """
 

@@ -1,8 +1,8 @@
 """C = alpha A'B + beta D + delta E + gamma I for stacks of matrices with a symmetric product: Newton-Schulz (L9).
 
 A = B is (K, s) (a Gram matrix), or A and B are symmetric (s, s) and commute (factors of Newton-Schulz). Only the tiles
-on and above the diagonal are computed; a tile above it is also written transposed, below. That is 53 % of the work of a
-full product at s = 2048.
+on and above the diagonal are computed; a tile above it is also written, transposed, below it. That is 53 % of the work
+of a full product at s = 2048.
 
 Shapes: A, B (batch, K, s), C, D, E (batch, s, s). A tile of C is (BM, BN), summed over blocks of BK.
 """
@@ -34,7 +34,7 @@ def _symmetric(
         return
     row, col = (code >> 16) * BM, ((code & 0xFFFF) >> 1) * BN
     base = batch.to(tl.int64) * batch_stride
-    if code & 1:  # the left half of the tile is below the diagonal
+    if code & 1:  # skip the left half of the tile, which is below the diagonal
         half = _addend(d_half_desc, e_half_desc, batch, row, col + BN // 2, beta, delta, gamma, BM, BN // 2, ADD)
         half = _product(a_desc, b_half_desc, half, batch, row, col + BN // 2, K, BM, BN // 2, BK, FLOAT32_DOTS)
         _store(half, c_ptr + base, norm_sq_ptr, row, col + BN // 2, s, stride, factor, BM, BN // 2, WEIGHTED)
@@ -59,7 +59,7 @@ def _symmetric_squares(
     value = _product(a_desc, b_desc, value, batch, row, col, K, BM, BM, BK, FLOAT32_DOTS) * factor
     if WEIGHTED:
         tl.store(norm_sq_ptr + tl.program_id(0), tl.sum(value * value) * tl.where(col > row, 2.0, 1.0))
-    if ADD:  # after the product here, because bulk copies load these tiles
+    if ADD:  # after the product, because bulk copies load these tiles
         value += beta * d_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
         if delta != 0.0:
             value += delta * e_desc.load([batch, row, col]).reshape(BM, BM).to(tl.float32)
@@ -88,7 +88,7 @@ def _assignment(tile_ptr, weight_ptr, flag_ptr, tiles, alpha, wanted_flag, WEIGH
 def _addend(
     d_desc, e_desc, batch, row, col, beta, delta, gamma, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Return the initial value of a tile's sums: added after the product, it would not fit in the registers."""
+    """Return the initial value of a tile's sums: adding D and E after the product would need too many registers."""
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     if ADD:
         acc = beta * d_desc.load([batch, row, col]).reshape(BM, BN).to(tl.float32)
@@ -156,7 +156,7 @@ def tile_shape(s: int, K: int) -> TileShape:
 def _tiles(s: int, BM: int, BN: int, device: torch.device) -> tuple[Tensor, int]:
     """Return the codes of the tiles on and above the diagonal, and their number.
 
-    A code is (row << 16) + (column << 1) + half. half: the left half of the tile is below the diagonal and is left out;
+    A code is (row << 16) + (column << 1) + half. half = 1: the left half of the tile is below the diagonal and skipped;
     such tiles come last.
     """
     pairs = [(i, j) for j in range(-(-s // BN)) for i in range(-(-s // BM)) if (j + 1) * BN > i * BM]
@@ -167,7 +167,7 @@ def _tiles(s: int, BM: int, BN: int, device: torch.device) -> tuple[Tensor, int]
 
 
 def supports(X: Tensor) -> bool:
-    """Return whether the kernels take X: Hopper's bulk copies need rows of a multiple of 16 bytes and a 16-bit type."""
+    """Return whether the kernels support X: Hopper's bulk copies need a 16-bit type and rows of 16 k bytes."""
     aligned = X.ndim == 3 and X.stride(-1) == 1 and X.stride(-2) % 8 == 0 and X.data_ptr() % 16 == 0
     return aligned and X.dtype in (torch.float16, torch.bfloat16) and launch.capability(X.device) >= (9, 0)
 
@@ -203,7 +203,7 @@ def symmetric_product(
             BM=how.BM, BK=how.BK, **common,
         )  # fmt: skip
         return C
-    # The sums begin with what is added and are multiplied by alpha afterwards, hence the divisions.
+    # The accumulator starts with the addends and is multiplied by alpha at the end, so divide them by alpha first.
     _symmetric[(batch * count,)](
         _descriptor(A, how.BK, how.BM), _descriptor(B, how.BK, how.BN), _descriptor(B, how.BK, how.BN // 2), C,
         *(_descriptor(X, how.BM, cols) for cols in (how.BN, how.BN // 2) for X in addends), *given, count, K, s,
@@ -255,14 +255,12 @@ class SymmetricProducts:
         self, R: Tensor, a: float, b: float, c: float,
         d: float = 0.0, D: Tensor | None = None, only: Selection = EVERY_MATRIX, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return aI + bR + cR^2 + dD."""
         out = self.empty(R, R.shape[2]) if out is None else out
         return symmetric_product(R, R, alpha=c, beta=b, D=R, delta=d, E=D, gamma=a, out=out, only=only)
 
     def product(self, A: Tensor, B: Tensor, only: Selection = EVERY_MATRIX, out: Tensor | None = None) -> Tensor:
-        """Return A B = A'B."""
         return symmetric_product(A, B, out=self.empty(A, A.shape[2]) if out is None else out, only=only)
 
     def times(self, X: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return X Q, by torch: nothing is symmetric here."""
+        """Return X Q by torch, because the result is not symmetric."""
         return torch.bmm(X, Q, out=self.empty(X, X.shape[1]) if out is None else out)

@@ -1,11 +1,11 @@
 """Q = QR(Y) with a positive diagonal, by Cholesky: the QR of the power step (L5); and A'B of thin factors.
 
 These are the three passes of `linalg.cholesky_qr.orthonormalize` in eight launches instead of fifty. The columns are
-scaled to norm 1, then each pass computes Q <- Q L^-T with L L' = Q'Q (plus a shift in the first pass). Products are of
-float16 parts with float32 sums (`tiles`), as exact as float32; the factorization itself is float32. Sums over rows are
-made in a fixed order. More than MAX_COLUMNS columns are left to `orthonormalize` itself, in plain torch.
+scaled to norm 1, then each pass computes Q <- Q L^-T with L L' = Q'Q (plus a shift in the first pass). Products use
+float16 parts and float32 sums (`tiles`), as exact as float32; the factorization itself is float32. Sums over rows have
+a fixed order. More than MAX_COLUMNS columns run in plain torch.
 
-Shapes: Y, Q, A, B (B, k, r); A'B (B, r, r); R is the next power of two of r. Sums over rows are left by row blocks:
+Shapes: Y, Q, A, B (B, k, r); A'B (B, r, r); R is the next power of two of r. Sums over rows are returned by row blocks:
 (B, parts, R) for columns, (B, parts, R, R) for Gram matrices.
 """
 
@@ -30,8 +30,8 @@ from cosmos_optim.linalg import cholesky_qr
 
 # One block holds the Gram matrix and its inverse factor in registers.
 MAX_COLUMNS = 128
-# Rows that one program reads at a time, and how often: few enough that a dozen matrices fill the GPU, many enough that
-# little is left to add.
+# Rows that one program reads at a time, and how many times: few enough that a dozen matrices fill the GPU, and enough
+# to leave few partial sums.
 BLOCK, BLOCKS_PER_PROGRAM = 64, 4
 
 
@@ -91,9 +91,9 @@ def _gram(
 def _inverse_factor(gram, factor, ok, parts, r, shift, pass_index, R: tl.constexpr):
     """Compute L^-T of the Cholesky factor of the summed Gram matrix; write to `ok` whether all passes succeeded so far.
 
-    By elimination on [G | I], one column after the other. The second and third pass begin near the identity. There the
-    first-order factor L^-1 = I - (lower half of E, its diagonal halved), with E = G - I, is as good and needs no
-    elimination: it leaves |E|^2 for the next pass, and less than rounding after the last one.
+    It eliminates [G | I] column by column. The second and third pass start near the identity. There, the first-order
+    factor L^-1 = I - (lower half of E, its diagonal halved), with E = G - I, is as good and needs no elimination: its
+    error is |E|^2, which the next pass removes, and below rounding in the last pass.
     """
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
@@ -102,7 +102,7 @@ def _inverse_factor(gram, factor, ok, parts, r, shift, pass_index, R: tl.constex
     for part in range(parts):
         G += tl.load(gram + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
     E = tl.where((i[:, None] < r) & (j[None, :] < r), G - tl.where(diagonal, 1.0, 0.0), 0.0)
-    success = tl.where((pass_index < 2) | (tl.max(tl.abs(E)) < 0.5), 1, 0)  # the last test is false for NaN, too
+    success = tl.where((pass_index < 2) | (tl.max(tl.abs(E)) < 0.5), 1, 0)  # the last test is also false for NaN
     near_identity = tl.sum(E * E) < tl.where(pass_index < 2, 1e-4, 1e-7)
     W = tl.where(i[:, None] > j[None, :], -E, tl.where(diagonal, 1 - 0.5 * E, 0.0))
     W = tl.where(near_identity, W, tl.where(diagonal, 1.0, 0.0))
@@ -191,14 +191,14 @@ def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
 def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
     """Return the Q of Y = Q R, or `fallback` for a matrix with linearly dependent columns: (B, k, r) -> the same.
 
-    columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has left them.
+    columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has computed them.
     """
     batch, k, r = Y.shape
     if not supports(r):
         return cholesky_qr.orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
     parts, how = plan(k, r)
     R, grid = how["R"], (parts, batch)
-    # A PARTS of at least 32 makes one kernel serve all k up to 8,192.
+    # With PARTS at least 32, one kernel serves all k up to 8,192.
     common = {**how, "PARTS": power_of_two(parts, 32), "FLOAT32_DOTS": launch.TARGET.float32_dots,
               "num_warps": warps(R)}  # fmt: skip
     Y, fallback = Y.contiguous(), fallback.contiguous()

@@ -8,8 +8,7 @@ times as fast as float32 arithmetic. There are two kinds of parts:
   about 2^10. The error is about 2^-22; everything that tracks the eigenbasis uses them.
 - bfloat16 parts hold 16 bits of any number. The error is about 2^-17; the momentum and the addition of P U' use them.
 
-The product of each tile starts a new sum, because tensor cores truncate what falls off the end of a long sum instead of
-rounding it.
+The product of each tile starts a new sum, because tensor cores truncate long sums instead of rounding them.
 
 **Alignment classes.** Loads are fastest if they read 16 bytes at an address that is a multiple of 16. If the length of
 a row in memory is not a multiple of 16 bytes, the rows begin at different offsets, but every C-th row begins at the
@@ -47,7 +46,7 @@ def columns_before_alignment(row, row_stride, ELEMENT: tl.constexpr, ALIGNMENT_C
 def rows_of_class(start, first, skipped, row_stride, ELEMENT: tl.constexpr, ALIGNMENT_CLASSES: tl.constexpr):
     """Return where row `first` has its first aligned column, and the stride to the next row of its alignment class."""
     begin, class_stride = start + (first * row_stride + skipped), ALIGNMENT_CLASSES * row_stride
-    if ALIGNMENT_CLASSES > 1:  # Triton takes these hints for values computed here, not for arguments
+    if ALIGNMENT_CLASSES > 1:  # Triton accepts these hints for computed values, not for arguments
         begin = tl.multiple_of(begin, 16)
         class_stride = tl.multiple_of(class_stride, 128 // ELEMENT.primitive_bitwidth)
     return begin, class_stride
@@ -55,7 +54,7 @@ def rows_of_class(start, first, skipped, row_stride, ELEMENT: tl.constexpr, ALIG
 
 @jit
 def load_full_columns(begin, q, j, rows, row_stride, col_stride):
-    """Load the tile (q, j) of `rows` rows, all columns of which exist: without a column mask."""
+    """Load the tile (q, j) of `rows` rows without a column mask: all its columns must exist."""
     return tl.load(begin + q[:, None] * row_stride + j[None, :] * col_stride, mask=q[:, None] < rows, other=0.0)
 
 
@@ -172,6 +171,6 @@ def dot_parts(
 
 @jit
 def add_outer(acc, p1, p2, u, part_stride, mask, FLOAT32_DOTS: tl.constexpr):
-    """Return acc + P U' of thin blocks in two parts: P (BM, R) loaded, U (BN, R) at the pointers u."""
+    """Return acc + P U' of thin blocks in two parts: P (BM, R) is loaded already, U (BN, R) is at the pointers u."""
     u1, u2 = load_parts(u, part_stride, mask)
     return dot_parts(p1, p2, tl.trans(u1), tl.trans(u2), acc, False, False, FLOAT32_DOTS)

@@ -1,4 +1,4 @@
-"""W <- decay W - b B + P U' for a list of parameters (L10 and L11 applied), in one pass over W and B.
+"""W <- decay W - b B + P U' for a list of parameters (applies L10 and L11), in one pass over W and B.
 
 Shapes: W (m, n), B the work buffer (max(m, n), min(m, n)), P (m, r), U (n, r); B matrices each.
 """
@@ -72,7 +72,7 @@ def update_(
     Args:
         W: B matrices (m, n).
         B: the tall work buffer (B, max(m, n), min(m, n)).
-        P, U: in bfloat16 parts (2, B, m or n, R), or None; P has its sign and size.
+        P, U: in bfloat16 parts (2, B, m or n, R), or None; P includes its sign and scale.
         coefficients: (B, 2) float32, decay and b of each matrix.
         skip: a boolean scalar on the device, or None; if True, nothing is written.
         seeds: (B,) int32, or None; if given, bfloat16 parameters are rounded stochastically.

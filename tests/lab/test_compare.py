@@ -11,7 +11,7 @@ import pytest
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
 from cosmos_lab.grid.compare import Budget
-from cosmos_lab.grid.table import format_result, rank
+from cosmos_lab.grid.table import format_result, table_of
 
 compare = functools.partial(module.compare, report=False)  # drawing its figures takes a second
 quietly = functools.partial(compare, show=False)
@@ -184,7 +184,7 @@ def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
 
 def test_variants_of_one_optimizer_have_different_labels(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**COSMOS, "rank": 4}, {**COSMOS, "rank": 8, "gamma": 0.1 + 0.2}, {**ADAM, "rank": None})
-    result = rank(runs, "final_val_loss")
+    result = table_of(runs, "final_val_loss")
     labels = [row["label"] for row in result["rows"]]
     assert labels == ["cosmos lr 0.002 rank 4", "cosmos lr 0.002 rank 8 gamma 0.3", "adam lr 0.002"]
     assert all(row["mean"] is None for row in result["rows"]) and result["best"] == {}
@@ -193,9 +193,9 @@ def test_variants_of_one_optimizer_have_different_labels(tiny_run: RunConfig) ->
 def test_labels_show_adam_lr_and_options_if_they_differ(tiny_run: RunConfig) -> None:
     follows = [{**ADAM, "lr": lr, "adam_lr": lr} for lr in (1e-3, 2e-3)]
     runs = grid(tiny_run, *follows, COSMOS, {**COSMOS, "adam_lr": 2e-2}, {**COSMOS, "options": ("nesterov=True",)})
-    rows = rank(runs[:2], "final_val_loss")["rows"]
+    rows = table_of(runs[:2], "final_val_loss")["rows"]
     assert [row["label"] for row in rows] == ["adam lr 0.001", "adam lr 0.002"]
-    rows = rank(runs[2:], "final_val_loss")["rows"]
+    rows = table_of(runs[2:], "final_val_loss")["rows"]
     assert [row["label"] for row in rows] == [
         "cosmos lr 0.002 adam_lr 0.01", "cosmos lr 0.002 adam_lr 0.02", "cosmos lr 0.002 adam_lr 0.01 nesterov=True",
     ]  # fmt: skip

@@ -170,15 +170,15 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
     command = ["compare", "tiny", *common, "--optimizers", "adam", "--lrs", "1e-3,2e-3"]
     names = ["tiny-adam-lr0.001-s0", "tiny-adam-lr0.002-s0"]
     out = Path(config.logging.out)
-    report, processes, told = comparison._report, set(), []
+    poll, processes, told = comparison._poll, set(), []
 
     def signalled(job: Any, *rest: Any) -> bool:
         processes.add(job.process)
         if not told and all(any(run_folder.read_metrics(out / name)) for name in names):
             told.append(send(signal.SIGTERM))
-        return report(job, *rest)
+        return poll(job, *rest)
 
-    monkeypatch.setattr(comparison, "_report", signalled)
+    monkeypatch.setattr(comparison, "_poll", signalled)
     assert main([*command, "--parallel", "2"]) == 143
     said = capsys.readouterr()
     message = "stopped by SIGTERM in 2 of 2 runs, with checkpoints; the same command continues"

@@ -16,7 +16,7 @@ from cosmos_lab.results.reading import Run, read_run
 NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
 
 
-def rank(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
+def table_of(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Read the runs' folders; return a row per variant with mean and spread over seeds, each optimizer's best marked.
 
     ``failures`` says why runs failed, by name; any other run without a summary is unfinished or was not started.

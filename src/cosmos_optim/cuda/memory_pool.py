@@ -53,15 +53,15 @@ class MemoryPool:
         return begin if begin + size <= self.memory.numel() else None
 
 
-def newton_schulz_bytes(batch: int, length: int, width: int, element: int, fresh: int, steps: int) -> int:
+def newton_schulz_bytes(batch: int, length: int, width: int, element: int, grams: int, steps: int) -> int:
     """Return the bytes that `newton_schulz.iterate` needs at the same time in addition to X.
 
     Args:
         batch, length, width: the shape of X.
         element: bytes of an element.
-        fresh: number of iterations that compute the Gram matrix from X.
+        grams: number of iterations that compute the Gram matrix from X.
     """
     row_bytes = -(-width * element // 16) * 16
-    like_X, squares = min(fresh - 1, 2), 2 if fresh == steps else 4
+    like_X, squares = min(grams - 1, 2), 2 if grams == steps else 4
     parts = [batch * length * row_bytes] * like_X + [batch * width * row_bytes] * squares
     return sum(-(-part // ALIGN) * ALIGN for part in parts)

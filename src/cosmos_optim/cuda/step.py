@@ -157,19 +157,20 @@ def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Te
     """
     norm_sq, weight = norm_and_weight(X_sq, HALF_SCALE**2, LEAST_NORM_SQ)
     symmetric = supports(X)
-    steps, fresh = iterations_for(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
+    iterations, gram_steps = iterations_for(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
     # The chunk's stream reads the result, so it must own that memory: the other stream would reuse its own too early.
     batch, long, short = X.shape
-    out = X if len(fresh) > 1 else like(X, long)
+    out = X if len(gram_steps) > 1 else like(X, long)
     streams = Streams.of(X.device)
     with streams.products():
         pool = streams.pool(newton_schulz_memory(batch, long, short, ns))
         products = SymmetricProducts(pool.like) if symmetric else TorchProducts()
-        return iterate(X, steps, products, weight=weight, scale=HALF_SCALE, gram_steps=fresh, out=out), norm_sq
+        B = iterate(X, iterations, products, weight=weight, scale=HALF_SCALE, gram_steps=gram_steps, out=out)
+    return B, norm_sq
 
 
 def newton_schulz_memory(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
     """Return the bytes of temporaries of Newton-Schulz on a half-precision stack (batch, m, n)."""
     long, short = max(m, n), min(m, n)
-    fresh = gram_count(long, short, ns.steps, torch.float16)
-    return newton_schulz_bytes(batch, long, short, 2, fresh, ns.steps)
+    grams = gram_count(long, short, ns.steps, torch.float16)
+    return newton_schulz_bytes(batch, long, short, 2, grams, ns.steps)

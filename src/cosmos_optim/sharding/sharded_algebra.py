@@ -105,8 +105,8 @@ class ShardedAlgebra(Algebra):
         is_wide = self.m < self.n
         Y = (X * gain).to(dtype)
         rows = ns.coefficients_of_steps()
-        fresh = choose_gram_steps(max(self.m, self.n), min(self.m, self.n), rows, dtype)
-        Y = iterate(Y.mT if is_wide else Y, rows, _SummedProducts(team), scale=scale, gram_steps=fresh)
+        gram_steps = choose_gram_steps(max(self.m, self.n), min(self.m, self.n), rows, dtype)
+        Y = iterate(Y.mT if is_wide else Y, rows, _SummedProducts(team), scale=scale, gram_steps=gram_steps)
         return (Y.mT if is_wide else Y).to(X.dtype) / scale
 
 

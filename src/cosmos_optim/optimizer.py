@@ -20,7 +20,7 @@ from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
 from cosmos_optim.engine.layout import Layout, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
-from cosmos_optim.engine.run import run
+from cosmos_optim.engine.run import Diagnostics, run
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
@@ -64,7 +64,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
         self._skipped = SkippedSteps()
-        self._diagnostics: dict[str, dict[str, float]] | None = None
+        self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
@@ -176,12 +176,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if check.skip_on_host:
                 return
             self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
+            found: Diagnostics | None = {} if self._diagnostics else None
             if any(e.p.is_cuda for e in entries):
                 from cosmos_optim.cuda import gpu_run  # not needed on a CPU
 
-                gpu_run.run(entries, check, self._diagnostics, self.cuda_graph)
+                gpu_run.run(entries, check, found, self.cuda_graph)
             else:
-                run(entries, check, self._diagnostics)
+                run(entries, check, found)
+        for record in self._diagnostics:
+            for name, values in (found or {}).items():
+                record.setdefault(name, {}).update(values)
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
@@ -225,8 +229,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     # -- information for the user -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def diagnostics(self) -> Iterator[dict[str, dict[str, float]]]:
-        """Record the steps taken inside. Yield a dict: matrix name -> diagnostic name -> value.
+    def diagnostics(self) -> Iterator[Diagnostics]:
+        """Record the steps taken inside. Yield a dict: matrix name -> diagnostic name -> value. Contexts may overlap.
 
         update_rms: root mean square of the applied direction. For matrices with a tracked subspace also
         energy: the share of the gradient's squared norm in the subspace; drift: 1 - |U_new' U|^2 / r, how far the
@@ -235,12 +239,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         If parameters are sharded, every rank must enter this context, because the numbers are sums over ranks. On a
         GPU, plain torch computes them before the step, which makes that step slower.
         """
-        found: dict[str, dict[str, float]] = {}
-        self._diagnostics = found
+        record: Diagnostics = {}
+        self._diagnostics.append(record)
         try:
-            yield found
+            yield record
         finally:
-            self._diagnostics = None
+            self._diagnostics = [other for other in self._diagnostics if other is not record]
 
     @property
     def skipped_steps(self) -> int:
@@ -278,7 +282,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
-        self._diagnostics, self._graphed, self._layouts, self._started = None, None, {}, set()
+        self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
         self._skipped = SkippedSteps()
         self._match_layouts()
         self._started = checkpoint.started(self)

@@ -25,6 +25,7 @@ from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
 from cosmos_optim.rules.rule import two_sided
+from cosmos_optim.sharding import other_engines
 
 if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
@@ -71,6 +72,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         groups = as_groups(params, self.rule)
         self._check_rules(groups)
         super().__init__(groups, {"lr": lr, **cycled})
+        other_engines.refuse_pieces(self._layouts)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -90,9 +92,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
-        name, group = hyperparameters.choose_rule(self.rule, param_group, self._options.get("two_sided", False))
-        rule = hyperparameters.rule_named(name)
         options = {**self._options, "lr": self.defaults["lr"]}
+        name, group = hyperparameters.choose_rule(self.rule, param_group, options.get("two_sided", False))
+        rule = hyperparameters.rule_named(name)
         super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
         group = self.param_groups[-1]
         try:
@@ -126,6 +128,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _match_layouts(self) -> None:
         """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
+        for index, group in enumerate(self.param_groups):
+            other_engines.refuse_replaced(index, group, RULES[group["rule"]])
         held = {p for group in self.param_groups for p in group["params"]}
         for p in [p for p in self._layouts if p not in held]:
             del self._layouts[p]
@@ -167,6 +171,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Check the gradients, and step every parameter that has one."""
         entries = self._collect()
         if not entries:
+            if self._layouts and not self._started:
+                other_engines.warn_without_gradients()
             return
         device, layouts = entries[0].p.device, [e.layout for e in entries]
         max_over_ranks = sharding.max_over_ranks(layouts) if any(x.is_sharded for x in layouts) else None
@@ -203,6 +209,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
                         "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
                     )
+                changed = p.shape != layout.shape
+                if changed:
+                    other_engines.refuse_flat(layout.name, p, is_piece=True)
                 grad = p.grad
                 if grad is None and group.get("missing") == "zero" and p.requires_grad:
                     grad = torch.zeros_like(p)  # needs no communication if p is sharded
@@ -210,7 +219,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     continue
                 if grad.is_sparse:
                     raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
-                if p.shape != layout.shape:
+                if changed:
                     raise ValueError(
                         f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
                         f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"

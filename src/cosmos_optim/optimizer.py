@@ -93,6 +93,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
         options = {**self._options, "lr": self.defaults["lr"]}
+        param_group = other_engines.without_filled_in(param_group, options)
         name, group = hyperparameters.choose_rule(self.rule, param_group, options.get("two_sided", False))
         rule = hyperparameters.rule_named(name)
         super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})

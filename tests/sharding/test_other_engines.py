@@ -1,4 +1,4 @@
-"""FSDP1 and DeepSpeed ZeRO: whole parameters are trained, flat pieces are refused."""
+"""FSDP1, DeepSpeed ZeRO and torch's ZeroRedundancyOptimizer: whole parameters are trained, flat pieces are refused."""
 
 import warnings
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from cosmos_optim import Adam, Cosmos, param_groups
 from tests.optim.helpers import decoder, loss_of
@@ -164,3 +165,58 @@ def test_groups_that_zero_has_flattened_are_refused_with_its_name(named: bool, l
     for word in ("DeepSpeed ZeRO", "FSDP1", "fully_shard", "stage 0", "flat"):
         assert word in found, found
     assert not named or "weight" in found
+
+
+# -- ZeroRedundancyOptimizer ------------------------------------------------------------------------------------------
+
+
+def unnamed_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups without names, which ZeroRedundancyOptimizer cannot read."""
+    return [{**group, "params": [p for _, p in group["params"]]} for group in param_groups(model)]
+
+
+def redundancy(rank: int, **arguments: Any) -> tuple[list[tuple[str, float]], list[Tensor]]:
+    """Train with torch's ZeroRedundancyOptimizer, save, load into another, and continue."""
+    model = decoder()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    opt = ZeroRedundancyOptimizer(unnamed_groups(model), optimizer_class=Cosmos, rank=4, **arguments)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+    train_on_ranks(wrapped, opt, range(STEPS // 2))
+    schedule.step()
+    rates = [(g["rule"], g["lr"]) for groups in (opt.param_groups, opt.optim.param_groups) for g in groups]
+    opt.consolidate_state_dict(to=0)
+    box = [opt.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    again = ZeroRedundancyOptimizer(unnamed_groups(model), optimizer_class=Cosmos, rank=4, **arguments)
+    again.load_state_dict(box[0])
+    train_on_ranks(wrapped, again, range(STEPS // 2, STEPS))
+    return rates, weights(model)
+
+
+def redundancy_with_rates(rank: int) -> tuple[list[tuple[str, float]], list[Tensor]]:
+    return redundancy(rank, **RATES)
+
+
+def test_zero_redundancy_optimizer_trains_each_group_at_its_own_rate() -> None:
+    expected = one_process()
+    for rates, found in run_ranks(2, redundancy_with_rates):
+        assert set(rates) == {("cosmos", RATES["lr"]), ("adam", RATES["adam_lr"])}
+        assert close(found, expected)
+
+
+def added_later(rank: int) -> tuple[str, list[float]]:
+    """Add a group to a ZeroRedundancyOptimizer, without and with its own rate; return the error and the rates."""
+    extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    model = decoder()
+    opt = ZeroRedundancyOptimizer(unnamed_groups(model), optimizer_class=Cosmos, **RATES)
+    opt.add_param_group({"params": extra[:1], "rule": "adam", "lr": 0.25})
+    opt.step()
+    rates = [group["lr"] for group in opt.optim.param_groups]
+    return message(lambda: opt.add_param_group({"params": extra[1:], "rule": "adam"})), rates
+
+
+def test_a_group_added_to_a_zero_redundancy_optimizer_needs_its_own_rate() -> None:
+    """Torch fills in `lr`, and sets it again at each step."""
+    for found, rates in run_ranks(2, added_later):
+        assert "ZeroRedundancyOptimizer" in found and "its own lr" in found
+        assert rates == [RATES["adam_lr"], RATES["lr"], 0.25]

@@ -76,17 +76,17 @@ def check_gradients(
     """Return the largest |g| of each block, and whether to skip the step.
 
     Args:
-        started: parameters that have had a non-zero gradient before.
+        started: parameters that have had a non-zero gradient before; `has_started` may add others.
         found_inf: the flag of torch.amp.GradScaler.
         max_over_ranks: maximum over the processes that share parameters; None for a single process.
     """
-    old = [e.p in started for e in entries]
+    old = has_started(entries, started)
     grad_max = block_max(entries)
     device = grad_max.device
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
     several = any(e.p.device != device for e in entries)  # kernels on one device cannot read a flag on another
     on_host = device.type != "cuda" or not all(old) or raising or several
-    if on_host and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if on_host and _is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
@@ -110,6 +110,25 @@ def check_gradients(
         return GradientCheck(entries, True, None, old, none, grad_max)
     fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
     return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
+
+
+def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
+    """Return for each entry whether it has had a non-zero gradient before this step.
+
+    An entry that is not in `started` may have a step count above 0, because other code has loaded its state. Add it.
+    """
+    old = [e.p in started for e in entries]
+    if all(old) or _is_capturing(entries[0].p.device):
+        return old
+    new = [e for e, known in zip(entries, old, strict=True) if not known]
+    counts = torch.stack([e.layout.local(e.state["step"]).to(new[0].p.device) for e in new]).tolist()
+    started.update(e.p for e, count in zip(new, counts, strict=True) if count > 0)
+    return [e.p in started for e in entries]
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, in which the host must not look at numbers."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:

@@ -7,7 +7,7 @@
     sharded_algebra    the operations of a rule, summed over ranks
     location           where a stack of sharded matrices is, and how its rule runs
     sharded_layout     views and state of a sharded parameter
-    other_engines      what FSDP1 and DeepSpeed do to parameters and groups
+    other_engines      what FSDP1, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
 
 No file in this folder depends on a particular rule.
 """

@@ -1,12 +1,14 @@
-"""What other code does to the parameters and groups of an optimizer: FSDP1, DeepSpeed.
+"""What other code does to the parameters and groups of an optimizer: FSDP1, DeepSpeed, ZeroRedundancyOptimizer.
 
 Flat vectors made of matrices are refused. Also here: which process of a job prints a warning.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +22,7 @@ REMEDY = (
     "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) or tensor parallelism, or keep its parameters "
     "whole: DDP, FSDP1 with ShardingStrategy.NO_SHARD and use_orig_params=True, or DeepSpeed ZeRO stage 0"
 )
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def refuse_flat(name: str, p: Tensor, *, is_piece: bool) -> None:
@@ -56,6 +59,28 @@ def refuse_replaced(index: int, group: dict[str, Any], rule: Rule) -> None:
             f"FSDP1 merge matrices into flat vectors, so rows and columns are lost. {REMEDY}. To add parameters to an "
             "optimizer, use add_param_group"
         )
+
+
+def without_filled_in(group: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group without the values that torch's ZeroRedundancyOptimizer has filled in.
+
+    It gives its arguments to the optimizer and also to each group that does not have them. So `lr` would be the rate of
+    AdamW groups too, and each group would have an `adam_lr`.
+
+    options: the optimizer's arguments.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != ZERO_REDUNDANCY:
+        frame = frame.f_back
+    if frame is None:
+        return group
+    filled_in = options["lr"] is group.get("lr") and options["lr"] != options["adam_lr"]
+    if frame.f_code.co_name == "add_param_group" and group.get("rule") == "adam" and filled_in:
+        raise ValueError(  # it would set this rate again at each step
+            f"ZeroRedundancyOptimizer gives the new group with rule 'adam' lr={options['lr']}, the rate of the "
+            f"matrices: give the group its own lr, for example {options['adam_lr']}"
+        )
+    return {key: value for key, value in group.items() if key not in options or options[key] is not value}
 
 
 def is_distributed() -> bool:

@@ -64,7 +64,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
-        self._skipped = SkippedSteps()
+        self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
@@ -190,6 +190,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 gpu_run.run(entries, check, found, self.cuda_graph)
             else:
                 run(entries, check, found)
+            self._skipped.report(check)  # last, when the GPU has work
         for record in self._diagnostics:
             for name, values in (found or {}).items():
                 record.setdefault(name, {}).update(values)
@@ -293,6 +294,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
         self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
-        self._skipped = SkippedSteps()
+        self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
         self._started = checkpoint.started(self)

@@ -34,11 +34,11 @@ def dtypes_to_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def dtypes_from_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Undo `dtypes_to_text`, and restore tuples, which torch turns into lists when it gathers sharded state."""
+    """Undo `dtypes_to_text`, and restore our tuples, which torch turns into lists when it gathers sharded state."""
     dtypes = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
     def restored(key: str, value: Any) -> Any:
-        if isinstance(value, list) and key not in ("params", "param_names"):
+        if isinstance(value, list) and key in ("betas", "split_sizes"):
             return tuple(value)
         return dtypes.get(value, value) if isinstance(value, str) else value
 

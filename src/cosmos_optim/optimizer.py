@@ -56,11 +56,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cuda_graphs: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
-        hyperparameters.require_bool("cuda_graphs", cuda_graphs)
-        hyperparameters.require_bool("two_sided", options.get("two_sided", False))
-        hyperparameters.require_number("lr", lr)
-        hyperparameters.require_number("adam_lr", adam_lr)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
+        hyperparameters.check_options({"lr": lr, **self._options})
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
         self._skipped = SkippedSteps()

@@ -117,7 +117,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if p.layout is not torch.strided:
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
             self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group)
-            if p not in self.state and not p.is_meta:
+            if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
         sharding.prepare(list(self._layouts.values()))
 
@@ -133,14 +133,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         step = torch.zeros((), dtype=torch.float32, device=p.device)
-        self.state[p] = {"step": step, **self._layouts[p].allocate(p, group)}
+        self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
 
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter after model.to(...) to the new device and dtype."""
+        """Move the state of a parameter after model.to(...) to the new device and dtype.
+
+        Other code's state follows the parameter's dtype if it had it before.
+        """
         layout, state = self._layouts[p], self.state[p]
-        layout.dtype = p.dtype
+        old, layout.dtype = layout.dtype, p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
-        self.state[p] = {name: value.to(p.device, dtypes[name]) for name, value in state.items()}
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(p.device, p.dtype if x.dtype is old else x.dtype)
+
+        self.state[p] = {
+            name: value.to(p.device, dtypes[name]) if name in dtypes else checkpoint.converted(value, moved)
+            for name, value in state.items()
+        }
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +163,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step. Gradients are read, never written."""
         loss = None
+        """Allocate the state of a parameter, beside what other code keeps there."""
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -209,7 +220,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
                     )
                 mine = state.get(p)
-                if not mine:  # materialized since then, or reset by the user
+                if not mine or "step" not in mine:  # materialized since then, or reset by the user
                     self._allocate(p, group)
                     self._started.discard(p)
                     mine = state[p]
@@ -255,7 +266,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state on this process; shared storage counts once."""
-        held = (self._layouts[p].local(x).untyped_storage() for p, state in self.state.items() for x in state.values())
+        found = ((layout, self.state.get(p, {})) for p, layout in self._layouts.items())
+        tensors = ((layout, x) for layout, state in found for x in state.values() if isinstance(x, Tensor))
+        held = (layout.local(x).untyped_storage() for layout, x in tensors)
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     def state_dict(self) -> dict[str, Any]:

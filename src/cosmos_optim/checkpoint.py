@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows", "row_beta2", "normalize")
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
 SLOTS = frozenset(("step",)).union(*(rule.State._fields for rule in RULES.values()))
+
+
+def structure(group: Settings) -> dict[str, Any]:
+    """Return the settings that decide what state a group has, also its dtype."""
+    return {key: group[key] for key in (*STRUCTURE, "momentum_dtype") if key in group}
+
+
+def differing(a: Settings, b: Settings, keys: Iterable[str]) -> list[str]:
+    """Return the keys with values that need different state. Groups of older versions may lack some keys."""
+
+    def needed(key: str, value: Any) -> Any:
+        if key == "row_beta2":  # any two decay rates use the same state
+            return value is None
+        return tuple(value) if isinstance(value, list) else value
+
+    return [key for key in keys if key in a and key in b and needed(key, a[key]) != needed(key, b[key])]
 
 
 def converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
@@ -84,6 +100,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         ours.update({k: v for k, v in group.items() if k not in ("params", "param_names")})
         if names:
             ours["param_names"] = list(names)
+    optimizer._keep_structure(loaded=True)
     optimizer.state.update(loaded)
     of_parameters = {key for group in saved for key in group["params"]}
     optimizer.state.update({k: v for k, v in state_dict["state"].items() if k not in of_parameters})  # as torch does
@@ -146,9 +163,7 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
                 f"group {i} has {len(b['params'])} parameters in the checkpoint and {len(a['params'])} here: build the "
                 "optimizer from the same model, with the same parameters frozen"
             )
-        differ = {key: b[key] for key in STRUCTURE if key in a and key in b and a[key] != b[key]}
-        if None not in (a.get("row_beta2"), b.get("row_beta2")):  # any two decay rates use the same state
-            differ.pop("row_beta2", None)
+        differ = {key: b[key] for key in differing(a, b, STRUCTURE)}
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")

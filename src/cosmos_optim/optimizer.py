@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -59,6 +59,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
         self._layouts: dict[Tensor, Layout] = {}
+        self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._skipped = SkippedSteps()
         self._diagnostics: dict[str, dict[str, float]] | None = None
@@ -102,6 +103,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
+        self._keep_structure()
 
     def _add_layouts(self, index: int) -> None:
         """Create layouts and state for parameters of the group that have none yet."""
@@ -130,8 +132,28 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._started.discard(p)
         for index in range(len(self.param_groups)):
             self._add_layouts(index)
+        self._keep_structure()
+
+    def _keep_structure(self, *, loaded: bool = False) -> None:
+        """Note the settings that the state of each new group was allocated for, or of all groups if just loaded."""
+        old = {} if loaded else self._structure
+        firsts = [(group["params"][0], group) for group in self.param_groups if group["params"]]
+        self._structure = {p: old.get(p) or checkpoint.structure(group) for p, group in firsts}
+
+    def _check_structure(self) -> None:
+        """Raise ValueError if a setting was changed that the state depends on."""
+        for i, group in enumerate(self.param_groups):
+            kept = self._structure.get(group["params"][0]) if group["params"] else None
+            if kept is None or kept.items() <= group.items():
+                continue
+            for key in checkpoint.differing(kept, group, kept):
+                raise ValueError(
+                    f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
+                    f"it back, or build another optimizer with {key}={group[key]!r}"
+                )
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Allocate the state of a parameter, beside what other code keeps there."""
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
 
@@ -163,7 +185,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step. Gradients are read, never written."""
         loss = None
-        """Allocate the state of a parameter, beside what other code keeps there."""
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -193,6 +214,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
+        self._check_structure()
         entries = []
         layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
@@ -274,6 +296,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
         self._match_layouts()
+        self._check_structure()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 
@@ -282,6 +305,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_structure()
         kept = {k: v for k, v in self.__dict__.items() if k in ("defaults", "state", "param_groups", "_options")}
         return kept | {"state": dict(self.state)}
 
@@ -289,6 +313,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
         self._diagnostics, self._graphed, self._layouts, self._started = None, None, {}, set()
+        self._structure = {}
         self._skipped = SkippedSteps()
         self._match_layouts()
         self._started = checkpoint.started(self)

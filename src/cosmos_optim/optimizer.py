@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -135,7 +135,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
 
-    def _join_ranks(self, indices: Iterable[int], settings: Iterable[str]) -> None:
+    def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
         """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
         groups = {i: self.param_groups[i] for i in indices}
         if description := sharding.describe(groups, settings, self._layouts):
@@ -261,6 +261,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 layout = layouts.get(p)
                 if layout is None:
                     self._match_layouts()
+                    self._compare_ranks(STEP_S)
                     layout = layouts[p]
                 if p.is_meta:
                     raise ValueError(

@@ -56,7 +56,7 @@ DIFFERENT: dict[str, tuple[Callable[[DeviceMesh, bool], Any], str]] = {
     ),
     "rule": (
         lambda mesh, odd: (Muon if odd else Cosmos)([sharded(mesh)]),
-        "different optimizers: betas of group 0 is",
+        "different optimizers: rule of group 0 is 'cosmos' on rank 0 and 'muon' on rank 1",
     ),
     "shapes without names": (
         lambda mesh, odd: Cosmos([sharded(mesh, 0, torch.Size((6, 8)) if odd else SHAPE), sharded(mesh)]),

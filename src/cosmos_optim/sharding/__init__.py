@@ -15,7 +15,7 @@ No file in this folder depends on a particular rule.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
 
 
 def describe(
-    groups: Mapping[int, Mapping[str, Any]], settings: Iterable[str], layouts: Mapping[Tensor, Layout]
+    groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
 ) -> Description | None:
     """Describe groups, by number, for a comparison of the ranks; None if none of all parameters is sharded.
 

@@ -33,7 +33,8 @@ def lines_of(
     group: str, settings: Mapping[str, Any], names: Iterable[str | None], layouts: Sequence[Layout]
 ) -> list[Line]:
     """Describe a group: its settings, then its parameters. Those that are not sharded may differ between ranks."""
-    lines = [(f"{key} of {group}", _text(settings[key])) for key in sorted(settings)]
+    keys = sorted(settings, key=lambda key: (key != "rule", key))  # another rule has other settings: name it first
+    lines = [(f"{key} of {group}", _text(settings[key])) for key in keys]
     for i, (name, layout) in enumerate(zip(names, layouts, strict=True)):
         value = "not sharded"
         if isinstance(layout, ShardedLayout):

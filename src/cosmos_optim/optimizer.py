@@ -8,8 +8,9 @@ Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint ne
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -29,7 +30,10 @@ from cosmos_optim.sharding import other_engines
 
 if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
+    from cosmos_optim.sharding.agreement import Description
 
+# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
+BUILD_S, STEP_S = 10.0, 600.0
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,12 +61,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cuda_graphs: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
-        hyperparameters.require_bool("cuda_graphs", cuda_graphs)
-        hyperparameters.require_bool("two_sided", options.get("two_sided", False))
-        hyperparameters.require_number("lr", lr)
-        hyperparameters.require_number("adam_lr", adam_lr)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
+        hyperparameters.check_options({"lr": lr, **self._options})
         self._layouts: dict[Tensor, Layout] = {}
+        self._not_compared: list[Description] = []  # groups that wait for other ranks
+        self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
@@ -71,8 +74,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
         groups = as_groups(params, self.rule)
         self._check_rules(groups)
+        self._is_built = False
         super().__init__(groups, {"lr": lr, **cycled})
         other_engines.refuse_pieces(self._layouts)
+        self._is_built = True
+        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -92,22 +98,28 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
         options = {**self._options, "lr": self.defaults["lr"]}
         param_group = other_engines.without_filled_in(param_group, options)
         name, group = hyperparameters.choose_rule(self.rule, param_group, options.get("two_sided", False))
         rule = hyperparameters.rule_named(name)
         super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
-        group = self.param_groups[-1]
+        group, not_compared = self.param_groups[-1], list(self._not_compared)
         try:
             if not rule.elementwise and "layout" not in param_group:
                 refuse_four_dimensions(group["params"], rule)
             self._add_layouts(len(self.param_groups) - 1)
+            if self._is_built:
+                self._join_ranks([len(self.param_groups) - 1], ("lr", *hyperparameters.OURS))
         except Exception:
             self.param_groups.pop()
+            self._not_compared = not_compared
             for p in group["params"]:
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
+        self._keep_structure()
 
     def _add_layouts(self, index: int) -> None:
         """Create layouts and state for parameters of the group that have none yet."""
@@ -123,9 +135,29 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if p.layout is not torch.strided:
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
             self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group)
-            if p not in self.state and not p.is_meta:
+            if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
+
+    def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
+        """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
+        groups = {i: self.param_groups[i] for i in indices}
+        if description := sharding.describe(groups, settings, self._layouts):
+            self._not_compared.append(description)
+            self._compare_ranks(BUILD_S)
         sharding.prepare(list(self._layouts.values()))
+
+    def _compare_ranks(self, seconds: float) -> None:
+        """Raise ValueError if other ranks have built other groups. Warn if some have not built theirs in time."""
+        layouts = list(self._layouts.values())
+        while self._not_compared:
+            if not sharding.compare(self._not_compared[0], layouts, seconds):
+                warnings.warn(
+                    f"{type(self).__name__}: not all ranks that share these parameters built it within {seconds:.0f} s "
+                    "of this one. They are compared at the first step",
+                    stacklevel=2,
+                )
+                return
+            self._not_compared.pop(0)
 
     def _match_layouts(self) -> None:
         """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
@@ -136,19 +168,52 @@ class MatrixOptimizer(torch.optim.Optimizer):
             del self._layouts[p]
             self.state.pop(p, None)
             self._started.discard(p)
+        known = len(self._layouts)
         for index in range(len(self.param_groups)):
             self._add_layouts(index)
+        self._keep_structure()
+        if self._is_built and len(self._layouts) > known:  # schedulers may have changed lr since then
+            self._join_ranks(range(len(self.param_groups)), hyperparameters.OURS)
+
+    def _keep_structure(self, *, loaded: bool = False) -> None:
+        """Note the settings that the state of each new group was allocated for, or of all groups if just loaded."""
+        old = {} if loaded else self._structure
+        firsts = [(group["params"][0], group) for group in self.param_groups if group["params"]]
+        self._structure = {p: old.get(p) or checkpoint.structure(group) for p, group in firsts}
+
+    def _check_structure(self) -> None:
+        """Raise ValueError if a setting was changed that the state depends on."""
+        for i, group in enumerate(self.param_groups):
+            kept = self._structure.get(group["params"][0]) if group["params"] else None
+            if kept is None or kept.items() <= group.items():
+                continue
+            for key in checkpoint.differing(kept, group, kept):
+                raise ValueError(
+                    f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
+                    f"it back, or build another optimizer with {key}={group[key]!r}"
+                )
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Allocate the state of a parameter, beside what other code keeps there."""
         step = torch.zeros((), dtype=torch.float32, device=p.device)
-        self.state[p] = {"step": step, **self._layouts[p].allocate(p, group)}
+        self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
 
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter after model.to(...) to the new device and dtype."""
+        """Move the state of a parameter after model.to(...) to the new device and dtype.
+
+        Other code's state follows the parameter's dtype if it had it before.
+        """
         layout, state = self._layouts[p], self.state[p]
-        layout.dtype = p.dtype
+        old, layout.dtype = layout.dtype, p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
-        self.state[p] = {name: value.to(p.device, dtypes[name]) for name, value in state.items()}
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(p.device, p.dtype if x.dtype is old else x.dtype)
+
+        self.state[p] = {
+            name: value.to(p.device, dtypes[name]) if name in dtypes else checkpoint.converted(value, moved)
+            for name, value in state.items()
+        }
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -197,6 +262,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
+        self._check_structure()
+        if self._not_compared:
+            self._compare_ranks(STEP_S)
         entries = []
         layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
@@ -205,6 +273,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 layout = layouts.get(p)
                 if layout is None:
                     self._match_layouts()
+                    self._compare_ranks(STEP_S)
                     layout = layouts[p]
                 if p.is_meta:
                     raise ValueError(
@@ -227,7 +296,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
                     )
                 mine = state.get(p)
-                if not mine:  # materialized since then, or reset by the user
+                if not mine or "step" not in mine:  # materialized since then, or reset by the user
                     self._allocate(p, group)
                     self._started.discard(p)
                     mine = state[p]
@@ -273,12 +342,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state on this process; shared storage counts once."""
-        held = (self._layouts[p].local(x).untyped_storage() for p, state in self.state.items() for x in state.values())
+        found = ((layout, self.state.get(p, {})) for p, layout in self._layouts.items())
+        tensors = ((layout, x) for layout, state in found for x in state.values() if isinstance(x, Tensor))
+        held = (layout.local(x).untyped_storage() for layout, x in tensors)
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
         self._match_layouts()
+        self._check_structure()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 
@@ -287,6 +359,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_structure()
         kept = {k: v for k, v in self.__dict__.items() if k in ("defaults", "state", "param_groups", "_options")}
         return kept | {"state": dict(self.state)}
 
@@ -294,6 +367,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
         self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
+        self._structure, self._not_compared, self._is_built = {}, [], False  # a copy is not compared again
         self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
+        sharding.prepare(list(self._layouts.values()))
+        self._is_built = True
         self._started = checkpoint.started(self)

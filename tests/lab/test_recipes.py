@@ -1,10 +1,12 @@
 """Recipes against the paper's text: tokens, rates, ranks; and what shrinking does."""
 
+from typing import Any
+
 import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import build, resolve
-from cosmos_lab.optimizers import build_optimizer, optimizer_class
+from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
 from cosmos_lab.recipes import RECIPES, get_recipe, label
 
 # Sizes are whole numbers of heads, blocks and sequences, so a shrunk recipe is off by rounding.
@@ -104,6 +106,57 @@ def test_nanogpt_350m_has_its_unusual_rates() -> None:
     assert groups["head.weight"]["lr"] == 3e-3 and groups["head.weight"]["betas"][0] == 0.8
     hidden = groups["blocks.0.attn.q.weight"]
     assert hidden["betas"] == (0.9, 0.95) and hidden["gamma"] == 0.2 and hidden["rule"] == "cosmos"
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the hyper-parameters that a run's optimizer really has, by "rule.name"."""
+    return settings(config.optimizer, config.model.model)
+
+
+@pytest.mark.parametrize("name", ["nanogpt-124m", "nanogpt-350m"])
+def test_nanogpt_searches_beta1_and_keeps_the_other_settings_of_the_paper(name: str) -> None:
+    """Appendix: beta1 in {0.9, 0.95} for Muon and COSMOS, beta2 0.95 and gamma 0.2 for COSMOS without a search."""
+    runs = get_recipe(name).runs()
+    assert [(run.optimizer.optimizer, run.optimizer.beta1) for run in runs] == [
+        ("muon", 0.9), ("muon", 0.95), ("cosmos-paper", 0.9), ("cosmos-paper", 0.95),
+    ]  # fmt: skip
+    assert len({run.optimizer.lr for run in runs}) == 1
+    for run in runs:
+        o, found = run.optimizer, settings_of(run)
+        assert (o.beta2, o.weight_decay) == (0.95, 0.0)
+        if o.optimizer == "muon":
+            assert found["muon.momentum"] == o.beta1 and (o.rank, o.gamma) == (None, None)
+        else:
+            assert found["cosmos.betas"] == [o.beta1, 0.95]
+            assert (found["cosmos.gamma"], found["cosmos.rank"]) == (0.2, 64)
+        # At 350M the log reduces the momentum of embedding and head, which are all that AdamW trains here.
+        assert found["adam.betas"] == [0.8 if name == "nanogpt-350m" else o.beta1, 0.95]
+
+
+def test_nanogpt_124m_has_the_rates_and_length_of_the_log() -> None:
+    config = get_recipe("nanogpt-124m").config
+    assert (config.optimizer.lr, config.optimizer.adam_lr, config.optimizer.eps) == (3.6e-4, 3.6e-3, 1e-8)
+    assert (config.training.steps, config.training.batch, config.data.seq_len) == (6200, 512, 1024)
+    assert (config.schedule.schedule, config.schedule.warmup, config.schedule.decay) == ("wsd", 0.0, 1800 / 6200)
+
+
+@pytest.mark.parametrize("name", ["llama-130m", "llama-350m", "tiny", "wiki-60m"])
+def test_soap_updates_its_basis_at_every_step(name: str) -> None:
+    """The paper's SOAP (Algorithm 2) takes a QR decomposition at every step."""
+    runs = [run for run in get_recipe(name).runs() if run.optimizer.optimizer == "soap"]
+    assert runs
+    assert {settings_of(run)["soap.frequency"] for run in runs} == {1}
+
+
+@pytest.mark.parametrize("name", ["nanogpt-124m", "nanogpt-350m"])
+def test_soap_is_not_in_nanogpt_but_can_be_added_with_any_frequency(name: str) -> None:
+    """The paper compares Muon and COSMOS there. SOAP, if added, has the set-up's betas."""
+    recipe = get_recipe(name)
+    assert {variant["optimizer"] for variant in recipe.grid} == {"muon", "cosmos-paper"}
+    for extra, frequency in (([], 1), ([("soap", {"frequency": 10})], 10)):
+        (run,) = recipe.runs(optimizers=["soap"], lrs=[1e-3], extra=extra)
+        found = settings_of(run)
+        assert found["soap.frequency"] == frequency and found["soap.betas"] == [0.9, 0.95]
 
 
 def test_gpt2_is_compared_on_training_loss() -> None:

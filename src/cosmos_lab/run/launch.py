@@ -11,11 +11,23 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from cosmos_lab.io import first_line
+
+T = TypeVar("T")
+
+
+class Shared(ValueError):
+    """An error that every process of a run raises together: only the first one needs to print it."""
+
+
+class Damaged(Shared):
+    """A file of a checkpoint is missing, or not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +83,34 @@ class World:
             value = int(largest.item())
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def raise_together(self, error: Exception | None) -> None:
-        """Raise on every process if any of them failed, so that none waits for the others forever."""
-        if self.max(int(error is not None)) and error is None:
-            error = RuntimeError("another process of this run failed; its own message says why")
-        if error is not None:
-            raise error
+        """Raise on every process if any of them failed, so that none waits for the others forever.
+
+        The first process raises its own error if it has one. The others raise the first error of any as ``Shared``.
+        """
+        if not self.max(int(error is not None)):
+            return
+        told = error if error is None or isinstance(error, Shared) else Shared(str(error))
+        first = next(one for one in self.gather(told) if one is not None)
+        raise error if self.main and error is not None else first
+
+    def together(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do something on every process and return its result, or raise on all of them if one fails."""
+        error: Exception | None = None
+        try:
+            result = work(*arguments)
+        except Exception as problem:
+            error = problem
+        self.raise_together(error)
+        return result
 
 
 def pick_device(asked: str) -> torch.device:
@@ -159,15 +193,22 @@ def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    try:
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    except dcp.CheckpointException as error:  # not an Exception, so that `save` would not clean up after a full disk
+        raise next(problem for problem, _ in error.failures.values()) from error
 
 
 def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what ``save_sharded`` wrote, on any number of processes."""
+    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are ``Damaged``."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=path)
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except dcp.CheckpointException as error:  # every process has it
+        first = next(problem for problem, _ in error.failures.values())
+        raise Damaged(f"{path} cannot be read ({first_line(first)})") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,15 +202,59 @@ def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 
 
 def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are ``Damaged``."""
+    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are ``Damaged``.
+
+    torch would execute the pickles in ``.metadata`` and in the entries that are not tensors. Here they are data only.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.planner import ReadItem
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            metadata: Metadata = _MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            plain = io.BytesIO()
+            torch.save(torch.load(value, weights_only=True), plain)
+            plain.seek(0)
+            super().load_bytes(read_item, plain)
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, storage_reader=Reader(path), planner=Planner())
     except dcp.CheckpointException as error:  # every process has it
         first = next(problem for problem, _ in error.failures.values())
         raise Damaged(f"{path} cannot be read ({first_line(first)})") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+_METADATA = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties"
+_METADATA_CLASSES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA.split()),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("pathlib._local", "WindowsPath"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's ``.metadata``, and refuses everything that is not one of its classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and (module, name) not in _METADATA_CLASSES:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which does not belong into a checkpoint")
+        return super().find_class(module, name)

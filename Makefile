@@ -1,5 +1,6 @@
 # make test     lint, types and all CPU tests, in a .venv built on first use
 # make test-gpu the tests marked gpu, with whatever Python has torch here
+# make soak     MINUTES=30 of random kills, damages and resumes of tiny runs; not part of make test
 # make demo     a few minutes of pre-training on CPU, four optimizers side by side
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A machine with a GPU usually has its own CUDA build of torch: prefer .venv, else that Python.
 GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
-.PHONY: test lint types pytest test-gpu demo clean
+.PHONY: test lint types pytest test-gpu soak demo clean
 test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
@@ -35,6 +36,10 @@ pytest: $(STAMP)
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PY) -m pytest -m gpu $(ARGS)
+
+MINUTES ?= 30
+soak: $(STAMP)
+	$(ENV) PYTHONPATH=src:. $(PY) -m tests.soak.soak --minutes $(MINUTES) $(ARGS)
 
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
 demo: $(STAMP)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_lab.config import RunConfig
+from cosmos_lab.io import json_bytes
 from cosmos_lab.run import checkpoint, launch
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.conftest import tiny_config, write_text
@@ -29,10 +30,10 @@ _PAGE = 4096
 
 def damage(folder: Path, other: Path, rng: random.Random) -> str:
     """Change the checkpoint in ``folder`` at random; ``other`` is an older one. Return what was done."""
-    kind = rng.choice(list(_KINDS))
-    while not (where := _KINDS[kind](folder, other, rng)):
-        pass  # it changed nothing, for example a page of zeros
-    return f"{kind} {where}"
+    while True:
+        kind = rng.choice(list(_KINDS))
+        if where := _KINDS[kind](folder, other, rng):
+            return f"{kind} {where}"  # else it changed nothing, for example a page of zeros
 
 
 def _files(folder: Path) -> list[Path]:
@@ -69,7 +70,7 @@ def _zero(folder: Path, other: Path, rng: random.Random) -> str:
 def _swap(folder: Path, other: Path, rng: random.Random) -> str:
     """Exchange two files of the checkpoint, or one with that of the older checkpoint."""
     one = rng.choice(_files(folder))
-    two = rng.choice([path for path in (*_files(folder), other / one.relative_to(folder)) if path != one])
+    two = rng.choice([p for p in (*_files(folder), other / one.relative_to(folder)) if p != one and p.exists()])
     a, b = one.read_bytes(), two.read_bytes()
     if a == b:
         return ""
@@ -88,7 +89,8 @@ def _delete(folder: Path, other: Path, rng: random.Random) -> str:
 def _edit(folder: Path, other: Path, rng: random.Random) -> str:
     """Change a value of meta.json, or remove it."""
     path = folder / "meta.json"
-    meta = json.loads(path.read_text())
+    before = path.read_bytes()
+    meta = json.loads(before)
     name = rng.choice(sorted(meta))
     if rng.random() < 0.3:
         del meta[name]
@@ -97,12 +99,14 @@ def _edit(folder: Path, other: Path, rng: random.Random) -> str:
         meta[name][inner] = None
     else:
         meta[name] = f"{meta[name]}0" if isinstance(meta[name], str) else meta[name] + 1
-    path.write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
-    return f"{name} of {path}"
+    path.write_bytes(json_bytes(meta))
+    return f"{name} of {path}" if path.read_bytes() != before else ""
 
 
 def _whole(folder: Path, other: Path, rng: random.Random) -> str:
     """Put the older checkpoint in the place of the newer one."""
+    if other == folder:
+        return ""
     shutil.rmtree(folder)
     shutil.copytree(other, folder)
     return f"{folder} by {other}"

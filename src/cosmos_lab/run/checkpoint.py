@@ -229,7 +229,8 @@ def load_trained(run: Path) -> Decoder:
 
 def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        # Mapped: the tensors are copied into those of the model and the optimizer, and need no copy before.
+        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True, mmap=True)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # torch has many for a file that is not one of its own

@@ -1,9 +1,10 @@
 """The hashes of a checkpoint's files, which are checked before anything in those files is read.
 
-``meta.json`` lists the size and the hash of every other file, and has a hash of itself. A hash is the SHA-256 of the
-SHA-256 of each 16 MiB, so that threads share a large file. This finds every accident: a flipped bit, a file that was
-cut, lost or exchanged, an edited number. It cannot find a change by someone who computes the hashes again; that is why
-nothing in a checkpoint is executed when it is read.
+``meta.json`` lists the size and the hash of every other file, and has the SHA-256 of itself. The hash of a file is the
+SHA-256 of the CRC-32 of each 16 MiB, so that threads share a large file; a CRC takes half the time of a SHA-256. This
+finds accidents: every flipped bit, every file that was cut or lost, every change of meta.json, and all but one in four
+billion of other changes, such as lost pages and exchanged files. It cannot find a change by someone who computes the
+hashes again; that is why nothing in a checkpoint is executed when it is read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -43,12 +45,12 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 def _hash_part(path: Path, start: int) -> bytes:
     # Read, not mapped: a bad sector is an OSError then, and not the end of the process.
-    found, buffer = hashlib.sha256(), bytearray(_READ)
+    found, buffer = 0, bytearray(_READ)
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         for _ in range(_PART // _READ):
-            found.update(memoryview(buffer)[: file.readinto(buffer)])
-    return found.digest()
+            found = zlib.crc32(memoryview(buffer)[: file.readinto(buffer)], found)
+    return found.to_bytes(4, "little")
 
 
 def seal(meta: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class Trainer:
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         asked = settings(config.optimizer, config.model.model)
         self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
+        if world.sharding == "ddp" and world.size > 2:  # a sum of two does not depend on their order
+            self._order_buckets()
         self.state = checkpoint.TrainingState(self.model, self.optimizer)
         batch, seed = config.training.batch // world.size, config.training.seed
         batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
@@ -105,6 +107,18 @@ class Trainer:
                 run_folder.warn_of_changes(self.config)
             assert self.state.position is not None
             batches.load_state_dict(self.state.position)
+
+    def _order_buckets(self) -> None:
+        """Make one backward pass that trains nothing.
+
+        DDP orders its buckets by the first one, and with them the sums over processes. Without this, the first step
+        after a resume would sum in another order than the same step of the unbroken run.
+        """
+        tokens = torch.zeros(self.micro, self.config.data.seq_len, dtype=torch.long, device=self.world.device)
+        with self._autocast():
+            loss = self.runner(tokens, tokens)
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
 
     def close(self) -> None:
         """Stop the data thread and close the logs."""

@@ -53,6 +53,7 @@ def test_random_damages_of_a_plain_checkpoint_are_refused(tiny_run: RunConfig) -
     check_damages(tiny_run, 40, seed=0)
 
 
+@pytest.mark.slow
 def test_random_damages_of_a_sharded_checkpoint_are_refused_on_both_ranks(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(sharding="fsdp")
     on_ranks(2, lambda: train(config))
@@ -72,6 +73,7 @@ def test_a_damaged_run_continues_from_the_older_checkpoint_bit_for_bit(
     assert_same(outcome(tiny_run), outcome(tiny_run.replace(name="whole")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_two_ranks_stop_with_one_line_and_continue_from_the_older_one(tiny_run: RunConfig, sharding: str) -> None:
     config = tiny_run.replace(sharding=sharding)

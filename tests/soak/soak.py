@@ -4,8 +4,7 @@
 the command line. Again and again all or one of them get SIGKILL or SIGTERM, or the newest checkpoint is damaged; then
 the run continues, sometimes on another number of ranks. At its end, the log and the weights equal those of the unbroken
 run: to the bit if the number of ranks never changed, else within ROUNDING. Each story prints its seed;
-``python -m tests.soak.soak --seed N`` tells one again. The moments of the kills depend on the machine, so repeat it a
-few times with ``--times``.
+``make soak ARGS='--seed N --times 5'`` tells one again, a few times, because the moments of the kills vary.
 """
 
 import argparse
@@ -247,10 +246,12 @@ def main() -> None:
             seed = asked.seed if asked.seed is not None else seeds.randrange(10**6)
             shutil.rmtree(base.folder.parent / f"story_{seed}", ignore_errors=True)
             print(f"seed {seed}: ", end="", flush=True)
+            story = Story(base, seed)
             try:
-                print(Story(base, seed).tell(references), flush=True)
+                print(story.tell(references), flush=True)
             except BaseException as error:
-                print(f"FAILED: {error}\nrepeat it with: python -m tests.soak.soak --seed {seed} --times 5", flush=True)
+                print(f"FAILED after {', '.join(story.events)}: {error}")
+                print(f"repeat it with: make soak ARGS='--seed {seed} --times 5'", flush=True)
                 raise
             told += 1
             shutil.rmtree(base.folder.parent / f"story_{seed}", ignore_errors=True)

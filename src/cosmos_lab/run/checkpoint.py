@@ -19,7 +19,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,10 @@ Check = Future[dict[str, Any]]
 
 def start_check(folder: Path, world: launch.World) -> Check | None:
     """Start to check the newest checkpoint in the background, if there is one."""
-    newest = latest(folder)
-    return None if newest is None else integrity.start_check(newest, world.rank, world.size)
+    newest, pool = latest(folder), ThreadPoolExecutor(1)
+    check = None if newest is None else pool.submit(integrity.check, newest, world.rank, world.size)
+    pool.shutdown(wait=False)
+    return check
 
 
 def resume(

@@ -14,7 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 def _hash_part(path: Path, start: int) -> bytes:
     # Read, not mapped: a bad sector is an OSError then, and not the end of the process.
     found, buffer = 0, bytearray(_READ)
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         file.seek(start)
         for _ in range(_PART // _READ):
             found = zlib.crc32(memoryview(buffer)[: file.readinto(buffer)], found)
@@ -57,15 +57,6 @@ def seal(meta: dict[str, Any]) -> dict[str, Any]:
     """Return the content of meta.json with its own hash."""
     plain = json.loads(json_bytes(meta))  # as it will be read: a tuple is a list
     return {**plain, "hash": hashlib.sha256(json_bytes(plain)).hexdigest()}
-
-
-def start_check(folder: Path, rank: int, size: int) -> Future[dict[str, Any]]:
-    """Start `check` in the background, because it needs no Python while it hashes."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(check, folder, rank, size)
-    finally:
-        pool.shutdown(wait=False)
 
 
 def check(folder: Path, rank: int = 0, size: int = 1) -> dict[str, Any]:

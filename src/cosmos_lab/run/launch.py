@@ -235,18 +235,14 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-_METADATA = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties"
-_METADATA_CLASSES = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA.split()),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("pathlib._local", "WindowsPath"),
+_METADATA_CLASSES = {  # by module
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",  # Python 3.13
 }
 
 
@@ -255,6 +251,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not dtype and (module, name) not in _METADATA_CLASSES:
+        if not dtype and name not in _METADATA_CLASSES.get(module, "").split():
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which does not belong into a checkpoint")
         return super().find_class(module, name)

@@ -144,6 +144,11 @@ class Story:
     def _step(self) -> int:
         return max((record["step"] for record in run_folder.read_metrics(self.config.folder)), default=0)
 
+    def _log_file(self) -> int:
+        """Return the number of the log's file, of which each start makes a new one."""
+        path = self.config.folder / "metrics.jsonl"
+        return path.stat().st_ino if path.exists() else 0
+
     def _disturb(self) -> None:
         """Start the run and send one or all ranks a signal at a random moment."""
         if (self.config.folder / "summary.json").exists():
@@ -151,8 +156,11 @@ class Story:
         rng = self.rng
         step, signum = rng.randint(0, STEPS), rng.choice((signal.SIGKILL, signal.SIGTERM))
         alone, pause = rng.random() < 0.4, rng.random() * rng.choice((0.01, 0.3))
+        early, before = rng.random() < 0.2, self._log_file()  # early: while the ranks start
         ranks, end = self._start(self.config), time.monotonic() + ALL_S
-        while ranks.alive() and self._step() < step and time.monotonic() < end:
+        while ranks.alive() and not early and time.monotonic() < end:
+            if self._log_file() != before and self._step() >= step:
+                break
             time.sleep(0.005)
         time.sleep(pause)
         targets = [rng.choice(ranks.pids)] if alone else list(ranks.pids)

@@ -102,7 +102,9 @@ class World:
             return
         told = error if error is None or isinstance(error, Shared) else Shared(str(error))
         first = next(one for one in self.gather(told) if one is not None)
-        raise error if self.main and error is not None else first
+        if self.main and error is not None:
+            raise error
+        raise first from error
 
     def together(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do something on every process and return its result, or raise on all of them if one fails."""

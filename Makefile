@@ -1,6 +1,7 @@
 # make test     lint, types and all CPU tests, in a .venv built on first use
 # make test-gpu the tests marked gpu, with whatever Python has torch here
 # make test-torch VERSION=2.9.1   the library's tests (all but the lab's) on that torch, in a .venv-torch-2.9.1
+# make soak     MINUTES=30 of random kills, damages and resumes of tiny runs; not part of make test
 # make demo     a few minutes of pre-training on CPU, four optimizers side by side
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 VERSION ?= 2.9.1
 TORCH_PY = .venv-torch-$(VERSION)/bin/python
 
-.PHONY: test lint types pytest test-gpu test-torch demo clean
+.PHONY: test lint types pytest test-gpu test-torch soak demo clean
 test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
@@ -53,6 +54,10 @@ test-gpu:
 test-torch: .venv-torch-$(VERSION)/.installed
 	$(ENV) $(TORCH_PY) -m pytest -m "not gpu" -n $(JOBS) --dist worksteal --timeout 300 tests src/cosmos_optim --ignore tests/lab $(ARGS)
 	@$(TORCH_PY) -c 'import torch, triton; print("passed with torch", torch.__version__, "and Triton", triton.__version__)'
+
+MINUTES ?= 30
+soak: $(STAMP)
+	$(ENV) PYTHONPATH=src:. $(PY) -m tests.soak.soak --minutes $(MINUTES) $(ARGS)
 
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
 demo: $(STAMP)

@@ -105,8 +105,8 @@ class LoggingOptions:
     keep: int = field(default=2, metadata=NOT_IDENTITY)  # Checkpoints kept.
     tensorboard: bool = field(default=False, metadata=NOT_IDENTITY)  # Also write TensorBoard logs.
     wandb: str | None = field(default=None, metadata=NOT_IDENTITY)  # Also log to this Weights & Biases project.
-    resume: Literal["auto", "never"] = field(default="auto", metadata=NOT_IDENTITY)
-    """Continue from the newest checkpoint in the run folder, or refuse a folder that is in use."""
+    resume: Literal["auto", "previous", "never"] = field(default="auto", metadata=NOT_IDENTITY)
+    """Continue from the newest checkpoint, from the newest one that is not damaged, or refuse a folder in use."""
 
 
 @dataclass(frozen=True)

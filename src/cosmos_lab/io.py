@@ -41,6 +41,11 @@ def disk_error(error: OSError, path: Path, advice: str) -> OSError:
     return OSError(error.errno or errno.EIO, f"cannot write {path}: {what}; {advice}")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`; on success it replaces `path`, on any failure it is removed."""
@@ -58,10 +63,15 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def json_bytes(value: Any) -> bytes:
+    """Return the text that `write_json` writes."""
+    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, atomically."""
     with atomic_write(path) as out:
-        out.write(json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+        out.write(json_bytes(value))
 
 
 def read_json(path: Path) -> Any:

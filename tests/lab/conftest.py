@@ -15,6 +15,12 @@ VOCAB = 64
 def lab_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Shards of a text in which each token follows from the one before, nine times out of ten: easy to learn."""
     folder = tmp_path_factory.mktemp("shards")
+    write_text(folder)
+    return str(folder / "toy")
+
+
+def write_text(folder: Path) -> None:
+    """Write the shards toy_train.bin and toy_val.bin."""
     rng = np.random.default_rng(0)
     follows = rng.permutation(VOCAB)
     for split, length in (("train", 20_000), ("val", 2_000)):
@@ -23,15 +29,19 @@ def lab_data(tmp_path_factory: pytest.TempPathFactory) -> str:
             if rng.random() < 0.9:
                 tokens[i] = follows[tokens[i - 1]]
         write_shard(folder / f"toy_{split}.bin", tokens)
-    return str(folder / "toy")
 
 
 @pytest.fixture
 def tiny_run(tmp_path: Path, lab_data: str) -> RunConfig:
     """Eight steps of a one-block model."""
+    return tiny_config(tmp_path, lab_data)
+
+
+def tiny_config(folder: Path, data: str) -> RunConfig:
+    """Return the config of such a run in ``folder``."""
     return RunConfig().replace(
         model="tiny", width=64, depth=1, mlp=96, vocab_size=VOCAB,
-        data=lab_data, seq_len=16, cache_dir=str(tmp_path / "cache"),
+        data=data, seq_len=16, cache_dir=str(folder / "cache"),
         optimizer="cosmos", lr=2e-3, adam_lr=1e-2, rank=8, steps=8, batch=8, device="cpu", val_tokens=512,
-        log_every=1, val_every=4, diagnostics_every=4, checkpoint_every=4, out=str(tmp_path / "runs"), name="run",
+        log_every=1, val_every=4, diagnostics_every=4, checkpoint_every=4, out=str(folder / "runs"), name="run",
     )  # fmt: skip

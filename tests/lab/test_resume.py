@@ -232,7 +232,7 @@ def test_the_error_for_a_truncated_checkpoint_file_names_it(tiny_run: RunConfig,
     interrupt(tiny_run, 5)
     path = tiny_run.folder / "checkpoints" / "step_000004" / name
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=f"{name} cannot be read .*remove its folder"):
+    with pytest.raises(ValueError, match=f"{name} is damaged: it has 1,000 bytes instead of .*remove .*checkpoints to"):
         train(tiny_run)
 
 

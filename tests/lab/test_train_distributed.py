@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import traceback
@@ -115,6 +116,16 @@ def test_two_processes_resume_with_the_same_losses(tiny_run: RunConfig, sharding
     on_ranks(2, lambda: train(config))
     on_ranks(2, lambda: train(config.replace(name="whole")))
     assert losses(config) == losses(config.replace(name="whole"))
+
+
+def test_three_ddp_processes_resume_bit_for_bit(tiny_run: RunConfig) -> None:
+    """DDP changes the order of its sums after its first step, which three summands show."""
+    config = tiny_run.replace(sharding="ddp", batch=12, micro_batch=1, checkpoint_every=1, keep=12, steps=12)
+    on_ranks(3, lambda: train(config))
+    again = config.replace(name="again")
+    shutil.copytree(config.folder / "checkpoints" / "step_000001", again.folder / "checkpoints" / "step_000001")
+    on_ranks(3, lambda: train(again))
+    assert losses(again) == losses(config)[1:]
 
 
 def test_the_error_for_fsdp_in_a_single_process_says_how_to_start_it(tiny_run: RunConfig) -> None:

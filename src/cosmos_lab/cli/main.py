@@ -9,8 +9,11 @@ import difflib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO, cast
+
+_format_warning = warnings.formatwarning
 
 USAGE = """usage: cosmos-lab COMMAND ...
 
@@ -56,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if given else 2
     from cosmos_lab.cli.commands import COMMANDS  # imports torch, which takes seconds
+    from cosmos_lab.run.launch import Shared
     from cosmos_lab.run.stopping import Stopped
 
     command, rest = given[0], given[1:]
@@ -64,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
     before = sys.stdout
+    warnings.formatwarning = _one_line
     if command in ("train", "compare", "demo"):
         sys.stdout = cast(TextIO, PipeSafeStream(sys.stdout))
     try:
@@ -74,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "" if "pip install" in str(error) else "; the lab's packages come with pip install 'cosmos-optim[lab]'"
         return _fail(f"{error}{hint}")
     except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, Shared) and os.environ.get("RANK", "0") != "0":
+            return 2
         return _fail(str(error))
     except Stopped as stop:
         if os.environ.get("RANK", "0") != "0":  # only the first process prints
@@ -83,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
     finally:
-        sys.stdout = before
+        sys.stdout, warnings.formatwarning = before, _format_warning
     return 0
 
 
@@ -113,6 +120,13 @@ class PipeSafeStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _one_line(message: Warning | str, category: type[Warning], filename: str, *place: Any, **more: Any) -> str:
+    """Format a warning of the lab as one line, without its place in the code."""
+    if "cosmos_lab" in filename:
+        return f"cosmos-lab: {message}\n"
+    return _format_warning(message, category, filename, *place, **more)
 
 
 def _fail(message: str, code: int = 2) -> int:

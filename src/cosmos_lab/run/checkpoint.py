@@ -3,7 +3,7 @@
 A checkpoint is written into a hidden folder beside its final place, flushed to the disk and renamed: a kill at any
 moment, or a full disk, leaves the previous one as it was. Layout of ``checkpoints/step_000123``:
 
-    meta.json      step, clock, what was trained (model, optimizer, data), number of processes
+    meta.json      step, clock, what was trained (model, optimizer, data), number of processes, hashes of the files
     state.pt       model and optimizer (one process, or DDP), or
     shards/        the same from torch.distributed.checkpoint (FSDP2)
     process_0.pt   data position, random states and losses of each process
@@ -11,13 +11,15 @@ moment, or a full disk, leaves the previous one as it was. Layout of ``checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import pickle
 import random
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,15 @@ from torch import nn
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import disk_error, read_json, write_json
+from cosmos_lab.io import disk_error, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
-from cosmos_lab.run import launch
+from cosmos_lab.run import integrity, launch
+from cosmos_lab.run.integrity import META
+from cosmos_lab.run.launch import Damaged
 
 _NAME = re.compile(r"step_(\d{6,})")
 _COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of TrainingState, in meta.json
+_HIDDEN = ".*_step_*"  # not finished, or about to be removed
 _ADVICE = "the checkpoints already there are untouched; free some space and start the same command again to continue"
 
 
@@ -51,9 +56,9 @@ class TrainingState:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint in ``folder``, or None."""
-    whole = [path for path in _steps(folder) if (path / "meta.json").exists()]
-    return whole[-1] if whole else None
+    """Return the newest checkpoint in ``folder``, or None."""
+    found = _steps(folder)
+    return found[-1] if found else None
 
 
 def step_of(path: Path) -> int:
@@ -69,10 +74,25 @@ def _steps(folder: Path) -> list[Path]:
 def remove_temporary(folder: Path) -> None:
     """Remove the checkpoints that were written only for a resume."""
     for path in _steps(folder):
-        if (read_json(path / "meta.json") or {}).get("passing"):
-            shutil.rmtree(path, ignore_errors=True)
+        if (read_json(path / META) or {}).get("passing"):
+            _remove(path)
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process was writing or removing."""
+    for path in folder.glob(_HIDDEN):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint in one moment, by renaming it first, so that none is ever found in part."""
+    hidden = path.with_name(f".removing_{path.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.replace(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def save(
@@ -84,17 +104,21 @@ def save(
     """
     final = folder / f"step_{state.step:06d}"
     unfinished = folder / f".writing_{final.name}"
-    error: Exception | None = None
+
+    def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return work(*arguments)
+        except (OSError, RuntimeError) as problem:  # torch reports a short write as a RuntimeError
+            raise _explain(problem, final) from problem
+
     try:
-        if world.main:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-        world.barrier()
-        _write(unfinished, state, identity, world, temporary)
-    except (OSError, RuntimeError) as problem:  # torch reports a short write as a RuntimeError
-        error = _explain(problem, final)
-    try:
-        world.raise_together(error)
+        world.together(attempt, _make_empty, unfinished, world)
+        world.together(attempt, _write, unfinished, state, world)
+        names = world.gather([str(p.relative_to(unfinished)) for p in unfinished.rglob("*") if p.is_file()])[0]
+        share = names[world.rank :: world.size]
+        hashes = world.gather(world.together(attempt, integrity.hash_files, unfinished, share))
+        files = {name: found for part in hashes for name, found in part.items()}
+        world.together(attempt, _write_meta, unfinished, state, identity, world, temporary, files)
     except Exception:
         if world.main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -102,17 +126,70 @@ def save(
     if world.main:
         # Flushed before and after the rename, so that the name never shows an unfinished checkpoint.
         _flush_folder(unfinished)
-        shutil.rmtree(final, ignore_errors=True)  # only a rewrite of the same step finds one
+        if final.exists():  # only a rewrite of the same step finds one
+            _remove(final)
         os.replace(unfinished, final)
         _flush_folder(folder)
         for old in _steps(folder)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
     world.barrier()
 
 
-def load(path: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World) -> None:
-    """Fill ``state`` from a checkpoint; one of another model, optimizer or data is a ValueError that names both."""
-    meta = _read_meta(path)
+Check = Future[dict[str, Any]]
+
+
+def start_check(folder: Path, world: launch.World) -> Check | None:
+    """Start to check the newest checkpoint in the background, if there is one."""
+    newest, pool = latest(folder), ThreadPoolExecutor(1)
+    check = None if newest is None else pool.submit(integrity.check, newest, world.rank, world.size)
+    pool.shutdown(wait=False)
+    return check
+
+
+def resume(
+    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, check: Check | None,
+    skip_damaged: bool,
+) -> None:  # fmt: skip
+    """Fill ``state`` from the newest checkpoint, which `start_check` checks; every process must call.
+
+    A damaged one is an error on every process. With ``skip_damaged`` the newest whole one is used, and those after it
+    are removed.
+    """
+    found = _steps(folder)[::-1]
+    for index, path in enumerate(found):
+        try:
+            load(path, state, identity, world, check if index == 0 else None)
+        except Damaged as error:
+            if path == found[-1]:
+                raise Damaged(f"{error}; no older checkpoint is left: remove {folder} to start again") from error
+            older = found[index + 1].name
+            if not skip_damaged:
+                raise Damaged(f"{error}; add --resume previous to continue from {older}") from error
+            if world.main:
+                warnings.warn(f"{error}; trying {older} instead", stacklevel=2)
+            continue
+        if world.main:
+            for damaged in found[:index]:
+                _remove(damaged)
+        return
+
+
+def load(
+    path: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, check: Check | None = None
+) -> None:
+    """Fill ``state`` from a checkpoint, on every process or on none.
+
+    One of another model, optimizer or data is a ValueError that names both, a damaged one is ``Damaged``.
+    """
+    meta = world.together(check.result if check else lambda: integrity.check(path, world.rank, world.size))
+    if world.main and "files" not in meta:
+        warnings.warn(f"{path} was written without hashes, so it cannot be checked for damage", stacklevel=2)
+    world.together(_fill, path, meta, state, identity, world)
+
+
+def _fill(
+    path: Path, meta: Mapping[str, Any], state: TrainingState, identity: Mapping[str, Any], world: launch.World
+) -> None:
     check_identity(path, {**identity, **meta["identity"]}, identity)  # older checkpoints have fewer entries
     if meta["sharded"] != (world.sharding == "fsdp"):
         how = "with" if meta["sharded"] else "without"
@@ -140,7 +217,10 @@ def load_trained(run: Path) -> Decoder:
         if not (run / "config.json").is_file():
             raise ValueError(f"{run} is not a run folder, which has a config.json: give one of those inside")
         raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")
-    meta = _read_meta(newest)
+    try:
+        meta = integrity.check(newest)
+    except Damaged as error:
+        raise Damaged(f"{error}; remove that folder to use an older checkpoint") from error
     if meta["sharded"]:
         raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
     fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
@@ -149,23 +229,14 @@ def load_trained(run: Path) -> Decoder:
     return model
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    meta: dict[str, Any] | None = read_json(path / "meta.json")
-    if meta is None:
-        raise ValueError(f"{path}/meta.json is not JSON; remove that folder to continue from an older checkpoint")
-    return meta
-
-
 def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path} cannot be read ({reason}); remove its folder to continue from an older checkpoint"
-        ) from error
+        # Mapped: the tensors are copied into those of the model and the optimizer, and need no copy before.
+        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True, mmap=True)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # torch has many for a file that is not one of its own
+        raise Damaged(f"{path} cannot be read ({first_line(error)})") from error
     return found
 
 
@@ -210,26 +281,35 @@ def _set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
         torch.cuda.set_rng_state(state["cuda"], world.device)
 
 
-def _write(
-    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, temporary: bool
-) -> None:
+def _make_empty(folder: Path, world: launch.World) -> None:
+    if world.main:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+
+def _write(folder: Path, state: TrainingState, world: launch.World) -> None:
     if world.sharding == "fsdp":
         launch.save_sharded(state.model, state.optimizer, folder / "shards")
     elif world.main:
         _save(folder / "state.pt", {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()})
     own = {"position": state.position, "random": _random_state(world), "loss_sum": state.loss_sum}
     _save(folder / f"process_{world.rank}.pt", own)
+
+
+def _write_meta(
+    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, temporary: bool,
+    files: Mapping[str, Any],
+) -> None:  # fmt: skip
+    meta = {
+        **{name: getattr(state, name) for name in _COUNTS},
+        "identity": dict(identity),
+        "processes": world.size,
+        "sharded": world.sharding == "fsdp",
+        "passing": temporary,
+        "files": dict(files),
+    }
     if world.main:
-        write_json(
-            folder / "meta.json",
-            {
-                **{name: getattr(state, name) for name in _COUNTS},
-                "identity": dict(identity),
-                "processes": world.size,
-                "sharded": world.sharding == "fsdp",
-                "passing": temporary,
-            },
-        )
+        write_json(folder / META, integrity.seal(meta))
 
 
 def _save(path: Path, value: Any) -> None:

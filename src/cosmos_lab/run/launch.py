@@ -7,15 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from cosmos_lab.io import first_line
+
+T = TypeVar("T")
+
+
+class Shared(ValueError):
+    """An error that every process of a run raises together: only the first one needs to print it."""
+
+
+class Damaged(Shared):
+    """A file of a checkpoint is missing, or not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +85,36 @@ class World:
             value = int(largest.item())
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def raise_together(self, error: Exception | None) -> None:
-        """Raise on every process if any of them failed, so that none waits for the others forever."""
-        if self.max(int(error is not None)) and error is None:
-            error = RuntimeError("another process of this run failed; its own message says why")
-        if error is not None:
+        """Raise on every process if any of them failed, so that none waits for the others forever.
+
+        The first process raises its own error if it has one. The others raise the first error of any as ``Shared``.
+        """
+        if not self.max(int(error is not None)):
+            return
+        told = error if error is None or isinstance(error, Shared) else Shared(str(error))
+        first = next(one for one in self.gather(told) if one is not None)
+        if self.main and error is not None:
             raise error
+        raise first from error
+
+    def together(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do something on every process and return its result, or raise on all of them if one fails."""
+        error: Exception | None = None
+        try:
+            result = work(*arguments)
+        except Exception as problem:
+            error = problem
+        self.raise_together(error)
+        return result
 
 
 def pick_device(asked: str) -> torch.device:
@@ -162,15 +200,62 @@ def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    try:
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    except dcp.CheckpointException as error:  # not an Exception, so that `save` would not clean up after a full disk
+        raise next(problem for problem, _ in error.failures.values()) from error
 
 
 def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what ``save_sharded`` wrote, on any number of processes."""
+    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are ``Damaged``.
+
+    torch would execute the pickles in ``.metadata`` and in the entries that are not tensors. Here they are data only.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.planner import ReadItem
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            metadata: Metadata = _MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            plain = io.BytesIO()
+            torch.save(torch.load(value, weights_only=True), plain)
+            plain.seek(0)
+            super().load_bytes(read_item, plain)
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=path)
+    try:
+        dcp.load(state, storage_reader=Reader(path), planner=Planner())
+    except dcp.CheckpointException as error:  # every process has it
+        first = next(problem for problem, _ in error.failures.values())
+        raise Damaged(f"{path} cannot be read ({first_line(first)})") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+_METADATA_CLASSES = {  # by module
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",  # Python 3.13
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's ``.metadata``, and refuses everything that is not one of its classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and name not in _METADATA_CLASSES.get(module, "").split():
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which does not belong into a checkpoint")
+        return super().find_class(module, name)

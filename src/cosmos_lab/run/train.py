@@ -7,7 +7,6 @@ and a background thread prepares the batches. Needs neither tyro nor rich.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any
@@ -62,6 +61,7 @@ class Trainer:
     def __init__(self, config: RunConfig, world: launch.World, progress: Progress | None = None) -> None:
         self.config, self.world, self.progress = config, world, progress
         self.checkpoints = config.folder / "checkpoints"
+        check = checkpoint.start_check(self.checkpoints, world)  # takes no time while the model is built
         self.bf16 = launch.pick_bf16(config.training.precision, world.device)
         self.micro = build.micro_batch(config, world.size)
         source, self.val_source = build.load_source(config, "train"), build.load_source(config, "val")
@@ -72,10 +72,12 @@ class Trainer:
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         asked = settings(config.optimizer, config.model.model)
         self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
+        if world.sharding == "ddp" and world.size > 2:  # a sum of two does not depend on their order
+            self._order_buckets()
         self.state = checkpoint.TrainingState(self.model, self.optimizer)
         batch, seed = config.training.batch // world.size, config.training.seed
         batches = Batches(source, batch, config.data.seq_len, seed, world.rank, world.size)
-        self._resume(batches)
+        self._resume(batches, check)
         self.clock, self.stopwatch = meters.Clock(self.state.seconds), meters.Stopwatch(world.device)
         self.loss_sum = torch.tensor(self.state.loss_sum, device=world.device)
         self.first = self.timed = self.state.step
@@ -90,21 +92,33 @@ class Trainer:
                 progress({"step": step, "about": f"{source}; {about['parameters']:,} parameters{resumed}"})
         self.batches = Prefetcher(batches, world.device)
 
-    def _resume(self, batches: Batches) -> None:
+    def _resume(self, batches: Batches, check: checkpoint.Check | None) -> None:
         """Continue from the newest checkpoint, if there is one."""
         if self.world.main:
-            for unfinished in self.checkpoints.glob(".writing_*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            checkpoint.remove_unfinished(self.checkpoints)
         newest = checkpoint.latest(self.checkpoints)
         if newest is not None:
             steps = self.config.training.steps
             if checkpoint.step_of(newest) > steps:
                 raise ValueError(f"{newest} is beyond --steps {steps}: choose another --name or --out, or more steps")
-            checkpoint.load(newest, self.state, self.identity, self.world)
+            skip = self.config.logging.resume == "previous"
+            checkpoint.resume(self.checkpoints, self.state, self.identity, self.world, check, skip)
             if self.world.main:
                 run_folder.warn_of_changes(self.config)
             assert self.state.position is not None
             batches.load_state_dict(self.state.position)
+
+    def _order_buckets(self) -> None:
+        """Make one backward pass that trains nothing.
+
+        DDP orders its buckets by the first one, and with them the sums over processes. Without this, the first step
+        after a resume would sum in another order than the same step of the unbroken run.
+        """
+        tokens = torch.zeros(self.micro, self.config.data.seq_len, dtype=torch.long, device=self.world.device)
+        with self._autocast():
+            loss = self.runner(tokens, tokens)
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
 
     def close(self) -> None:
         """Stop the data thread and close the logs."""

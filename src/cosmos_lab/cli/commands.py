@@ -172,17 +172,21 @@ def data_command(arguments: list[str]) -> None:
     sources, rest = _words(rest, "the source", usage)
     asked = flags.parse(flags.PrepareCommand(), rest, prog=usage.removesuffix(" [flags]"))
 
-    def show(now: Progress) -> None:
-        share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
-        print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
+    shown: list[str] = []
 
-    tokenizer = asked.tokenizer or ("t5" if sources == ["c4"] else "gpt2")
+    def show(now: Progress) -> None:
+        counts = {"documents": now.documents, "tokens": now.train_tokens + now.val_tokens}
+        parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+        parts += [] if now.fraction is None else [f"{100 * now.fraction:.1f} %"]
+        print(f"\r{now.task}: {', '.join(parts)}".ljust(79), end="", flush=True)
+        shown[:] = ["\n"]
+
     try:
-        made = prepare(sources, asked.out, tokenizer, asked.settings, progress=show)
+        made = prepare(sources, asked.out, asked.tokenizer, asked.settings, prefix=asked.prefix, progress=show)
     finally:
-        print()  # ends the line of progress
-    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with; "
-          f"use them with --data {made.spec}")  # fmt: skip
+        print(*shown, end="")  # ends the line of progress
+    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with, "
+          f"{made.vocab_size:,} ids; use them with --data {made.spec}")  # fmt: skip
 
 
 def export_command(arguments: list[str]) -> None:

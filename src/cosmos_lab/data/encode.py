@@ -56,7 +56,7 @@ def load_encoder(name: str) -> Encoder:
     except Exception as error:
         raise ValueError(
             f"cannot fetch the tokenizer {NAMES.get(name, name)!r} from the hub ({error}); without a network, give the "
-            "path of its tokenizer.json"
+            "path of its tokenizer.json, or train one on the text (--tokenizer train:4096)"
         ) from error
     return encoder_of(name.rsplit("/", 1)[-1], tokenizer)
 

@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_lab.data.encode import Encoder, load_encoder
+from cosmos_lab.data.embedded import train_tokenizer
+from cosmos_lab.data.encode import Encoder, encoder_of, load_encoder
 from cosmos_lab.data.locate import Split
+from cosmos_lab.data.shards import MAX_VOCAB
 from cosmos_lab.data.text import HUB, Stream, Unit, hub_streams, local_files, local_stream
 from cosmos_lab.data.writer import ShardWriter
 from cosmos_lab.io import atomic_write, disk_error, locked, read_json, write_json
@@ -27,6 +29,7 @@ SPLITS: tuple[Split, Split] = ("train", "val")
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 4_000_000  # Bounds the memory of a batch of long documents.
 SAVE_SECONDS = 20.0  # A kill loses at most this much work.
+TOKENIZER_CHARACTERS = 50_000_000  # A tokenizer is trained on this much text at most, from the start of the source.
 
 _GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # Wildcards: [...] with its content, and single characters.
 
@@ -61,6 +64,7 @@ class Progress:
     train_tokens: int
     val_tokens: int
     fraction: float | None
+    task: str = "tokenizing"
 
 
 @dataclass(frozen=True)
@@ -71,24 +75,29 @@ class Prepared:
     documents: dict[str, int]
     tokens: dict[str, int]
     shards: dict[str, int]
+    tokenizer: str
+    vocab_size: int
 
 
 def prepare(
-    source: str | Sequence[str], out_dir: str | os.PathLike[str], tokenizer: str, settings: Settings | None = None,
-    *, prefix: str | None = None, progress: Callable[[Progress], None] | None = None,
+    source: str | Sequence[str], out_dir: str | os.PathLike[str], tokenizer: str | None = None,
+    settings: Settings | None = None, *, prefix: str | None = None, progress: Callable[[Progress], None] | None = None,
 ) -> Prepared:  # fmt: skip
     """Tokenize text into shards in `out_dir`; after an interruption the same call continues.
 
     Args:
         source: "c4", "fineweb", "wikitext-103", or paths of text files, folders or globs.
-        tokenizer: "t5", "gpt2", the path of a tokenizer.json, or a tokenizer's name on the hub.
+        tokenizer: "t5", "gpt2", the path of a tokenizer.json, a tokenizer's name on the hub, or "train:4096" to train
+            one with so many ids on the text; default "t5" for C4, else "gpt2".
         prefix: start of the files' names; default `SOURCE_TOKENIZER`.
     """
     settings, folder = settings or Settings(), Path(out_dir).expanduser()
     settings.check()
     names = [source] if isinstance(source, str) else list(source)
     streams, origin = _streams(names, settings)  # First: a misspelt path is found without a network.
-    encoder = load_encoder(tokenizer)
+    tokenizer = tokenizer or ("t5" if names == ["c4"] else "gpt2")
+    trained = tokenizer.startswith("train:")
+    encoder = _train_encoder(tokenizer, streams, progress) if trained else load_encoder(tokenizer)
     prefix = prefix or f"{origin[0]}_{encoder.name}"
     plan = {"source": origin, "tokenizer": encoder.sha256, **asdict(settings)}
     try:
@@ -97,7 +106,8 @@ def prepare(
             facts = _Preparation(folder, prefix, encoder, settings, plan).run(streams, progress)
     except OSError as error:
         raise disk_error(error, folder, "make room and run the same command again: it continues") from error
-    return Prepared(str(folder / prefix), facts["documents"], facts["tokens"], facts["shards"])
+    known = {name: facts[name] for name in ("documents", "tokens", "shards", "tokenizer", "vocab_size")}
+    return Prepared(str(folder / prefix), **known)
 
 
 def _streams(names: list[str], settings: Settings) -> tuple[list[Stream], list[str]]:
@@ -109,6 +119,26 @@ def _streams(names: list[str], settings: Settings) -> tuple[list[Stream], list[s
     files = local_files(names)
     short = _GLOB.sub("", Path(names[0]).name).split(".")[0] or "text"
     return [local_stream(files, settings.unit, settings.field)], [short, *(f"{p} {p.stat().st_size}" for p in files)]
+
+
+def _train_encoder(name: str, streams: list[Stream], progress: Callable[[Progress], None] | None) -> Encoder:
+    """Train the tokenizer that `name`, such as "train:4096", asks for; the same text gives the same tokenizer."""
+    count = name.removeprefix("train:")
+    if not count.isdecimal() or not 257 <= int(count) <= MAX_VOCAB:
+        raise ValueError(f"--tokenizer {name}: give a number of ids from 257 (256 bytes, end of text) to {MAX_VOCAB}")
+
+    def texts() -> Iterator[str]:
+        documents = characters = 0
+        for stream in streams:
+            for batch in _batches(stream, 0, None) if stream.split != "val" else ():
+                yield from batch
+                documents, characters = documents + len(batch), characters + sum(map(len, batch))
+                if progress is not None:
+                    progress(Progress(documents, 0, 0, stream.done(), "training the tokenizer"))
+                if characters >= TOKENIZER_CHARACTERS:
+                    return
+
+    return encoder_of(f"bpe{count}", train_tokenizer(texts(), int(count)))
 
 
 class _Preparation:

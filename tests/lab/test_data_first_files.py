@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,13 @@ def test_the_trained_tokenizer_is_recorded_like_any_other(tmp_path: Path, notes:
     for wrong in ("train:12", "train:many", "train:70000"):
         with pytest.raises(ValueError, match=f"--tokenizer {wrong}: give a number of ids from 257"):
             prepare(str(notes), tmp_path / "out", wrong)
+
+
+def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"^a\.parquet needs the package `pyarrow`: pip install [^\n]*$"):
+        prepare(str(tmp_path / "a.parquet"), tmp_path / "out", TOKENIZER)
 
 
 def nanogpt(folder: Path, top: int = 64, **sizes: int) -> dict[str, np.ndarray]:

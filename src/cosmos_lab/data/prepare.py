@@ -43,7 +43,7 @@ class Settings:
     max_tokens: int | None = None  # Stop after this many training tokens, at the end of that document (None: take all).
     max_val_tokens: int = 10_000_000  # Most validation tokens; further validation documents are left out.
     unit: Unit = "file"  # A document in a text file: the whole file, lines between blank ones, or a WikiText article.
-    field: str = "text"  # Key of the text in .jsonl lines.
+    field: str = "text"  # Key of the text in JSON objects, column of a Parquet file.
 
     def check(self) -> None:
         """Raise a ValueError naming the field if a value makes no sense."""

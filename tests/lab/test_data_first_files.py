@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cosmos_lab.cli.main import main
+from cosmos_lab.data import prepare as module
+from cosmos_lab.data import text as text_module
 from cosmos_lab.data.encode import load_encoder
-from cosmos_lab.data.prepare import Prepared, Settings, prepare
+from cosmos_lab.data.prepare import SEQUENCE, Prepared, Progress, Settings, prepare
+from cosmos_lab.data.shards import open_shard
 from cosmos_lab.data.source import open_data
 
 tokenizers = pytest.importorskip("tokenizers", reason="preparing data needs the package `tokenizers`")
@@ -45,8 +52,78 @@ def texts(made: Prepared, tmp_path: Path) -> dict[str, str]:
     return {split: tokenizer.decode(source.read(0, len(source)).tolist()) for split, source in sources.items()}
 
 
+def test_of_a_folder_of_notes_the_last_whole_ones_are_held_out(tmp_path: Path, notes: Path) -> None:
+    made = prepare(str(notes), tmp_path / "out", TOKENIZER)
+    assert sum(made.documents.values()) == 60 and made.documents["val"] >= 2
+    assert SEQUENCE < made.tokens["val"] <= 2 * (SEQUENCE + 1) < made.tokens["train"]
+    found = texts(made, tmp_path)
+    assert [found["train"].count(note(n)) + found["val"].count(note(n)) for n in range(60)] == [1] * 60
+    again = prepare(str(notes), tmp_path / "again", TOKENIZER)
+    for end in (".json", ".tokenizer.json", "_train_000000.bin", "_val_000000.bin"):
+        assert Path(made.spec + end).read_bytes() == Path(again.spec + end).read_bytes()
+
+
+@pytest.mark.parametrize("hash_says", [0.0, 0.5])
+@pytest.mark.parametrize("fraction", [0.01, 0.3])
+def test_of_one_text_the_end_is_held_out_from_a_line_break_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fraction: float, hash_says: float
+) -> None:
+    """Whether the hash gives the only document to training or to validation."""
+    monkeypatch.setattr(module, "_share", lambda _: hash_says)
+    text = note(7, lines=1000)
+    (tmp_path / "book.txt").write_text(text + "\n", encoding="utf-8-sig")
+    made = prepare(str(tmp_path / "book.txt"), tmp_path / "out", TOKENIZER, Settings(val_fraction=fraction))
+    found = texts(made, tmp_path)
+    assert found["train"] + found["val"] == text and found["train"].endswith("\n")
+    share = made.tokens["val"] / sum(made.tokens.values())
+    assert made.tokens["val"] > SEQUENCE and (fraction == 0.01 or share == pytest.approx(fraction, abs=0.01))
+
+
+@pytest.mark.parametrize("shard_tokens", [500, 2000, 7000])
+def test_a_part_is_held_out_from_several_shards_and_after_a_kill(
+    tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
+) -> None:
+    settings = Settings(val_fraction=0.4, shard_tokens=shard_tokens)
+    monkeypatch.setattr(module, "_share", lambda _: 1.0)
+    whole = prepare(str(notes), tmp_path / "straight", TOKENIZER, settings)
+    tokens = open_data(whole.spec, "val", cache_dir=tmp_path / "cache")
+    assert 0.4 * sum(whole.tokens.values()) <= len(tokens) == whole.tokens["val"]
+    made = sum(len(open_shard(p).tokens) for p in (tmp_path / "straight").glob("*_train_*.bin"))
+    assert made == whole.tokens["train"] and sum(whole.documents.values()) == 60
+
+    for where in ("_save", "_check_sizes"):  # Just before and just after the cut is recorded.
+        real = getattr(module._Preparation, where)
+
+        def stop(self: object, *given: object, real: Callable[..., object] = real, **cut: object) -> object:
+            if given and not cut:  # An earlier save.
+                return real(self, *given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module._Preparation, where, stop)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(str(notes), tmp_path / where, TOKENIZER, settings)
+        prepare(str(notes), tmp_path / where, TOKENIZER, settings)
+        for path in (tmp_path / "straight").glob("notes*"):
+            assert (tmp_path / where / path.name).read_bytes() == path.read_bytes()
+
+
+def test_too_little_text_says_how_much_is_needed_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text(note(1, lines=40))
+    out = tmp_path / "out"
+    assert main(["data", "prepare", str(tmp_path / "short.txt"), "--tokenizer", TOKENIZER, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "too little text: " in error and "needs 1,025 and 1,025; give " in error and error.count("\n") == 1
+    assert not [path for path in out.iterdir() if not path.name.startswith(".")]
+    times = float(error.split("; give ")[1].split(" times")[0])
+    (tmp_path / "short.txt").write_text("\n".join(note(n, lines=40) for n in range(int(times) + 1)))
+    assert prepare(str(tmp_path / "short.txt"), out, TOKENIZER).tokens["val"] > SEQUENCE
+
+
 def test_the_trained_tokenizer_is_recorded_like_any_other(tmp_path: Path, notes: Path) -> None:
-    made = prepare(str(notes), tmp_path / "out", "train:330", Settings(val_fraction=0.3))
+    made = prepare(str(notes), tmp_path / "out", "train:330")
     assert (made.spec, made.vocab_size) == (str(tmp_path / "out" / "notes_bpe330"), 330)
     stored = load_encoder(f"{made.spec}.tokenizer.json")
     assert (stored.vocab_size, stored.end_of_document) == (330, 0)
@@ -55,6 +132,45 @@ def test_the_trained_tokenizer_is_recorded_like_any_other(tmp_path: Path, notes:
     for wrong in ("train:12", "train:many", "train:70000"):
         with pytest.raises(ValueError, match=f"--tokenizer {wrong}: give a number of ids from 257"):
             prepare(str(notes), tmp_path / "out", wrong)
+
+
+def test_progress_moves_within_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr(text_module, "_PART", 10_000)
+    (tmp_path / "book.txt").write_text(note(1, lines=5000))
+    (tmp_path / "book.txt.gz").write_bytes(gzip.compress((tmp_path / "book.txt").read_bytes()))
+    (tmp_path / "book.jsonl").write_text("".join(json.dumps({"text": note(n)}) + "\n" for n in range(1000)))
+    for name in ("book.txt", "book.txt.gz", "book.jsonl"):
+        seen: list[Progress] = []
+        prepare(str(tmp_path / name), tmp_path / name.replace(".", "-"), TOKENIZER, progress=seen.append)
+        for task in ("training the tokenizer", "tokenizing"):
+            shares = [now.fraction or 0.0 for now in seen if now.task == task]
+            assert shares == sorted(shares) and shares[-1] == 1 and len({s for s in shares if s < 1}) >= 2, (name, task)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json.gz", ".json", ".ndjson"])
+def test_any_key_of_json_and_any_column_of_parquet_is_read(tmp_path: Path, suffix: str) -> None:
+    rows = [{"id": n, "body": note(n)} for n in range(100)]
+    path = tmp_path / f"mail{suffix}"
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if suffix == ".parquet":
+        arrow = pytest.importorskip("pyarrow", reason="Parquet needs the package `pyarrow`")
+        pytest.importorskip("pyarrow.parquet").write_table(
+            arrow.Table.from_pylist([*rows, {"id": 1}]), path, row_group_size=9
+        )
+    else:
+        path.write_bytes(
+            {".json.gz": gzip.compress(lines.encode()), ".json": json.dumps(rows).encode()}.get(suffix, lines.encode())
+        )
+    seen: list[Progress] = []
+    made = prepare(str(path), tmp_path / "out", TOKENIZER, Settings(field="body"), progress=seen.append)
+    assert sum(made.documents.values()) == 100 and seen[-1].fraction == 1
+    found = texts(made, tmp_path)
+    assert all(note(n) in found["train"] or note(n) in found["val"] for n in range(100))
+    with pytest.raises(ValueError, match=r"no key 'text'; its keys are id, body: choose one with --field$"):
+        prepare(str(path), tmp_path / "out", TOKENIZER)
+    with pytest.raises(ValueError, match=r"(line|object|row) 1: 'id' is int, not text; --field names another key$"):
+        prepare(str(path), tmp_path / "out", TOKENIZER, Settings(field="id"))
 
 
 def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +194,46 @@ def nanogpt(folder: Path, top: int = 64, **sizes: int) -> dict[str, np.ndarray]:
 def row(spec: str, split: str, tmp_path: Path) -> np.ndarray:
     source = open_data(spec, split, cache_dir=tmp_path / "cache")  # type: ignore[arg-type]
     return source.read(0, len(source))
+
+
+def test_the_file_that_changed_since_an_earlier_preparation_is_named(tmp_path: Path, notes: Path) -> None:
+    prepare(str(notes), tmp_path / "out", TOKENIZER)
+    (notes / "30.txt").write_text("changed")
+    with pytest.raises(ValueError, match=r"notes/30\.txt \d+', this one has '.*30\.txt 7'; choose another --out"):
+        prepare(str(notes), tmp_path / "out", TOKENIZER)
+
+
+def test_pieces_of_long_documents_are_shuffled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONG", 5000)
+    (tmp_path / "book.txt").write_text(note(7, lines=1000))
+    made = prepare(str(tmp_path / "book.txt"), tmp_path / "out", TOKENIZER)
+    source = open_data(made.spec, "train", cache_dir=tmp_path / "cache")
+    assert made.documents["train"] == 1 and len(source.documents) - 1 == -(-len(source) // 2048) > 2
+
+
+def test_a_folder_of_notes_is_prepared_trained_on_and_evaluated(
+    tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COSMOS_LAB_CACHE", str(tmp_path / "cache"))
+    size = [
+        "--width",
+        "64",
+        "--depth",
+        "1",
+        "--mlp",
+        "96",
+        "--rank",
+        "8",
+        "--steps",
+        "2",
+        "--batch",
+        "2",
+        "--name",
+        "run",
+    ]
+    assert main(["data", "prepare", "notes", "--tokenizer", TOKENIZER]) == 0
+    assert main(["train", "tiny", "--data", "data/notes_bpe300", *size, "--device", "cpu"]) == 0
+    assert main(["evaluate", "runs/run", "--out", "loss.json"]) == 0
+    assert main(["export", "runs/run", "-o", "exported", "--tokenizer", "data/notes_bpe300.tokenizer.json"]) == 0
+    assert json.loads(Path("exported/config.json").read_text())["eos_token_id"] == 0

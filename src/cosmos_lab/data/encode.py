@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cosmos_lab.data.shards import MAX_VOCAB, Tokens
 from cosmos_lab.io import require
 
 NAMES = {"t5": "google-t5/t5-base", "gpt2": "openai-community/gpt2"}
+_LINE = 4096  # Tokens: how far back a line break is looked for.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 
 
@@ -29,12 +31,23 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text, with the end-of-document id last and nowhere else."""
-        rows = []
+        rows, end = [], self.end_of_document
         for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             row = np.array(encoding.ids, dtype=np.uint16)
             # T5's model knows "</s>" as a word; a text that spells it out must not end there.
-            rows.append(np.append(row[row != self.end_of_document], np.uint16(self.end_of_document)))
+            rows.append(np.append(row[row != end], np.uint16(end)))
         return rows
+
+    def ends(self, row: Tokens) -> npt.NDArray[np.int64]:
+        """Return the positions just after each end-of-document id."""
+        return np.flatnonzero(row == self.end_of_document) + 1
+
+    def cut(self, row: Tokens, at: int) -> int:
+        """Return the last place up to `at` where a document ends; else a near one where a line does; else `at`."""
+        if (ends := self.ends(row[:at])).size:
+            return int(ends[-1])
+        near = range(at, max(0, at - _LINE), -1)
+        return next((i for i in near if self.tokenizer.decode([int(row[i - 1])]).endswith("\n")), at)
 
 
 def load_encoder(name: str) -> Encoder:

@@ -3,11 +3,16 @@
 Tokens are appended to `PREFIX_train_000000.bin.part` and so on; a full shard gets its header and loses the `.part`.
 Every 20 seconds the files are synced and `PREFIX.state.json` records how far they and the reader have come; a later
 call cuts the files back to that state and continues. `PREFIX.json` (tokenizer, counts, settings) is written last.
+
+The hash of a document decides what it is for. If that leaves less than one sequence to validate with (few documents,
+or one), the end of the text is held out instead, as large a share as asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import os
 import re
 import time
@@ -16,10 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cosmos_lab.config import DataOptions
 from cosmos_lab.data.embedded import train_tokenizer
 from cosmos_lab.data.encode import Encoder, encoder_of, load_encoder
 from cosmos_lab.data.locate import Split
-from cosmos_lab.data.shards import MAX_VOCAB
+from cosmos_lab.data.shards import MAX_VOCAB, Tokens
 from cosmos_lab.data.text import HUB, Stream, Unit, hub_streams, local_files, local_stream
 from cosmos_lab.data.writer import ShardWriter
 from cosmos_lab.io import atomic_write, disk_error, locked, read_json, write_json
@@ -30,6 +38,8 @@ BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 4_000_000  # Bounds the memory of a batch of long documents.
 SAVE_SECONDS = 20.0  # A kill loses at most this much work.
 TOKENIZER_CHARACTERS = 50_000_000  # A tokenizer is trained on this much text at most, from the start of the source.
+SEQUENCE = DataOptions.seq_len  # Each part has at least one sequence of the default length.
+LONG = 32_768  # Tokens: if documents are longer on average, pieces of them are shuffled instead.
 
 _GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # Wildcards: [...] with its content, and single characters.
 
@@ -160,6 +170,8 @@ class _Preparation:
             for number in range(state["stream"], len(streams)):
                 self._consume(streams[number], number, state["documents"], state["position"], progress)
                 state = self._save(number + 1, 0, None)
+            if all(stream.split != "val" for stream in streams):
+                self._hold_out(len(streams))
             return self._finish()
         finally:
             for writer in self.writers.values():
@@ -174,7 +186,7 @@ class _Preparation:
             ):
                 raise ValueError(
                     f"{self.folder} already has {foreign[0]}, which no unfinished preparation accounts for; choose "
-                    "another folder or prefix, or delete it"
+                    "another --out or --prefix, or delete it"
                 )
         elif state["stream"] or state["documents"]:
             self._check_plan(self.state, state)
@@ -192,9 +204,12 @@ class _Preparation:
         theirs = found.get("plan", {})
         if changed := [key for key in self.plan if theirs.get(key) != self.plan[key]]:
             key = changed[0]
+            was, now = theirs.get(key), self.plan[key]
+            if key == "source" and isinstance(was, list):  # Name the first file that differs.
+                was, now = next((a, b) for a, b in itertools.zip_longest(was, now) if a != b)
             raise ValueError(
-                f"{path} belongs to a preparation with {key} {theirs.get(key)!r:.80}, this one has "
-                f"{self.plan[key]!r:.80}; choose another folder or prefix, or delete {self.prefix}* there"
+                f"{path} belongs to a preparation with {key} {was!r:.200}, this one has {now!r:.200}; "
+                f"choose another --out or --prefix, or delete {self.prefix}* there"
             )
 
     def _consume(
@@ -223,37 +238,84 @@ class _Preparation:
             home = split or ("val" if _share(text) < self.settings.val_fraction else "train")
             limit = self.settings.max_tokens if home == "train" else self.settings.max_val_tokens
             if limit is None or self.writers[home].tokens < limit:
-                self.writers[home].add(tokens)
+                self.writers[home].add(tokens, self.encoder.ends(tokens).size)
             elif home == (split or "train"):
                 return True
         return False
 
-    def _save(self, stream: int, documents: int, position: Any) -> dict[str, Any]:
-        """Flush the work so far to the disk; return the state that a later call starts from."""
-        writers = {split: writer.sync() for split, writer in self.writers.items()}
+    def _save(self, stream: int, documents: int, position: Any, **cut: dict[str, int]) -> dict[str, Any]:
+        """Flush the work so far to the disk; return the state that a later call starts from.
+
+        `cut` has earlier states of writers, to which they are cut back next.
+        """
+        writers = {split: writer.sync() for split, writer in self.writers.items()} | cut
         reader = {"stream": stream, "documents": documents, "position": position}
         state = {"plan": self.plan, "writers": writers, **reader}
         write_json(self.state, state)
         return state
 
+    def _needed(self) -> dict[Split, int]:
+        """Return the fewest tokens of each part: one sequence and its last target, unless less was asked for."""
+        limits = {"train": self.settings.max_tokens, "val": self.settings.max_val_tokens}
+        return {split: min(SEQUENCE + 1, limits[split] or SEQUENCE + 1) for split in SPLITS}
+
+    def _hold_out(self, streams: int) -> None:
+        """If few documents leave a part too short for a sequence, hold out the end of the text instead."""
+        need, train, val = self._needed(), self.writers["train"], self.writers["val"]
+        total = train.tokens + val.tokens
+        if total < need["train"] + need["val"]:
+            return
+        if train.tokens < need["train"]:
+            self._move("val", "train", val.tail(val.tokens), streams)
+        train, val = self.writers["train"], self.writers["val"]
+        if val.tokens < need["val"]:
+            most = min(total - need["train"], self.settings.max_val_tokens)
+            amount = min(max(round(self.settings.val_fraction * total), need["val"]), most) - val.tokens
+            # At least `amount` tokens, and up to twice as many for the sake of whole documents.
+            tail = train.tail(min(2 * amount, train.tokens - need["train"]))
+            cut = self.encoder.cut(tail, tail.size - amount)
+            whole = cut in self.encoder.ends(tail)
+            self._move("train", "val", tail[cut:], streams, kept=0 if whole else 1)
+
+    def _move(self, source: Split, target: Split, tail: Tokens, streams: int, kept: int = 0) -> None:
+        """Move the last tokens of one part to the other; `kept` documents of them stay in part."""
+        ends = self.encoder.ends(tail)
+        for row in np.split(tail, ends):
+            if row.size:
+                self.writers[target].add(row, self.encoder.ends(row).size)
+        state = self.writers[source].without_tail(tail.size, max(0, ends.size - kept))
+        self._save(streams, 0, None, **{source: state})
+        self.writers[source].close()
+        self.writers[source] = ShardWriter(self.folder, f"{self.prefix}_{source}", self.settings.shard_tokens, state)
+
+    def _check_sizes(self) -> None:
+        """Raise a ValueError, and remove the files, if a part is too short for one sequence."""
+        need, have = self._needed(), {split: writer.tokens for split, writer in self.writers.items()}
+        short = [split for split in SPLITS if have[split] < need[split]]
+        if not short:
+            return
+        for split in SPLITS:  # A writer without a state removes its files.
+            self.writers[split].close()
+            ShardWriter(self.folder, f"{self.prefix}_{split}", 1)
+        self.state.unlink()
+        total, least = sum(have.values()), sum(need.values())
+        advice = f"give more of it to {short[0]}"
+        if total < least:
+            advice = f"give {math.ceil(10 * least / total) / 10} times as much" if total else "the source has no text"
+        raise ValueError(
+            f"too little text: {have['train']:,} tokens to train on and {have['val']:,} to validate with, but one "
+            f"sequence of {SEQUENCE:,} tokens in each part needs {need['train']:,} and {need['val']:,}; {advice}"
+        )
+
     def _finish(self) -> dict[str, Any]:
-        if empty := [split for split, writer in self.writers.items() if not writer.documents]:
-            documents = sum(writer.documents for writer in self.writers.values())
-            for split in SPLITS:  # A writer without a state removes its files.
-                self.writers[split].close()
-                ShardWriter(self.folder, f"{self.prefix}_{split}", 1)
-            self.state.unlink()
-            change = "raise" if empty[0] == "val" else "lower"
-            raise ValueError(
-                f"of {documents} documents none fell to {empty[0]}; {change} --val-fraction "
-                f"({self.settings.val_fraction}), give more text, or cut text files into more documents "
-                "(--unit blank-lines)"
-            )
+        self._check_sizes()
         for writer in self.writers.values():
             writer.finish()
+        train = self.writers["train"]
+        end = self.encoder.end_of_document if train.tokens <= LONG * train.documents else None
         facts: dict[str, Any] = {
-            "tokenizer": self.encoder.name, "vocab_size": self.encoder.vocab_size,
-            "end_of_document": self.encoder.end_of_document, "plan": self.plan,
+            "tokenizer": self.encoder.name, "vocab_size": self.encoder.vocab_size, "end_of_document": end,
+            "plan": self.plan,
         }  # fmt: skip
         for name in ("documents", "tokens", "shards"):
             facts[name] = {split: getattr(writer, name) for split, writer in self.writers.items()}

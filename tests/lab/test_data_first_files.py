@@ -16,7 +16,7 @@ from cosmos_lab.data import prepare as module
 from cosmos_lab.data import text as text_module
 from cosmos_lab.data.encode import load_encoder
 from cosmos_lab.data.prepare import SEQUENCE, Prepared, Progress, Settings, prepare
-from cosmos_lab.data.shards import open_shard
+from cosmos_lab.data.shards import open_shard, write_shard
 from cosmos_lab.data.source import open_data
 
 tokenizers = pytest.importorskip("tokenizers", reason="preparing data needs the package `tokenizers`")
@@ -196,11 +196,93 @@ def row(spec: str, split: str, tmp_path: Path) -> np.ndarray:
     return source.read(0, len(source))
 
 
+@pytest.mark.parametrize("named", [["."], ["train.bin"], ["train.bin", "val.bin"], ["*.bin"]])
+def test_raw_tokens_of_nanogpt_become_shards(
+    tmp_path: Path, named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "shakespeare_char"
+    parts = nanogpt(folder, train=9000, val=2000)
+    names = [str(folder / name) for name in named]
+    assert main(["data", "prepare", *names, "--out", str(tmp_path / "out")]) == 0
+    assert (
+        "9,000 tokens to train on, 2,000 to validate with, 65 ids (the largest token + 1; --vocab-size"
+        in capsys.readouterr().out
+    )
+    spec = str(tmp_path / "out" / "shakespeare_char_raw")
+    for split, tokens in parts.items():
+        np.testing.assert_array_equal(row(spec, split, tmp_path), tokens)
+    assert open_data(spec, "train", cache_dir=tmp_path / "cache").vocab_size == 65
+
+
+def test_the_end_of_raw_tokens_without_a_val_file_is_held_out(tmp_path: Path) -> None:
+    tokens = nanogpt(tmp_path / "raw", train=20_000)["train"]
+    made = prepare(
+        str(tmp_path / "raw" / "train.bin"), tmp_path / "out", settings=Settings(val_fraction=0.1, vocab_size=80)
+    )
+    both = [row(made.spec, split, tmp_path) for split in ("train", "val")]
+    np.testing.assert_array_equal(np.concatenate(both), tokens)
+    assert both[1].size == 2000 and made.vocab_size == 80
+    with pytest.raises(
+        ValueError, match=r"train\.bin has token 64, but there are 60 ids; --vocab-size takes 65 to 65536"
+    ):
+        prepare(str(tmp_path / "raw"), tmp_path / "other", settings=Settings(vocab_size=60))
+
+
+def test_raw_tokens_of_gpt2_are_recognized_and_cut_between_documents(tmp_path: Path) -> None:
+    tokens = nanogpt(tmp_path / "owt", top=50256, train=20_000)["train"]
+    tokens[::100] = 50256
+    tokens.tofile(tmp_path / "owt" / "train.bin")
+    made = prepare(str(tmp_path / "owt"), tmp_path / "out")
+    vocabulary = open_data(made.spec, "train", cache_dir=tmp_path / "cache").vocabulary
+    assert (vocabulary.name, vocabulary.size, vocabulary.end_of_document) == ("gpt2", 50257, 50256)
+    assert row(made.spec, "train", tmp_path)[-1] == 50256 and made.tokens["val"] > SEQUENCE
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda f: write_shard(f / "train.bin", np.arange(3000)),
+            r"train\.bin is a token shard already: use it with --data",
+        ),
+        (lambda f: (f / "train.bin").write_bytes(b"abc"), r"train\.bin \(3 bytes\) does not hold raw uint16 tokens"),
+        (
+            lambda f: (f / "train.bin").write_bytes(np.array([20240801, 7] + [0] * 700, "<i4").tobytes()),
+            "header of another",
+        ),
+        (lambda f: nanogpt(f, train=900), r"too little text: .* needs 1,025 and 1,025"),
+    ],
+)
+def test_other_bin_files_are_refused_by_name(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+    make(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        prepare(str(tmp_path / "train.bin"), tmp_path / "out")
+
+
+def test_a_folder_with_text_and_raw_tokens_is_refused_but_own_shards_are_ignored(tmp_path: Path, notes: Path) -> None:
+    made = prepare(str(notes), notes, TOKENIZER)
+    assert prepare(str(notes), notes, TOKENIZER) == made
+    nanogpt(notes, train=3000)
+    with pytest.raises(
+        ValueError, match=r"train\.bin holds tokens, but there is text too; name .*notes/\*\.bin, or the text"
+    ):
+        prepare(str(notes), tmp_path / "out", TOKENIZER)
+    with pytest.raises(ValueError, match=r"train\.bin is not a token shard.*`cosmos-lab data prepare .*train\.bin`"):
+        open_data(str(notes / "train.bin"), "train", cache_dir=tmp_path / "cache")
+
+
 def test_the_file_that_changed_since_an_earlier_preparation_is_named(tmp_path: Path, notes: Path) -> None:
     prepare(str(notes), tmp_path / "out", TOKENIZER)
     (notes / "30.txt").write_text("changed")
     with pytest.raises(ValueError, match=r"notes/30\.txt \d+', this one has '.*30\.txt 7'; choose another --out"):
         prepare(str(notes), tmp_path / "out", TOKENIZER)
+
+
+def test_flags_for_the_other_kind_of_source_are_refused(tmp_path: Path, notes: Path) -> None:
+    nanogpt(tmp_path / "raw", train=3000)
+    for source, settings in ((notes, Settings(vocab_size=300)), (tmp_path / "raw", Settings())):
+        with pytest.raises(ValueError, match="--tokenizer train:N is for text, and --vocab-size for nanoGPT's .bin"):
+            prepare(str(source), tmp_path / "out", TOKENIZER, settings)
 
 
 def test_pieces_of_long_documents_are_shuffled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

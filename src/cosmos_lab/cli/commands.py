@@ -164,6 +164,7 @@ def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list
 def data_command(arguments: list[str]) -> None:
     """Make token shards: cosmos-lab data prepare SOURCE... [flags]."""
     from cosmos_lab.data.prepare import Progress, prepare
+    from cosmos_lab.data.raw import UNKNOWN
 
     usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
     verb, rest = ("prepare", arguments) if arguments and arguments[0] in HELP else _take(arguments, "prepare", usage)
@@ -185,8 +186,10 @@ def data_command(arguments: list[str]) -> None:
         made = prepare(sources, asked.out, asked.tokenizer, asked.settings, prefix=asked.prefix, progress=show)
     finally:
         print(*shown, end="")  # ends the line of progress
-    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with, "
-          f"{made.vocab_size:,} ids; use them with --data {made.spec}")  # fmt: skip
+    guess = made.tokenizer == UNKNOWN and asked.settings.vocab_size is None
+    ids = f"{made.vocab_size:,} ids" + (" (the largest token + 1; --vocab-size sets another number)" if guess else "")
+    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with, {ids}; "
+          f"use them with --data {made.spec}")  # fmt: skip
 
 
 def export_command(arguments: list[str]) -> None:

@@ -26,12 +26,13 @@ class Encoder:
     name: str
     sha256: str
     vocab_size: int
-    end_of_document: int
-    tokenizer: Any
+    end_of_document: int | None
+    tokenizer: Any  # None for raw tokens of an unknown one
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text, with the end-of-document id last and nowhere else."""
         rows, end = [], self.end_of_document
+        assert end is not None  # Only raw tokens, which need no encoding, have none.
         for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             row = np.array(encoding.ids, dtype=np.uint16)
             # T5's model knows "</s>" as a word; a text that spells it out must not end there.
@@ -40,13 +41,13 @@ class Encoder:
 
     def ends(self, row: Tokens) -> npt.NDArray[np.int64]:
         """Return the positions just after each end-of-document id."""
-        return np.flatnonzero(row == self.end_of_document) + 1
+        return np.flatnonzero(row == (-1 if self.end_of_document is None else self.end_of_document)) + 1
 
     def cut(self, row: Tokens, at: int) -> int:
         """Return the last place up to `at` where a document ends; else a near one where a line does; else `at`."""
         if (ends := self.ends(row[:at])).size:
             return int(ends[-1])
-        near = range(at, max(0, at - _LINE), -1)
+        near = range(at, max(0, at - _LINE), -1) if self.tokenizer is not None else ()
         return next((i for i in near if self.tokenizer.decode([int(row[i - 1])]).endswith("\n")), at)
 
 

@@ -26,7 +26,8 @@ import numpy as np
 from cosmos_lab.config import DataOptions
 from cosmos_lab.data.embedded import train_tokenizer
 from cosmos_lab.data.encode import Encoder, encoder_of, load_encoder
-from cosmos_lab.data.locate import Split
+from cosmos_lab.data.locate import Split, label
+from cosmos_lab.data.raw import raw_encoder, raw_files, raw_streams
 from cosmos_lab.data.shards import MAX_VOCAB, Tokens
 from cosmos_lab.data.text import HUB, Stream, Unit, hub_streams, local_files, local_stream
 from cosmos_lab.data.writer import ShardWriter
@@ -54,6 +55,7 @@ class Settings:
     max_val_tokens: int = 10_000_000  # Most validation tokens; further validation documents are left out.
     unit: Unit = "file"  # A document in a text file: the whole file, lines between blank ones, or a WikiText article.
     field: str = "text"  # Key of the text in JSON objects, column of a Parquet file.
+    vocab_size: int | None = None  # Number of ids of nanoGPT's .bin files (None: the largest token + 1).
 
     def check(self) -> None:
         """Raise a ValueError naming the field if a value makes no sense."""
@@ -96,18 +98,23 @@ def prepare(
     """Tokenize text into shards in `out_dir`; after an interruption the same call continues.
 
     Args:
-        source: "c4", "fineweb", "wikitext-103", or paths of text files, folders or globs.
+        source: "c4", "fineweb", "wikitext-103", or paths of files with text or nanoGPT's tokens, folders or globs.
         tokenizer: "t5", "gpt2", the path of a tokenizer.json, a tokenizer's name on the hub, or "train:4096" to train
-            one with so many ids on the text; default "t5" for C4, else "gpt2".
+            one with so many ids on the text; default "t5" for C4, none for nanoGPT's tokens, else "gpt2".
         prefix: start of the files' names; default `SOURCE_TOKENIZER`.
     """
     settings, folder = settings or Settings(), Path(out_dir).expanduser()
     settings.check()
     names = [source] if isinstance(source, str) else list(source)
-    streams, origin = _streams(names, settings)  # First: a misspelt path is found without a network.
-    tokenizer = tokenizer or ("t5" if names == ["c4"] else "gpt2")
-    trained = tokenizer.startswith("train:")
-    encoder = _train_encoder(tokenizer, streams, progress) if trained else load_encoder(tokenizer)
+    streams, origin, raw = _streams(names, settings)  # First: a misspelt path is found without a network.
+    tokenizer = tokenizer or ("t5" if names == ["c4"] else None if raw else "gpt2")
+    trained = tokenizer is not None and tokenizer.startswith("train:")
+    if trained if raw else settings.vocab_size is not None:
+        raise ValueError("--tokenizer train:N is for text, and --vocab-size for nanoGPT's .bin files; leave it out")
+    if tokenizer is None or raw:
+        encoder = raw_encoder(raw, tokenizer, settings.vocab_size)
+    else:
+        encoder = _train_encoder(tokenizer, streams, progress) if trained else load_encoder(tokenizer)
     prefix = prefix or f"{origin[0]}_{encoder.name}"
     plan = {"source": origin, "tokenizer": encoder.sha256, **asdict(settings)}
     try:
@@ -120,15 +127,19 @@ def prepare(
     return Prepared(str(folder / prefix), **known)
 
 
-def _streams(names: list[str], settings: Settings) -> tuple[list[Stream], list[str]]:
-    """Return the streams to read, and what identifies them: the first word is a short name."""
+def _streams(names: list[str], settings: Settings) -> tuple[list[Stream], list[str], list[Path]]:
+    """Return the streams to read, what identifies them (the first word is a short name), and files of raw tokens."""
     if len(names) == 1 and names[0] in HUB:
-        return hub_streams(HUB[names[0]]), [names[0]]
+        return hub_streams(HUB[names[0]]), [names[0]], []
     if not names:
         raise ValueError(f"nothing to prepare: name one of {', '.join(HUB)}, or text files")
     files = local_files(names)
+    raw = raw_files(files) if files[0].suffix == ".bin" else []
     short = _GLOB.sub("", Path(names[0]).name).split(".")[0] or "text"
-    return [local_stream(files, settings.unit, settings.field)], [short, *(f"{p} {p.stat().st_size}" for p in files)]
+    if raw:
+        short = label(files[0])[0] or files[0].resolve().parent.name
+    streams = raw_streams(raw) if raw else [local_stream(files, settings.unit, settings.field)]
+    return streams, [short, *(f"{p} {p.stat().st_size}" for p in raw or files)], raw
 
 
 def _train_encoder(name: str, streams: list[Stream], progress: Callable[[Progress], None] | None) -> Encoder:
@@ -233,7 +244,7 @@ class _Preparation:
 
     def _add(self, texts: Sequence[str], split: Split | None) -> bool:
         """Encode and write; return True if no more of the stream is wanted."""
-        texts = [text for text in texts if text.strip()]
+        texts = [text for text in texts if not isinstance(text, str) or text.strip()]
         for text, tokens in zip(texts, self.encoder.encode(texts)):
             home = split or ("val" if _share(text) < self.settings.val_fraction else "train")
             limit = self.settings.max_tokens if home == "train" else self.settings.max_val_tokens
@@ -319,8 +330,9 @@ class _Preparation:
         }  # fmt: skip
         for name in ("documents", "tokens", "shards"):
             facts[name] = {split: getattr(writer, name) for split, writer in self.writers.items()}
-        with atomic_write(self.folder / f"{self.prefix}.tokenizer.json") as out:
-            out.write(self.encoder.tokenizer.to_str().encode())
+        if self.encoder.tokenizer is not None:
+            with atomic_write(self.folder / f"{self.prefix}.tokenizer.json") as out:
+                out.write(self.encoder.tokenizer.to_str().encode())
         write_json(self.record, facts)
         self.state.unlink()
         return facts

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cosmos_lab.data.locate import label
+from cosmos_lab.data.shards import is_shard
 from cosmos_lab.io import require
 
 Unit = Literal["file", "blank-lines", "articles"]
@@ -29,7 +31,7 @@ _KINDS = {
     ".parquet": "parquet",
 }
 _PACKED = (".xz", ".gz")
-_TAKEN = f"{', '.join(_KINDS)} (all but .parquet also .gz or .xz)"
+_TAKEN = f"{', '.join(_KINDS)} (all but .parquet also .gz or .xz), or nanoGPT's .bin"
 _PART = 1 << 20  # Characters: a longer text file becomes several documents, so that memory and progress allow any size.
 # WikiText marks an article by " = Title = " and its sections by two or more signs on each side.
 _TITLE = re.compile(r"^ ?= [^=].* = ?$")
@@ -44,7 +46,7 @@ class Stream:
     """
 
     split: Literal["train", "val"] | None  # None: each document's hash decides
-    open: Callable[[int, Any], Iterator[str]]
+    open: Callable[[int, Any], Iterator[Any]]  # of text, or of rows of tokens that are ready
     where: Callable[[], Any] = lambda: None  # the reader's position as JSON, None if only documents can be counted
     done: Callable[[], float | None] = lambda: None  # the fraction read so far, if known
 
@@ -75,7 +77,7 @@ def hub_streams(data: HubData) -> list[Stream]:
 
 
 def local_files(paths: Sequence[str]) -> list[Path]:
-    """Return the text files that `paths` (files, folders, globs) name, a folder's sorted by path."""
+    """Return the files of text or raw tokens that `paths` (files, folders, globs) name, a folder's sorted by path."""
     found: list[Path] = []
     for name in paths:
         path = Path(name).expanduser()
@@ -84,6 +86,8 @@ def local_files(paths: Sequence[str]) -> list[Path]:
         elif path.is_file():
             if _kind(path) is None:
                 raise ValueError(f"{path}: cannot tell what it holds; give {_TAKEN}")
+            if path.suffix == ".bin" and is_shard(path):
+                raise ValueError(f"{path} is a token shard already: use it with --data {path}")
             inside = [path]
         else:
             inside = sorted(Path(match) for match in glob.glob(str(path)) if _kind(Path(match)) is not None)
@@ -92,6 +96,9 @@ def local_files(paths: Sequence[str]) -> list[Path]:
                 f"no text at {name!r}: neither one of {', '.join(HUB)} nor a file, folder or glob with {_TAKEN}"
             )
         found += inside
+    if 0 < sum(path.suffix == ".bin" for path in found) < len(found):
+        tokens = next(path for path in found if path.suffix == ".bin")
+        raise ValueError(f"{tokens} holds tokens, but there is text too; name {tokens.parent / '*.bin'}, or the text")
     return found
 
 
@@ -129,16 +136,18 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 
 def _kind(path: Path) -> str | None:
     name = path.name.lower()
+    if name.endswith(".bin"):
+        return "tokens"
     for suffix in _PACKED:
         name = name.removesuffix(suffix)
     return next((kind for suffix, kind in _KINDS.items() if name.endswith(suffix)), None)
 
 
 def _wanted(path: Path, folder: Path) -> bool:
-    """Tell whether a folder's file is data: not hidden, not a program's settings (.json)."""
+    """Tell whether a folder's file is data: not hidden, not a program's settings (.json), not a shard of ours."""
     if any(part.startswith(".") for part in path.relative_to(folder).parts) or path.suffix.lower() == ".json":
         return False
-    return _kind(path) is not None
+    return _kind(path) is not None and (path.suffix != ".bin" or (label(path)[1] is not None and not is_shard(path)))
 
 
 def _read(path: Path, unit: Unit, field: str) -> Iterator[tuple[str, int]]:

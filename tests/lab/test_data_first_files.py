@@ -285,8 +285,7 @@ def test_flags_for_the_other_kind_of_source_are_refused(tmp_path: Path, notes: P
             prepare(str(source), tmp_path / "out", TOKENIZER, settings)
 
 
-def test_pieces_of_long_documents_are_shuffled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONG", 5000)
+def test_pieces_of_one_long_document_are_shuffled(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(note(7, lines=1000))
     made = prepare(str(tmp_path / "book.txt"), tmp_path / "out", TOKENIZER)
     source = open_data(made.spec, "train", cache_dir=tmp_path / "cache")

@@ -40,7 +40,7 @@ BATCH_CHARACTERS = 4_000_000  # Bounds the memory of a batch of long documents.
 SAVE_SECONDS = 20.0  # A kill loses at most this much work.
 TOKENIZER_CHARACTERS = 50_000_000  # A tokenizer is trained on this much text at most, from the start of the source.
 SEQUENCE = DataOptions.seq_len  # Each part has at least one sequence of the default length.
-LONG = 32_768  # Tokens: if documents are longer on average, pieces of them are shuffled instead.
+FEW, LONG = 64, 8192  # If there are fewer documents, and longer ones (in tokens), pieces of them are shuffled instead.
 
 _GLOB = re.compile(r"\[!?\]?[^]]*\]|[][*?]")  # Wildcards: [...] with its content, and single characters.
 
@@ -323,7 +323,8 @@ class _Preparation:
         for writer in self.writers.values():
             writer.finish()
         train = self.writers["train"]
-        end = self.encoder.end_of_document if train.tokens <= LONG * train.documents else None
+        pieces = train.documents < FEW and train.tokens > LONG * train.documents
+        end = None if pieces else self.encoder.end_of_document
         facts: dict[str, Any] = {
             "tokenizer": self.encoder.name, "vocab_size": self.encoder.vocab_size, "end_of_document": end,
             "plan": self.plan,

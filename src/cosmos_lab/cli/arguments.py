@@ -50,7 +50,9 @@ class PrepareCommand:
 
     settings: Settings = field(default_factory=Settings)
     out: str = "data"  # Folder of the shards.
-    tokenizer: str | None = None  # t5, gpt2, a tokenizer.json or a name on the hub (None: t5 for C4, else gpt2).
+    tokenizer: str | None = None
+    """t5, gpt2, a tokenizer.json, a name on the hub, or train:4096 to train one on the text (None: gpt2; t5 for C4)."""
+    prefix: str | None = None  # Start of the shards' names (None: SOURCE_TOKENIZER).
 
 
 @dataclass(frozen=True)

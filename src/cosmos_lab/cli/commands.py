@@ -164,6 +164,7 @@ def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list
 def data_command(arguments: list[str]) -> None:
     """Make token shards: cosmos-lab data prepare SOURCE... [flags]."""
     from cosmos_lab.data.prepare import Progress, prepare
+    from cosmos_lab.data.raw import UNKNOWN
 
     usage = "cosmos-lab data prepare c4|fineweb|wikitext-103|PATH... [flags]"
     verb, rest = ("prepare", arguments) if arguments and arguments[0] in HELP else _take(arguments, "prepare", usage)
@@ -172,16 +173,22 @@ def data_command(arguments: list[str]) -> None:
     sources, rest = _words(rest, "the source", usage)
     asked = flags.parse(flags.PrepareCommand(), rest, prog=usage.removesuffix(" [flags]"))
 
-    def show(now: Progress) -> None:
-        share = "" if now.fraction is None else f", {100 * now.fraction:.1f} %"
-        print(f"\r{now.documents:,} documents, {now.train_tokens:,} tokens{share}", end="", flush=True)
+    shown: list[str] = []
 
-    tokenizer = asked.tokenizer or ("t5" if sources == ["c4"] else "gpt2")
+    def show(now: Progress) -> None:
+        counts = {"documents": now.documents, "tokens": now.train_tokens + now.val_tokens}
+        parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+        parts += [] if now.fraction is None else [f"{100 * now.fraction:.1f} %"]
+        print(f"\r{now.task}: {', '.join(parts)}".ljust(79), end="", flush=True)
+        shown[:] = ["\n"]
+
     try:
-        made = prepare(sources, asked.out, tokenizer, asked.settings, progress=show)
+        made = prepare(sources, asked.out, asked.tokenizer, asked.settings, prefix=asked.prefix, progress=show)
     finally:
-        print()  # ends the line of progress
-    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with; "
+        print(*shown, end="")  # ends the line of progress
+    guess = made.tokenizer == UNKNOWN and asked.settings.vocab_size is None
+    ids = f"{made.vocab_size:,} ids" + (" (the largest token + 1; --vocab-size sets another number)" if guess else "")
+    print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with, {ids}; "
           f"use them with --data {made.spec}")  # fmt: skip
 
 

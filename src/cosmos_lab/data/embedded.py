@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,9 @@ def in_validation(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < VAL_PERCENT
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Any:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
     """Train a byte-level BPE of `vocab_size` ids with id 0 for the end of a document."""
-    message = "the embedded data needs the package `tokenizers`: pip install 'cosmos-optim[lab]', or name token shards"
+    message = "training a tokenizer needs the package `tokenizers`: pip install 'cosmos-optim[lab]'"
     library = require("tokenizers", message)
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cosmos_lab.data.shards import MAX_VOCAB, Tokens
 from cosmos_lab.io import require
 
 NAMES = {"t5": "google-t5/t5-base", "gpt2": "openai-community/gpt2"}
+_LINE = 4096  # Tokens: how far back a line break is looked for.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 
 
@@ -24,17 +26,29 @@ class Encoder:
     name: str
     sha256: str
     vocab_size: int
-    end_of_document: int
-    tokenizer: Any
+    end_of_document: int | None
+    tokenizer: Any  # None for raw tokens of an unknown one
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text, with the end-of-document id last and nowhere else."""
-        rows = []
+        rows, end = [], self.end_of_document
+        assert end is not None  # Only raw tokens, which need no encoding, have none.
         for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             row = np.array(encoding.ids, dtype=np.uint16)
             # T5's model knows "</s>" as a word; a text that spells it out must not end there.
-            rows.append(np.append(row[row != self.end_of_document], np.uint16(self.end_of_document)))
+            rows.append(np.append(row[row != end], np.uint16(end)))
         return rows
+
+    def ends(self, row: Tokens) -> npt.NDArray[np.int64]:
+        """Return the positions just after each end-of-document id."""
+        return np.flatnonzero(row == (-1 if self.end_of_document is None else self.end_of_document)) + 1
+
+    def cut(self, row: Tokens, at: int) -> int:
+        """Return the last place up to `at` where a document ends; else a near one where a line does; else `at`."""
+        if (ends := self.ends(row[:at])).size:
+            return int(ends[-1])
+        near = range(at, max(0, at - _LINE), -1) if self.tokenizer is not None else ()
+        return next((i for i in near if self.tokenizer.decode([int(row[i - 1])]).endswith("\n")), at)
 
 
 def load_encoder(name: str) -> Encoder:
@@ -56,7 +70,7 @@ def load_encoder(name: str) -> Encoder:
     except Exception as error:
         raise ValueError(
             f"cannot fetch the tokenizer {NAMES.get(name, name)!r} from the hub ({error}); without a network, give the "
-            "path of its tokenizer.json"
+            "path of its tokenizer.json, or train one on the text (--tokenizer train:4096)"
         ) from error
     return encoder_of(name.rsplit("/", 1)[-1], tokenizer)
 

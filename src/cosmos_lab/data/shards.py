@@ -113,6 +113,12 @@ def document_ends(
     return ends
 
 
+def is_shard(path: Path) -> bool:
+    """Tell whether a file starts with a shard's header."""
+    with open(path, "rb") as handle:
+        return handle.read(8) == header(0)[:8]
+
+
 def _count(start: bytes, shown: Path) -> int:
     """Return the number of tokens that a shard's header announces."""
     if len(start) < HEADER_BYTES:
@@ -121,7 +127,7 @@ def _count(start: bytes, shown: Path) -> int:
     if magic != MAGIC or version != VERSION:
         raise ValueError(
             f"{shown} is not a token shard: it starts with {magic}, {version} instead of {MAGIC}, {VERSION}; "
-            "make shards with `cosmos-lab data prepare`"
+            f"`cosmos-lab data prepare {shown}` makes shards of nanoGPT's raw uint16 tokens"
         )
     if count < 1:
         raise ValueError(f"{shown} holds no tokens: its header says {count}")

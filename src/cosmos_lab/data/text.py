@@ -13,18 +13,26 @@ import json
 import lzma
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cosmos_lab.data.locate import label
+from cosmos_lab.data.shards import is_shard
 from cosmos_lab.io import require
 
 Unit = Literal["file", "blank-lines", "articles"]
 
-_TEXT = (".txt", ".text", ".md", ".tokens")
-_LINES = (".jsonl", ".ndjson")
+_KINDS = {
+    **dict.fromkeys((".txt", ".text", ".md", ".tokens"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    ".parquet": "parquet",
+}
 _PACKED = (".xz", ".gz")
+_TAKEN = f"{', '.join(_KINDS)} (all but .parquet also .gz or .xz), or nanoGPT's .bin"
+_PART = 1 << 20  # Characters: a longer text file becomes several documents, so that memory and progress allow any size.
 # WikiText marks an article by " = Title = " and its sections by two or more signs on each side.
 _TITLE = re.compile(r"^ ?= [^=].* = ?$")
 
@@ -38,7 +46,7 @@ class Stream:
     """
 
     split: Literal["train", "val"] | None  # None: each document's hash decides
-    open: Callable[[int, Any], Iterator[str]]
+    open: Callable[[int, Any], Iterator[Any]]  # of text, or of rows of tokens that are ready
     where: Callable[[], Any] = lambda: None  # the reader's position as JSON, None if only documents can be counted
     done: Callable[[], float | None] = lambda: None  # the fraction read so far, if known
 
@@ -69,43 +77,50 @@ def hub_streams(data: HubData) -> list[Stream]:
 
 
 def local_files(paths: Sequence[str]) -> list[Path]:
-    """Return the text files that `paths` (files, folders, globs) name, in that order, a folder's sorted by path."""
+    """Return the files of text or raw tokens that `paths` (files, folders, globs) name, a folder's sorted by path."""
     found: list[Path] = []
     for name in paths:
         path = Path(name).expanduser()
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) is not None)
+            inside = sorted(inner for inner in path.rglob("*") if inner.is_file() and _wanted(inner, path))
         elif path.is_file():
             if _kind(path) is None:
-                raise ValueError(f"{path}: cannot tell what it holds; give {', '.join(_TEXT + _LINES)}, packed or not")
+                raise ValueError(f"{path}: cannot tell what it holds; give {_TAKEN}")
+            if path.suffix == ".bin" and is_shard(path):
+                raise ValueError(f"{path} is a token shard already: use it with --data {path}")
             inside = [path]
         else:
             inside = sorted(Path(match) for match in glob.glob(str(path)) if _kind(Path(match)) is not None)
         if not inside:
             raise ValueError(
-                f"no text at {name!r}: neither one of {', '.join(HUB)} nor a file, folder or glob with "
-                f"{', '.join(_TEXT + _LINES)} files (.xz and .gz too)"
+                f"no text at {name!r}: neither one of {', '.join(HUB)} nor a file, folder or glob with {_TAKEN}"
             )
         found += inside
+    if 0 < sum(path.suffix == ".bin" for path in found) < len(found):
+        tokens = next(path for path in found if path.suffix == ".bin")
+        raise ValueError(f"{tokens} holds tokens, but there is text too; name {tokens.parent / '*.bin'}, or the text")
     return found
 
 
 def local_stream(files: Sequence[Path], unit: Unit, field: str = "text") -> Stream:
-    """Return the documents of `.txt`-like or `.jsonl` files, perhaps `.xz` or `.gz`, as a stream.
+    """Return the documents of text, JSON or Parquet files as a stream.
 
-    A document is what `unit` says in a text file, and the text under the key `field` of a line in a `.jsonl` file.
+    A document is what `unit` says in a text file, and else the text under the key `field` of an object or row.
     """
     if unit not in ("file", "blank-lines", "articles"):
         raise ValueError(f'unit is {unit!r}; give "file", "blank-lines" or "articles"')
-    total = sum(path.stat().st_size for path in files) or 1
-    finished = [0]
+    sizes = [path.stat().st_size for path in files]
+    read = [0]
 
     def texts() -> Iterator[str]:
-        for path in files:
-            yield from _read(path, unit, field)
-            finished[0] += path.stat().st_size
+        before = 0
+        for path, size in zip(files, sizes):
+            for text, place in _parquet(path, field) if _kind(path) == "parquet" else _read(path, unit, field):
+                read[0] = before + place
+                yield text
+            read[0] = before = before + size
 
-    return Stream(None, lambda skip, _: itertools.islice(texts(), skip, None), done=lambda: finished[0] / total)
+    return Stream(None, lambda skip, _: itertools.islice(texts(), skip, None), done=lambda: read[0] / (sum(sizes) or 1))
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
@@ -120,45 +135,87 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _kind(path: Path) -> str | None:
-    name = path.name
+    name = path.name.lower()
+    if name.endswith(".bin"):
+        return "tokens"
     for suffix in _PACKED:
         name = name.removesuffix(suffix)
-    if name.endswith(_TEXT):
-        return "text"
-    return "lines" if name.endswith(_LINES) else None
+    return next((kind for suffix, kind in _KINDS.items() if name.endswith(suffix)), None)
 
 
-def _read(path: Path, unit: Unit, field: str) -> Iterator[str]:
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+def _wanted(path: Path, folder: Path) -> bool:
+    """Tell whether a folder's file is data: not hidden, not a program's settings (.json), not a shard of ours."""
+    if any(part.startswith(".") for part in path.relative_to(folder).parts) or path.suffix.lower() == ".json":
+        return False
+    return _kind(path) is not None and (path.suffix != ".bin" or (label(path)[1] is not None and not is_shard(path)))
+
+
+def _read(path: Path, unit: Unit, field: str) -> Iterator[tuple[str, int]]:
+    """Yield the documents of a file of text or JSON, each with the number of bytes read so far."""
+    unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix.lower(), lambda raw: raw)
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            if _kind(path) == "lines":
-                yield from _json_texts(path, lines, field)
+        with open(path, "rb") as raw:
+            lines = io.TextIOWrapper(unpack(raw), encoding="utf-8-sig")
+            if _kind(path) == "json":
+                texts = _json_texts(path, lines, field)
             elif unit == "articles":
-                yield from articles(lines)
+                texts = articles(lines)
             elif unit == "blank-lines":
-                for blank, group in itertools.groupby(lines, key=lambda line: not line.strip()):
-                    if not blank:
-                        yield "".join(group).strip()
+                groups = itertools.groupby(lines, key=lambda line: not line.strip())
+                texts = ("".join(group).strip() for blank, group in groups if not blank)
             else:
-                yield lines.read().strip()
+                texts = ("".join(part).strip() for part in iter(lambda: lines.readlines(_PART), []))
+            for text in texts:
+                yield text, raw.tell()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}); convert it first") from error
-    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path} is truncated or damaged ({error}); copy it again") from error
 
 
-def _json_texts(path: Path, lines: io.TextIOBase, field: str) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
+def _json_texts(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[str]:
+    """Yield the texts of a file with an object on each line, or with one list of objects."""
+    first = lines.readline()
+    whole = first.lstrip().startswith("[")
+    for number, line in enumerate([first + lines.read()] if whole else itertools.chain([first], lines), 1):
         if not line.strip():
             continue
         try:
-            text = json.loads(line)[field]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a JSON object with the key {field!r} ({error!r})") from error
-        if not isinstance(text, str):
-            raise ValueError(f"{path}, line {number}: {field!r} is {type(text).__name__}, not text")
-        yield text.encode("utf-8", "replace").decode()  # JSON may spell half a character out; tokenizers refuse it.
+            rows = json.loads(line) if whole else [json.loads(line)]
+        except ValueError as error:
+            advice = "give an object on each line, or one list of objects"
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); {advice}") from error
+        for index, row in enumerate(rows, 1):
+            yield _text(f"{path}, object {index}" if whole else f"{path}, line {number}", field, row)
+
+
+def _parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    """Yield the texts of one column, each with its share of the file's bytes."""
+    message = f"{path.name} needs the package `pyarrow`: pip install 'cosmos-optim[lab,data]', or give .jsonl"
+    arrow, parquet = require("pyarrow", message), require("pyarrow.parquet", message)
+    try:
+        with parquet.ParquetFile(path) as table:
+            _text(str(path), field, dict.fromkeys(table.schema_arrow.names, ""))  # Is there such a column?
+            number, size = 0, path.stat().st_size
+            for batch in table.iter_batches(batch_size=1024, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    row = {field: "" if text is None else text}
+                    yield _text(f"{path}, row {number}", field, row), size * number // table.metadata.num_rows
+    except (arrow.lib.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a readable Parquet file ({error}); copy it again") from error
+
+
+def _text(place: str, field: str, row: Any) -> str:
+    """Return the text of a row, or raise a ValueError that names the keys it has."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: {type(row).__name__} instead of an object with the key {field!r}")
+    if field not in row:
+        names = ", ".join(itertools.islice(row, 20)) or "none"
+        raise ValueError(f"{place}: no key {field!r}; its keys are {names}: choose one with --field")
+    if not isinstance(text := row[field], str):
+        raise ValueError(f"{place}: {field!r} is {type(text).__name__}, not text; --field names another key")
+    return text.encode("utf-8", "replace").decode()  # JSON may have half a character, which tokenizers refuse.
 
 
 def _hub_stream(data: HubData, name: str, split: Literal["train", "val"] | None) -> Stream:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from cosmos_lab.data.shards import HEADER_BYTES, Tokens, header
 
 
@@ -26,7 +28,7 @@ class ShardWriter:
         self._out: BinaryIO | None = None
         self._cut_back()
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: Tokens, documents: int = 1) -> None:
         if self.filled and self.filled + tokens.size > self.limit:
             self.finish()
         if self._out is None:
@@ -35,7 +37,7 @@ class ShardWriter:
         self._out.write(tokens.astype("<u2").tobytes())
         self.filled += tokens.size
         self.tokens += tokens.size
-        self.documents += 1
+        self.documents += documents
 
     def sync(self) -> dict[str, int]:
         """Flush all documents so far to the disk; return the state to start from later."""
@@ -43,6 +45,31 @@ class ShardWriter:
             self._out.flush()
             os.fsync(self._out.fileno())
         return {name: getattr(self, name) for name in ("shards", "filled", "tokens", "documents")}
+
+    def tail(self, count: int) -> Tokens:
+        """Return the last `count` tokens."""
+        self.sync()
+        rows: list[Tokens] = []
+        for number, size in reversed(list(enumerate(self._sizes()))):
+            take = min(count, size)
+            path = self._path(".bin.part" if number == self.shards else ".bin", number)
+            if take:
+                rows.insert(0, np.fromfile(path, "<u2", take, offset=HEADER_BYTES + 2 * (size - take)))
+            count -= take
+        return np.concatenate(rows)
+
+    def without_tail(self, count: int, documents: int) -> dict[str, int]:
+        """Return the state to start from if the last `count` tokens are to be removed."""
+        sizes, left = self._sizes(), count
+        while left >= sizes[-1] and len(sizes) > 1:
+            left -= sizes.pop()
+        shards, tokens = len(sizes) - 1, self.tokens - count
+        return {"shards": shards, "filled": sizes[-1] - left, "tokens": tokens, "documents": self.documents - documents}
+
+    def _sizes(self) -> list[int]:
+        """Return the tokens in each full shard and in the open one."""
+        full = [self._path(".bin", number).stat().st_size for number in range(self.shards)]
+        return [*((size - HEADER_BYTES) // 2 for size in full), self.filled]
 
     def finish(self) -> None:
         """Complete the open shard, if any: its header, then its name."""

@@ -127,6 +127,8 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
         differ = {key: b[key] for key in STRUCTURE if key in a and key in b and a[key] != b[key]}
         if None not in (a.get("row_beta2"), b.get("row_beta2")):  # any two decay rates use the same state
             differ.pop("row_beta2", None)
+        if all(optimizer._layouts[p].flips(a | b) == optimizer._layouts[p].flipped for p in a["params"]):
+            differ.pop("side", None)
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")

@@ -164,6 +164,8 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
                 "optimizer from the same model, with the same parameters frozen"
             )
         differ = {key: b[key] for key in differing(a, b, STRUCTURE)}
+        if all(optimizer._layouts[p].flips(a | b) == optimizer._layouts[p].flipped for p in a["params"]):
+            differ.pop("side", None)
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")

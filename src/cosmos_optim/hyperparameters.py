@@ -24,7 +24,7 @@ from cosmos_optim.rules.rule import two_sided
 # The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
     "weight_decay": 0.0, "maximize": False, "nonfinite": "skip", "missing": "skip", "stochastic_rounding": False,
-    "side": "input", "split_sizes": None, "layout": "matrix",
+    "side": "auto", "split_sizes": None, "layout": "matrix",
 }  # fmt: skip
 # Names with a meaning here. In a group whose rule has no such setting they are errors; any other key is left alone.
 OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
@@ -129,7 +129,7 @@ CHECKS: dict[str, Check] = {
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16),
     "nonfinite": _one_of("skip", "raise"),
     "missing": _one_of("skip", "zero"),
-    "side": _one_of("input", "smaller"),
+    "side": _one_of("auto", "input", "smaller"),
     "layout": _one_of(*LAYOUTS),
     "split_sizes": _check(_is_sizes, "a list of the rows of each block"),
 }

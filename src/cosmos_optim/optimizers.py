@@ -54,7 +54,8 @@ class Cosmos(MatrixOptimizer):
         nesterov: use Nesterov's momentum in both halves.
         row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves the rows as they are.
         two_sided: track a basis on both sides of a matrix (Algorithm 4).
-        side: the tracked side: "input" (columns), or "smaller", which saves state.
+        side: the tracked side: "auto" (columns; rows if there are fewer of them than `rank`), "input" (columns), or
+            "smaller", which saves state.
         eps_placement: "outside" is sqrt(V) + eps; "inside" is sqrt(V + eps), as printed in the paper.
         residual_guard: share of the momentum's energy below which the Muon half is dropped as noise; 0 is off.
         ns_steps: Newton-Schulz iterations.
@@ -81,7 +82,7 @@ class Cosmos(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
         rank: int = 32, gamma: float | None = None, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        nesterov: bool = True, row_beta2: float | None = 0.95, two_sided: bool = False, side: str = "input",
+        nesterov: bool = True, row_beta2: float | None = 0.95, two_sided: bool = False, side: str = "auto",
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
@@ -109,7 +110,7 @@ class CosmosPaper(Cosmos):
     def __init__(
         self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
         rank: int = 64, gamma: float | None = None, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        nesterov: bool = False, row_beta2: float | None = None, two_sided: bool = False, side: str = "input",
+        nesterov: bool = False, row_beta2: float | None = None, two_sided: bool = False, side: str = "auto",
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
@@ -207,7 +208,7 @@ class SOAP(MatrixOptimizer):
             few gradients they rotate momentum into directions with a second moment near 0.
         two_sided: keep a basis on each side, as published SOAP does.
         squares: average the squares of the "gradient" (published SOAP) or of the "momentum" (the paper's box).
-        side: the side of a one-sided basis: "input" (columns), or "smaller", which saves state.
+        side: the side of a one-sided basis: "auto" and "input" (columns), or "smaller", which saves state.
         betas: decay of the momentum and of the second moments, for SOAP and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
         split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
@@ -221,7 +222,7 @@ class SOAP(MatrixOptimizer):
 
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
-        frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "input",
+        frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "auto",
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
         cuda_graphs: bool = True,

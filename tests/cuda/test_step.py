@@ -121,7 +121,7 @@ LOW_RANK = Case("cosmos", 37, 29, {"rank": 8}, gradient="rank 5")
 def test_a_gradient_of_low_rank_gives_the_step_of_the_definition(device: torch.device) -> None:
     """Three of eight columns hold rounding only, and so does the residual: both are left out of the update.
 
-    The definition runs in float32 here, because what fills the columns without gradient, eps U, depends on the dtype.
+    The definition runs in float32 here, because what counts as rounding noise depends on the dtype.
     """
     start = problem(LOW_RANK, device)
     found = errors(schedule(LOW_RANK, start), definition(LOW_RANK, start, torch.float32), start)

@@ -78,7 +78,7 @@ def check_power_sum(k: int, r: int, size: float, device: torch.device) -> None:
     HU, c = torch.randn(2, k, r).to(device) * size, torch.tensor([1.0, 3.0], device=device).view(2, 1, 1) * size
     Y, columns = power_sum(U, S, HU, c, 0.9)
     u, s, hu, scale = (x.double() for x in (U, S, HU, c))
-    exact = 0.9 * u @ (s / scale**2) + 0.1 * (hu / scale + torch.finfo(torch.float32).eps * u)
+    exact = 0.9 * u @ (s / scale**2) + 0.1 * hu / scale
     assert relative_error(Y, exact) < FLOAT32
     assert (columns is None) == (r > MAX_COLUMNS)
     # Norms summed in another order differ by rounding, which moves entries of at most 1.
@@ -86,8 +86,31 @@ def check_power_sum(k: int, r: int, size: float, device: torch.device) -> None:
 
 
 def test_power_sum_equals_its_formula_in_float64(shape: tuple[int, int], size: float, device: torch.device) -> None:
-    """Compute beta U S / c^2 + (1 - beta) (HU / c + eps U)."""
+    """Compute beta U S / c^2 + (1 - beta) HU / c."""
     check_power_sum(*shape, size, device)
+
+
+@pytest.mark.parametrize("r", [6, 130])
+def test_power_sum_takes_rounding_noise_in_S_for_zero(r: int, device: torch.device) -> None:
+    """A diagonal entry far below the trace, and products far below the two columns that they are of."""
+    U, S = orthonormal_columns(40 + r, r, device), torch.eye(r, device=device).repeat(2, 1, 1)
+    S[:, 1, 1], S[:, 1, 2], S[:, 2, 1], S[:, 0, 3], S[:, 3, 0] = 1e-12, 1e-7, 1e-7, 1e-6, 1e-6
+    S[:, 4, 4], S[:, 4, 5], S[:, 5, 4] = 1e-4, 1e-6, 1e-6  # small, but real
+    expected = S.clone()
+    expected[:, 1], expected[:, :, 1], expected[:, 0, 3], expected[:, 3, 0] = 0, 0, 0, 0
+    Y, _ = power_sum(U, S, torch.zeros_like(U), torch.ones(2, 1, 1, device=device), 0.9)
+    assert relative_error(Y, 0.9 * U.double() @ expected.double()) < FLOAT32
+    assert not Y[..., 1].any()
+
+
+def test_scale_for_power_step_takes_rounding_noise_for_zero(device: torch.device) -> None:
+    """An entry far below the largest of its row; rows may be of any size."""
+    Y = torch.randn(2, 70, 6).to(device) * torch.logspace(0, -12, 70).to(device)[:, None]
+    Y[:, :, 2] = 1e-6 * Y.abs().amax(-1)
+    Y[:, ::2, 4] = 1e-4 * Y[:, ::2].abs().amax(-1)
+    parts, _, _ = scale_for_power_step(Y, torch.zeros(2, 6, 6, device=device), *norm_sq_and_max(Y))
+    assert not parts[..., 2].any()
+    assert bool((parts[0, :, :2, 4] != 0).any())
 
 
 @pytest.mark.parametrize("r", RANKS)
@@ -149,7 +172,7 @@ def test_soap_half_equals_adam_in_float64(
     tracked = (torch.arange(r, device=device) % 3 > 0).float().expand(2, 1, r).contiguous()
     t = torch.tensor([1.0, 300.0], device=device).view(2, 1, 1)
     found, P, minus_NU, norm_sq_parts = soap_half(
-        V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, eps_inside_root=inside, extra_steps=extra
+        V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, eps_inside_root=inside, extra_steps=extra, floor=FLOOR
     )
     exact = 0.9999 * V.double() + 0.0001 * GU.double().square()
     steps = t.double()
@@ -162,13 +185,27 @@ def test_soap_half_equals_adam_in_float64(
     assert torch.equal(minus_NU, split_both(-NU)[1])
 
 
+@pytest.mark.parametrize(("floor", "kept"), [(FLOOR, False), (-1.0, True)])
+def test_soap_half_leaves_out_rounding_noise_unless_there_is_no_floor(
+    floor: float, kept: bool, device: torch.device
+) -> None:
+    """An entry that has been far below the largest of its row in every step."""
+    GU = torch.randn(2, 30, 8).to(device) * torch.logspace(0, -9, 30).to(device)[:, None]
+    GU[:, :, 3] = 1e-7 * GU.abs().amax(-1)
+    tracked, t = torch.ones(2, 1, 8, device=device), torch.ones(2, 1, 1, device=device)
+    given = {"betas": (0.9, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0, "floor": floor}
+    _, P, _, _ = soap_half(torch.zeros_like(GU), GU, 0.1 * GU, tracked, t, **given)
+    assert bool((P[..., 3] != 0).all() if kept else (P[..., 3] == 0).all())
+    assert float((P.abs() - 1)[..., [0, 1, 2, 4, 5, 6, 7]].abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("size", [1e-15, 1e15])
 def test_soap_half_without_eps_returns_0_for_0_divided_by_0(size: float, device: torch.device) -> None:
     """beta1 = 0 is an average of one step."""
     GU, NU = torch.randn(2, 20, 4).to(device) * size, torch.randn(2, 20, 4).to(device) * size
     V, tracked, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)
     GU[:, :5], NU[:, :3] = 0, 0
-    given = {"betas": (0.0, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0}
+    given = {"betas": (0.0, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0, "floor": -1.0}
     found, P, _, _ = soap_half(V, GU, NU, tracked, t, **given)
     assert relative_error(found, 0.02 * GU.double().square()) < FLOAT32
     assert relative_error(P[:, 5:], NU[:, 5:].double() / GU[:, 5:].double().abs()) < FLOAT32

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cosmos_optim.linalg import subspace
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.subspace import first_basis
+from cosmos_optim.linalg.subspace import NOISE, first_basis, power_step
 
 # Single precision. The gaps of the spectra are wide enough for START_STEPS power steps.
 ANGLE = 1e-4
@@ -96,3 +96,32 @@ def test_random_columns_are_made_once_for_each_size() -> None:
         basis_of(torch.randn(2, 20, 12), 4)
     found = subspace._columns_on_host.cache_info()
     assert (found.misses, found.hits) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_columns_without_gradient_stay_while_the_others_turn(dtype: torch.dtype) -> None:
+    """After a gradient of rank 3 and one of rank 2 with other rows, three of eight columns still hold nothing.
+
+    The new basis has both row spaces, and what the old one had beside them: nothing comes from rounding.
+    """
+    first, second = (torch.randn(1, 40, k, dtype=dtype) @ torch.randn(1, k, 60, dtype=dtype) for k in (3, 2))
+    alg = Algebra(40, 60)
+    U = first_basis(first, 8, alg, like=torch.zeros(1, 60, 8, dtype=dtype))
+    new = power_step(second, U, (first @ U).mT @ (first @ U), 0.9, alg)
+    held = torch.linalg.svd(torch.cat([first, second], -2)[0].double())[2][:5].mT
+    kept = new[0].double() - held @ (held.mT @ new[0].double())
+    sizes = kept.norm(dim=0)
+    assert int((sizes > 0.5).sum()) == 3
+    surplus = kept[:, sizes > 0.5]
+    old = torch.linalg.qr(torch.cat([U[0].double(), held], -1))[0]
+    rounding = 10 * NOISE[torch.float32] if dtype is torch.float32 else NOISE[dtype]
+    assert float((surplus - old @ (old.mT @ surplus)).abs().max()) < rounding
+    assert float((second @ new).abs()[..., sizes > 0.5].max() / second.abs().max()) < rounding
+
+
+def test_equal_eigenvalues_are_turned_by_the_span_and_not_by_rounding() -> None:
+    """Two equal blocks have every eigenvalue twice; one rounding of the gradient must not turn their eigenvectors."""
+    G = torch.block_diag(*[torch.randn(6, 9, dtype=torch.float64)] * 2)[None]
+    off = 1 + torch.randint(-1, 2, G.shape).double() * torch.finfo(torch.float64).eps
+    a, b = (first_basis(x, 8, Algebra(12, 18), like=torch.zeros(1, 18, 8, dtype=torch.float64)) for x in (G, G * off))
+    assert float((a - b).abs().max()) < NOISE[torch.float64]

@@ -119,6 +119,16 @@ def test_the_smaller_side_saves_state() -> None:
     torch.testing.assert_close(wide.T, tall, rtol=1e-5, atol=1e-6)
 
 
+def test_a_matrix_with_fewer_rows_than_the_rank_is_tracked_on_the_side_of_its_rows() -> None:
+    """A factor of LoRA then has hardly more state than with AdamW; from `rank` rows on, the input side is tracked."""
+    few, more = matrix((8, 1024)), matrix((32, 64))
+    opt = Cosmos([few, more])
+    assert opt.state[few]["U"].shape == (8, 8)
+    assert sum(x.numel() for x in opt.state[few].values()) < 1.1 * 2 * few.numel()
+    assert opt.state[more]["U"].shape == (64, 32)
+    assert Cosmos([few], side="input").state[few]["U"].shape == (1024, 32)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_maximize_mirrors_minimize(name: str) -> None:
     kwargs = small_rank(name, 3)

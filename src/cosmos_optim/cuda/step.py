@@ -91,11 +91,12 @@ def cosmos_step_(
 
     GU, MU, M_max = momentum_(M, G, 1 - b1, (U_f16, U_bf16), r, skip, grad_max)             # L4, with G U and M U
     C, E = thin_product_parts(U, U_old), total(thin_product_parts(GU, GU, gain=1 - b2))
-    S, tracked = second_moment(S, C, E, b2, noise_floor(S.dtype, guard))                    # L6
+    floor = noise_floor(S.dtype, guard)
+    S, tracked = second_moment(S, C, E, b2, floor)                                          # L6
     NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
     V, P, minus_NU, (P_sq, NU_sq) = soap_half(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
-        extra_steps=int(nesterov))                                                          # L7, L8
+        extra_steps=int(nesterov), floor=floor)                                             # L7, L8
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_bf16, M_max)                    #      N - N U U'
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products

@@ -67,7 +67,8 @@ class Layout:
 
     layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
     (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
-    side: "input", or "smaller" to put the basis on the shorter side.
+    side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input side,
+        but the rows if there are fewer of them than the basis would have columns.
     split_sizes: rows of each block of a fused weight.
     """
 
@@ -80,6 +81,7 @@ class Layout:
         self.kind: str = group.get("layout", "matrix")
         self.dtype = p.dtype
         if rule.elementwise:
+            self.flipped = False
             return
         if p.dim() < 2:
             raise ValueError(
@@ -90,9 +92,21 @@ class Layout:
         self.batch = 1 if self.kind == "conv" else math.prod(self.shape[:-2])
         self.splits = self._check_splits(group.get("split_sizes"), rows)
         sizes = self.splits or (rows,)
-        self.flipped = group.get("side", "input") == "smaller" and self.splits is None and rows < n
+        self.flipped = self.flips(group)
         self.sizes_mn = [((n, m) if self.flipped else (m, n)) for m in sizes]
         self.blocks_mn = self.sizes_mn * self.batch
+
+    def flips(self, group: Settings) -> bool:
+        """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
+
+        "auto" does if the basis would have more columns than the gradient has rows: some would hold nothing.
+        """
+        if self.rule.elementwise or self.splits is not None:
+            return False
+        (rows, n), side = self._matrix_shape(), group.get("side", "auto")
+        if side == "auto":
+            return self.rule.name == "cosmos" and rows < min(group["rank"], n)
+        return side == "smaller" and rows < n
 
     def _matrix_shape(self) -> tuple[int, int]:
         if self.kind == "conv":

@@ -6,6 +6,7 @@ inverse of its Cholesky factor; r = n for the square bases of SOAP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -24,17 +25,22 @@ def orthonormalize(Y: Tensor, inner: Inner, fallback: Tensor) -> Tensor:
 
     The columns of a power step are nearly orthogonal, but their norms span the whole spectrum, so they are scaled to
     norm 1 first. That removes most of the ill-conditioning. The first of the three passes adds a shift to the Gram
-    matrix (shifted CholeskyQR3, Fukaya et al. 2020), which keeps the factorization positive up to condition 1/eps. If
-    the factorization of a matrix fails anyway, its result is `fallback`: no host synchronization, no exception.
+    matrix (shifted CholeskyQR3, Fukaya et al. 2020), which keeps the factorization positive up to condition 1/eps. A
+    column that is zero, or depends on the columns before it up to the root of that shift, is replaced by the column of
+    `fallback`, made orthogonal to the others: rounding would choose its direction. If the factorization of a matrix
+    fails anyway, its result is all of `fallback`: no host synchronization, no exception.
     """
-    return _cholesky_passes(_unit_columns(Y, inner), inner, fallback, passes=3, max_entry=2.0)
+    return _cholesky_passes(_unit_columns(Y, inner), inner, fallback, passes=3, max_entry=2.0, max_share=0.5)
 
 
-def _cholesky_passes(Q: Tensor, inner: Inner, fallback: Tensor, passes: int, max_entry: float) -> Tensor:
+def _cholesky_passes(
+    Q: Tensor, inner: Inner, fallback: Tensor, passes: int, max_entry: float, max_share: float = math.inf
+) -> Tensor:
     """Orthonormalize Q, which must have columns of norm 1.
 
     The error after a pass is one rounding times the square of its factor W. So the result is `fallback` if an entry of
-    the last W is `max_entry` or more.
+    the last W is `max_entry` or more. The share of the shift in pivot j is shift |W_j|^2: 1 if the column has nothing
+    that the columns before it lack. If it exceeds `max_share`, the column is replaced by that of `fallback`.
     """
     r = Q.shape[-1]
     eye = torch.eye(r, dtype=Q.dtype, device=Q.device)
@@ -44,6 +50,8 @@ def _cholesky_passes(Q: Tensor, inner: Inner, fallback: Tensor, passes: int, max
         W, positive = inverse_factor(inner(Q, Q) + (shift if k == 0 else 0.0) * eye)
         ok = ok & positive
         Q = Q @ W.mT
+        if k == 0:
+            Q = torch.where(shift * W.square().sum(-1).unsqueeze(-2) > max_share, fallback, Q)
     ok = ok & (W.abs().amax((-2, -1)) < max_entry)
     return torch.where(ok[..., None, None], Q, fallback)
 
@@ -70,9 +78,9 @@ def inverse_factor(A: Tensor, block: int | None = None) -> tuple[Tensor, Tensor]
 
 
 def _unit_columns(Y: Tensor, inner: Inner) -> Tensor:
-    """Scale each column to norm 1; a zero column stays zero."""
+    """Scale each column to norm 1; a zero column stays zero, and NaN stays NaN."""
     norm = inner(Y, Y).diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().unsqueeze(-2)
-    return torch.where(norm > 0, Y / norm, torch.zeros_like(Y))
+    return torch.where(norm == 0, torch.zeros_like(Y), Y / norm)
 
 
 def next_basis(Y: Tensor, U: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.cholesky_qr import orthonormalize
 
 # Columns beyond r in the first subspace iteration: they speed up convergence if the spectrum is flat around r.
 OVERSAMPLING = 16
@@ -20,19 +21,40 @@ OVERSAMPLING = 16
 START_STEPS = {torch.float32: 8, torch.float64: 100}
 # A condition number of 1 / (KEPT eps) is well within what `orthonormalize` can handle.
 KEPT = 512
+# Below this, relative to what it is computed with, a number is rounding noise: 64 roundings in float32; more in
+# float64, where rounding may grow through many steps and is still far below anything that matters.
+NOISE = {torch.float32: 2.0**-17, torch.float64: 2.0**-30}
 
 
 def power_step(G: Any, U: Tensor, S: Tensor, beta2: float, alg: Algebra) -> Tensor:
     """Return QR(beta2 U S + (1 - beta2) G'G U): one power step on the running second moment of G'G.
 
-    The sum is divided by its own scale c^2 = |G U|^2 + trace S, so that gradients of 1e18 or 1e-30 do not overflow or
-    underflow, and (1 - beta2) eps U is added. This term exceeds the rounding of G'G U, so columns stay independent if
-    the moment lacks full rank, but is too small to change a moment of full rank.
+    If the moment has fewer directions than U has columns, some columns of the sum are zero or depend on those before
+    them. They become the old columns of U, made orthogonal to the others (`cholesky_qr.orthonormalize`). For this, what
+    is zero in exact arithmetic must be zero here. Noise would decide where a column without gradient turns, and it
+    would grow: QR keeps a column orthogonal to a stronger direction only as long as their product is 0. The sum is
+    divided by its own scale c^2 = |G U|^2 + trace S, so that gradients of 1e18 or 1e-30 do not overflow or underflow.
     """
     GU = alg.mm(G, U)
-    c = _or_one((alg.norm_sq_m(GU) + trace(S)).sqrt().to(GU.dtype))
-    HU = alg.tn(G, GU / c) / c + torch.finfo(U.dtype).eps * U
-    return alg.orthonormalize(beta2 * U @ (S / c / c) + (1 - beta2) * HU, fallback=U)
+    c = or_one((alg.norm_sq_m(GU) + trace(S)).sqrt().to(GU.dtype))
+    HU = alg.tn(G, rows_without_noise(GU) / c) / c
+    return alg.orthonormalize(beta2 * U @ (moment_without_noise(S) / c / c) + (1 - beta2) * HU, fallback=U)
+
+
+def rows_without_noise(GU: Tensor) -> Tensor:
+    """Return G U with 0 for elements that are rounding noise, relative to the largest of their row."""
+    return GU * (GU.abs() > NOISE[GU.dtype] * GU.abs().amax(-1, keepdim=True))
+
+
+def moment_without_noise(S: Tensor) -> Tensor:
+    """Return S with 0 for elements that are rounding noise.
+
+    A diagonal element is noise relative to the trace, any other relative to the root of its two diagonal elements.
+    """
+    noise, size_sq = NOISE[S.dtype], S.diagonal(dim1=-2, dim2=-1)
+    size = (size_sq * (size_sq > noise**2 * size_sq.sum(-1, keepdim=True))).sqrt()
+    size_ij = size.unsqueeze(-1) * size.unsqueeze(-2)
+    return S * ((S.abs() > noise * size_ij) & (size_ij > 0))
 
 
 def trace(S: Tensor) -> Tensor:
@@ -71,7 +93,7 @@ def first_basis(G: Any, r: int, alg: Algebra, like: Tensor, oversampling: int = 
             if before is not None and _settled(GQ_sq, before, Q.dtype):
                 break
             before = GQ_sq
-        c = _or_one(GQ_sq.sqrt().to(Q.dtype))
+        c = or_one(GQ_sq.sqrt().to(Q.dtype))
         HQ = alg.tn(G, GQ / c) / c
         Q = alg.orthonormalize(torch.addcmul(HQ, Q, _damping(alg.un(HQ, HQ))), fallback=Q)
     return _ritz(G, Q, F, alg)[..., :r].contiguous()
@@ -93,7 +115,7 @@ def _damping(gram: Tensor) -> Tensor:
     return (length + 1 / KEPT) * (KEPT * torch.finfo(gram.dtype).eps)
 
 
-def _or_one(c: Tensor) -> Tensor:
+def or_one(c: Tensor) -> Tensor:
     """Return c, or 1 where it is 0, for use as a divisor."""
     return c + (c == 0)  # `torch.where` with a number would make the host wait for the GPU
 
@@ -127,12 +149,27 @@ def _ritz(G: Any, Y: Tensor, F: Tensor, alg: Algebra) -> Tensor:
     """Rotate orthonormal Y to the eigenvectors of G'G within its span, largest first.
 
     Eigenvectors of the eigenvalue 0 would depend on rounding. Random columns F, made orthogonal to the others, replace
-    them, so that a sharded matrix with fewer than r rows gets the same basis as a whole one.
+    them, so that a sharded matrix with fewer than r rows gets the same basis as a whole one. F also decides how
+    eigenvectors of equal eigenvalues are turned.
     """
     GY = alg.mm(G, Y)
-    GY = GY / _or_one(alg.norm_sq_m(GY).sqrt().to(Y.dtype))
-    values, vectors = alg.eigh_gram(GY)
-    Q, k = Y @ vectors.flip(-1), Y.shape[-1]
-    real = (values > 10 * k * torch.finfo(Y.dtype).eps * values[..., -1:]).flip(-1).unsqueeze(-2)
-    V, F = Q * real, F.expand_as(Q)
+    GY = GY / or_one(alg.norm_sq_m(GY).sqrt().to(Y.dtype))
+    values, vectors = (x.flip(-1) for x in alg.eigh_gram(GY))
+    Q, k = Y @ vectors, Y.shape[-1]
+    F = F.expand_as(Q)
+    Q = Q @ _turns(values, alg.un(Q, F))
+    real = (values > 10 * k * torch.finfo(Y.dtype).eps * values[..., :1]).unsqueeze(-2)
+    V = Q * real
     return alg.orthonormalize(torch.where(real, Q, F - V @ alg.un(V, F)), fallback=F)
+
+
+def _turns(values: Tensor, QF: Tensor) -> Tensor:
+    """Return the (..., k, k) rotations of eigenvectors Q among those of equal `values`: the Q of QR(Q'F) of each group.
+
+    Any rotation of these gives eigenvectors too, so rounding would choose one. This one depends only on their span.
+    """
+    apart = values.diff(dim=-1).abs() > NOISE[values.dtype] * values[..., :-1]
+    group = torch.nn.functional.pad(apart.cumsum(-1), (1, 0))
+    same = group.unsqueeze(-1) == group.unsqueeze(-2)
+    eye = torch.eye(values.shape[-1], dtype=QF.dtype, device=QF.device).expand_as(QF)
+    return orthonormalize(QF * same, lambda A, B: A.mT @ B, fallback=eye)

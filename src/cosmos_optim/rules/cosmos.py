@@ -23,7 +23,7 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra, norm_sq
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.normalization import bias_correction, normalize_rows, quotient, unit_rms
-from cosmos_optim.linalg.subspace import power_step, take_first_bases
+from cosmos_optim.linalg.subspace import NOISE, or_one, power_step, take_first_bases
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {
@@ -91,7 +91,8 @@ def direction(
     N = torch.add(b1 * M, G, alpha=1 - b1) if nesterov else M           #      Paper: N = M
     NU = alg.mm(N, U)
     root = ((V + e_in) / c2).sqrt() + e_out                             #      Paper: sqrt((V + eps) / (1 - b2^t))
-    P = quotient(NU / c1, root) * tracked(S, E, residual_guard)         # L8   A = P U'
+    P = quotient(NU / c1, root) * resolved(V, GU, residual_guard)       # L8   A = P U'
+    P = P * tracked(S, E, residual_guard)                               #      Not in the paper
     X = N - NU @ U.mT                                                   #      M - M U U'
     X_sq = alg.norm_sq(X)
     B = unit_rms(alg.polar(X, X_sq, ns), alg)                           # L9   NORM(NS5(X / |X|)) sqrt(m)
@@ -125,7 +126,8 @@ def direction_two_sided(
     N = torch.add(b1 * M, G, alpha=1 - b1) if nesterov else M           #      Paper: N = M
     ONU = alg.tn(O, alg.mm(N, U))
     root = ((V + e_in) / c2).sqrt() + e_out                             #      Paper: sqrt((V + eps) / (1 - b2^t))
-    P = quotient(ONU / c1, root) * tracked(S, E, residual_guard) * tracked(R, E_O, residual_guard).mT  # L10  A = O P U'
+    P = quotient(ONU / c1, root) * resolved(V, OGU, residual_guard)     # L10  A = O P U'
+    P = P * tracked(S, E, residual_guard) * tracked(R, E_O, residual_guard).mT  # Not in the paper
     X = N - O @ ONU @ U.mT                                              #      M - O O'M U U'; paper: O'O M
     X_sq = alg.norm_sq(X)
     B = unit_rms(alg.polar(X, X_sq, ns), alg)                           # L11  NORM(NS5(X / |X|)) sqrt(m)
@@ -156,9 +158,20 @@ def tracked(S: Tensor, E: Tensor, guard: float) -> Tensor:
     return ((past > floor * past.sum(-1, keepdim=True)) | (now > floor * now.sum(-1, keepdim=True))).to(S.dtype)
 
 
+def resolved(V: Tensor, GU: Tensor, guard: float) -> Tensor:
+    """Return, for each element of V, 1 if it holds gradient, and 0 if it holds only rounding noise.
+
+    If a row of the gradient has nothing in a tracked direction, as in a matrix of blocks, its quotient would be noise
+    divided by noise too. The noise of an element is relative to the largest of its row. As in `tracked`, an element
+    counts if it holds past gradients (V) or this one (G U). `guard` = 0 keeps all elements.
+    """
+    floor, now = noise_floor(V.dtype, guard), GU / or_one(GU.abs().amax(-1, keepdim=True))
+    return ((floor * V.amax(-1, keepdim=True) <= V) | (now.square() > max(floor, 0.0))).to(V.dtype)
+
+
 def noise_floor(dtype: torch.dtype, guard: float) -> float:
-    """Return the share of the trace below which a column is rounding noise; -1 without a guard, so all exceed it."""
-    return (64 * torch.finfo(dtype).eps) ** 2 if guard > 0 else -1.0
+    """Return the share of a sum of squares below which one is rounding noise; -1 without a guard: all exceed it."""
+    return NOISE[dtype] ** 2 if guard > 0 else -1.0
 
 
 def above_noise(X_sq: Tensor, NU_sq: Tensor, guard: float) -> Tensor:

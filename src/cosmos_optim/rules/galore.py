@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.subspace import first_basis
+from cosmos_optim.linalg.subspace import NOISE, first_basis
 from cosmos_optim.rules import adam
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
@@ -55,7 +55,8 @@ def renew(G: Tensor, Q: Tensor, t: Tensor, gap: int, alg: Algebra) -> Tensor:
         return Q
     new = first_basis(G, Q.shape[-1], alg, like=Q)
     sign = alg.un(new, Q).diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-    return torch.where(due & (alg.norm_sq(G) > 0), torch.where(sign < 0, -new, new), Q)
+    agreeing = torch.where(sign < -NOISE[Q.dtype], -new, new)  # an overlap of 0 decides nothing, nor may its rounding
+    return torch.where(due & (alg.norm_sq(G) > 0), agreeing, Q)
 
 
 def start(G: Tensor, state: GaLoreState, *, alg: Algebra | None = None) -> GaLoreState:

@@ -1,10 +1,10 @@
 """The thin arithmetic of the power step, b2 U S + (1 - b2) G'G U (L5), divided by its scale c^2.
 
     scale_for_power_step  Y / c in float16 parts, with Y = G U and c^2 = |Y|^2 + trace S
-    power_sum             beta U S / c^2 + (1 - beta) (H U / c + eps U), with H U = G'(Y / c)
+    power_sum             beta U S / c^2 + (1 - beta) H U / c, with H U = G'(Y / c)
 
-The scale c avoids overflow and underflow for gradients of any size, and eps U keeps the columns independent
-(`linalg.subspace.power_step`). For ranks above `thin_qr.MAX_COLUMNS`, `power_sum` uses plain torch.
+The scale c avoids overflow and underflow for gradients of any size. Both read their input without rounding noise, as
+`linalg.subspace.power_step` does. For ranks above `thin_qr.MAX_COLUMNS`, `power_sum` uses plain torch.
 
 Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k is m or n.
 """
@@ -27,11 +27,12 @@ from cosmos_optim.cuda.kernels.tiles import (
     split_float16,
     store_thin,
 )
+from cosmos_optim.linalg.subspace import NOISE, moment_without_noise
 
 
 @jit
 def _scale_for_power_step(
-    x, s, norm_sq_parts, max_abs_parts, y, scale, y_max, k, r, parts, part_stride,
+    x, s, norm_sq_parts, max_abs_parts, y, scale, y_max, k, r, parts, part_stride, noise,
     BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
@@ -41,6 +42,7 @@ def _scale_for_power_step(
     c = tl.where(c > 0, c, 1.0)
     scaled_max = max_parts(max_abs_parts, batch, parts, PARTS) / c
     value = load_thin(x + batch.to(tl.int64) * k * r, row, col, k, r) / c
+    value = tl.where(tl.abs(value) > noise * tl.max(tl.abs(value), axis=1)[:, None], value, 0.0)
     y1, y2 = split_float16(value * scale_up(exponent(scaled_max)))
     at, inside = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :], row[:, None] < k
     tl.store(at, y1, mask=inside)
@@ -55,6 +57,8 @@ def scale_for_power_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), 1 if Y and S are 0.
 
+    Entries of Y that are rounding noise become 0.
+
     norm_sq_parts, max_abs_parts: |Y|^2 and the largest |entry| of Y by blocks (B, parts), from `norm_sq_and_max`.
     """
     batch, k, r = Y.shape
@@ -63,15 +67,26 @@ def scale_for_power_step(
     c, y_max = (torch.empty(batch, dtype=torch.float32, device=Y.device) for _ in range(2))
     block, parts = max(1, 2048 // R), norm_sq_parts.shape[1]
     _scale_for_power_step[(-(-k // block), batch)](
-        Y, S, norm_sq_parts, max_abs_parts, halves, c, y_max, k, r, parts, halves.stride(0), BLOCK=block, R=R,
-        PARTS=power_of_two(parts), num_warps=4,
+        Y, S, norm_sq_parts, max_abs_parts, halves, c, y_max, k, r, parts, halves.stride(0), NOISE[torch.float32],
+        BLOCK=block, R=R, PARTS=power_of_two(parts), num_warps=4,
     )  # fmt: skip
     return halves, y_max, c.view(-1, 1, 1)
 
 
 @jit
+def _moment_without_noise(T, i, j, noise):
+    """Return T with 0 for entries that are rounding noise: `linalg.subspace.moment_without_noise`."""
+    diagonal = tl.where(i[:, None] == j[None, :], T, 0.0)
+    floor = noise * noise * tl.sum(diagonal)
+    by_row, by_col = tl.sum(diagonal, axis=1), tl.sum(diagonal, axis=0)
+    size = (tl.sqrt_rn(tl.where(by_row > floor, by_row, 0.0))[:, None]
+            * tl.sqrt_rn(tl.where(by_col > floor, by_col, 0.0))[None, :])  # fmt: skip
+    return tl.where((tl.abs(T) > noise * size) & (size > 0), T, 0.0)
+
+
+@jit
 def _power_sum(
-    u, s, hu, scale, out, columns, k, r, beta, one_minus_beta, eps,
+    u, s, hu, scale, out, columns, k, r, beta, one_minus_beta, noise,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of the sum, and the squared norms of its columns over them."""
@@ -79,7 +94,7 @@ def _power_sum(
     base = batch.to(tl.int64) * k * r
     i, col = tl.arange(0, R), tl.arange(0, R)
     c = tl.load(scale + batch)
-    T = load_thin(s + batch * r * r, i, col, r, r) / c / c
+    T = _moment_without_noise(load_thin(s + batch * r * r, i, col, r, r) / c / c, i, col, noise)
     e_t, e = exponent(tl.max(tl.abs(T))), exponent(tl.full((), 1.0, dtype=tl.float32))
     t1, t2 = split_float16(T * scale_up(e_t))
     norm_sq = tl.zeros((R,), dtype=tl.float32)
@@ -88,26 +103,25 @@ def _power_sum(
         x = load_thin(u + base, row, col, k, r)
         zeros = tl.zeros((BLOCK, R), dtype=tl.float32)
         y = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
-        y = beta * y + one_minus_beta * (load_thin(hu + base, row, col, k, r) / c + eps * x)
+        y = beta * y + one_minus_beta * (load_thin(hu + base, row, col, k, r) / c)
         norm_sq += tl.sum(y * y, axis=0)
         store_thin(out + base, row, col, k, r, y)
     tl.store(columns + (batch * parts + part) * R + col, norm_sq)
 
 
 def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple[Tensor, Tensor | None]:
-    """Return beta U S / c^2 + (1 - beta) (HU / c + eps U), (B, k, r), and the `columns` that `orthonormalize` takes.
+    """Return beta U S / c^2 + (1 - beta) HU / c, (B, k, r), and the `columns` that `orthonormalize` takes.
 
-    The entries of U are at most 1; the product is as exact as in float32.
+    Entries of S that are rounding noise count as 0. Those of U are at most 1; the product is as exact as in float32.
     """
     batch, k, r = U.shape
-    eps = torch.finfo(torch.float32).eps
     if not supports(r):
-        return beta * U @ (S / c / c) + (1 - beta) * (HU / c + eps * U), None
+        return beta * U @ (moment_without_noise(S) / c / c) + (1 - beta) * HU / c, None
     parts, how = plan(k, r)
     U, S, HU = U.contiguous(), S.contiguous(), HU.contiguous()
     Y, columns = torch.empty_like(U), U.new_empty(batch, parts, how["R"])
     _power_sum[(parts, batch)](
-        U, S, HU, c, Y, columns, k, r, beta, 1 - beta, eps, FLOAT32_DOTS=launch.TARGET.float32_dots, **how,
-        num_warps=warps(how["R"]), num_stages=1,
+        U, S, HU, c, Y, columns, k, r, beta, 1 - beta, NOISE[torch.float32], FLOAT32_DOTS=launch.TARGET.float32_dots,
+        **how, num_warps=warps(how["R"]), num_stages=1,
     )  # fmt: skip
     return Y, columns

@@ -27,7 +27,7 @@ def bias_correction(log_beta, steps):
 @jit
 def _soap_half(
     v, y, x, tracked, t, new, p, minus_x, norm_sq_parts, k, r, part_stride, norm_sq_stride, beta2, one_minus_beta2, eps,
-    log_beta1, log_beta2, extra_steps,
+    floor, log_beta1, log_beta2, extra_steps,
     BLOCK: tl.constexpr, R: tl.constexpr, EPS_INSIDE_ROOT: tl.constexpr,
 ):  # fmt: skip
     block, batch, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -43,7 +43,9 @@ def _soap_half(
         root = tl.sqrt_rn(V / c2) + eps
     keep = tl.load(tracked + batch * r + col, mask=col < r, other=0.0)
     P = tl.where(root > 0, X / c1 / tl.where(root > 0, root, 1.0), 0.0) * keep[None, :]
-    P = tl.where(inside, P, 0.0)
+    past, Y_max = floor * tl.max(V, axis=1), tl.max(tl.abs(Y), axis=1)
+    now = Y / tl.where(Y_max > 0, Y_max, 1.0)[:, None]
+    P = tl.where(inside & ((past[:, None] <= V) | (now * now > tl.maximum(floor, 0.0))), P, 0.0)
     at = base + row[:, None] * r + col[None, :]
     tl.store(new + at, V, mask=inside)
     tl.store(p + at, P, mask=inside)
@@ -56,7 +58,7 @@ def _soap_half(
 
 def soap_half(
     V: Tensor, Y: Tensor, N: Tensor, tracked: Tensor, t: Tensor, *,
-    betas: tuple[float, float], eps: float, eps_inside_root: bool, extra_steps: float,
+    betas: tuple[float, float], eps: float, eps_inside_root: bool, extra_steps: float, floor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return V and P (B, m, r), -N in bfloat16 parts (2, B, m, R), and |P|^2 and |N|^2 by row blocks (2, B, blocks).
 
@@ -68,6 +70,7 @@ def soap_half(
         betas: decay of the momentum and of V.
         eps_inside_root: whether eps is added to V inside of the root, as in the paper.
         extra_steps: N is an average over t + extra_steps steps (1 with Nesterov's blend, else 0).
+        floor: P is 0 where both V and Y^2 are below this share of the largest in their row: rounding noise.
     """
     batch, k, r = V.shape
     V, Y, N, R = V.contiguous(), Y.contiguous(), N.contiguous(), power_of_two(r)
@@ -79,7 +82,7 @@ def soap_half(
     log_beta1, log_beta2 = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
     _soap_half[(blocks, batch)](
         V, Y, N, tracked, t, new, P, minus_N, norm_sq_parts, k, r, minus_N.stride(0), norm_sq_parts.stride(0), betas[1],
-        1 - betas[1], eps, log_beta1, log_beta2, extra_steps, BLOCK=block, R=R, EPS_INSIDE_ROOT=eps_inside_root,
-        num_warps=4,
+        1 - betas[1], eps, floor, log_beta1, log_beta2, extra_steps, BLOCK=block, R=R,
+        EPS_INSIDE_ROOT=eps_inside_root, num_warps=4,
     )  # fmt: skip
     return new, P, minus_N, norm_sq_parts

@@ -93,7 +93,8 @@ def _inverse_factor(gram, factor, ok, parts, r, shift, pass_index, R: tl.constex
 
     It eliminates [G | I] column by column. The second and third pass start near the identity. There, the first-order
     factor L^-1 = I - (lower half of E, its diagonal halved), with E = G - I, is as good and needs no elimination: its
-    error is |E|^2, which the next pass removes, and below rounding in the last pass.
+    error is |E|^2, which the next pass removes, and below rounding in the last pass. The factor has a column of zeros
+    for a column that depends on those before it: one with more than half of its pivot from the shift.
     """
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
@@ -120,6 +121,7 @@ def _inverse_factor(gram, factor, ok, parts, r, shift, pass_index, R: tl.constex
         W -= ratio[:, None] * row_w[None, :]
         inverse_root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), inverse_root)
     W = W * inverse_root[:, None]
+    W = tl.where((shift * tl.sum(W * W, axis=1) > 0.5)[:, None], 0.0, W)
     tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], W)
     tl.store(ok + batch, success & tl.load(ok + batch, mask=pass_index > 0, other=1))
 
@@ -129,7 +131,10 @@ def _apply_factor(
     y, factor, columns, ok, fallback, out, gram, k, r, pass_index,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute Q = Y L^-T over ROWS rows and its Gram matrix; the last pass writes `fallback` after a failed one."""
+    """Compute Q = Y L^-T over ROWS rows and its Gram matrix; the last pass writes `fallback` after a failed one.
+
+    If the factor has a column of zeros, that column of Q is the one of `fallback`.
+    """
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     base = batch.to(tl.int64) * k * r
     i, col = tl.arange(0, R), tl.arange(0, R)
@@ -138,17 +143,19 @@ def _apply_factor(
     e_t = exponent(tl.max(tl.abs(T)))
     t1, t2 = split_float16(T * scale_up(e_t))
     e = exponent(tl.full((), 1.0, dtype=tl.float32))
-    usable = (pass_index < 2) | (tl.load(ok + batch) != 0)
+    replaced = (tl.max(tl.abs(T), axis=0) == 0) | ((pass_index == 2) & (tl.load(ok + batch) == 0))
     acc = tl.zeros((R, R), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
         x = load_thin(y + base, row, col, k, r) * scale[None, :]
         zeros = tl.zeros((BLOCK, R), dtype=tl.float32)
         q = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
+        old = fallback + base + row[:, None] * r + col[None, :]
+        old = tl.load(old, mask=(row[:, None] < k) & (col[None, :] < r) & replaced[None, :], other=0.0)
+        q = tl.where(replaced[None, :], old, q)
         q1, q2 = split_float16(q * scale_up(e))
         scale_sq = scale_down(e) * scale_down(e)
         acc = acc + scale_sq * dot_parts(q1, q2, q1, q2, tl.zeros_like(acc), False, True, FLOAT32_DOTS)
-        q = tl.where(usable, q, load_thin(fallback + base, row, col, tl.where(usable, 0, k), r))
         store_thin(out + base, row, col, k, r, q)
     tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
@@ -189,7 +196,10 @@ def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
 
 
 def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
-    """Return the Q of Y = Q R, or `fallback` for a matrix with linearly dependent columns: (B, k, r) -> the same.
+    """Return the Q of Y = Q R, (B, k, r) -> the same, as `cholesky_qr.orthonormalize` does.
+
+    A column that depends on those before it is replaced by the column of `fallback`, made orthogonal to the others. If
+    the factorization fails, the result is all of `fallback`.
 
     columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has computed them.
     """

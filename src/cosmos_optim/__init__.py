@@ -8,7 +8,7 @@ print(plan(model))
 
 from cosmos_optim.optimizers import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
 from cosmos_optim.plan_table import Plan, plan
-from cosmos_optim.routing.param_groups import param_groups
+from cosmos_optim.routing.param_groups import mark, param_groups
 
 __all__ = [
     "OPTIMIZERS",
@@ -21,6 +21,7 @@ __all__ = [
     "Muon",
     "NorMuon",
     "Plan",
+    "mark",
     "param_groups",
     "plan",
 ]

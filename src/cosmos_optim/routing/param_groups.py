@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unnamed
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
 
@@ -60,10 +61,34 @@ def param_groups(
     return list(groups.values())
 
 
-def routes(
+def mark(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None, head: nn.Module | str | None = None
-) -> list[tuple[ModelParameter, Route]]:
-    """Return every trainable parameter with its route."""
+) -> nn.Module:
+    """Route a model's parameters once, leave each route on its parameter, and return the model.
+
+    An optimizer then makes the groups of `param_groups` from `model.parameters()`, with names, also after
+    `fully_shard`, DDP, `torch.compile`, `copy.deepcopy`, `model.to` and pickling. Mark before these, and again after
+    layers were added. In a list of groups, those without a rule are split, and their own settings win. It is an error
+    if some parameters there have a mark and others have none. The arguments are those of `param_groups`.
+
+    >>> model = mark(nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32)))
+    >>> [(group["rule"], group["params"][0][0]) for group in as_groups(model.parameters(), "cosmos")]
+    [('cosmos', '1.weight'), ('adam', '0.weight')]
+    """
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    for parameter, route in routes(model, rule, overrides=overrides, head=head, frozen=True):
+        found = {"name": parameter.name, "rule": route.rule, **route.settings}
+        for name in (parameter.name, *parameter.aliases):
+            path, _, attribute = name.rpartition(".")
+            leave_mark(modules[path], attribute, found)
+    return model
+
+
+def routes(
+    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
+    head: nn.Module | str | None = None, frozen: bool = False,
+) -> list[tuple[ModelParameter, Route]]:  # fmt: skip
+    """Return every trainable parameter with its route, and if `frozen`, also the others that are recognized."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
     if overrides and not isinstance(overrides, Mapping):
@@ -83,16 +108,16 @@ def routes(
         names = (parameter.name, *parameter.aliases)
         matches = [pattern for pattern in asked if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
         used.update(matches)
-        if not parameter.p.requires_grad:
+        if not (parameter.p.requires_grad or frozen):
             continue
         is_head = parameter.module_path in heads
         route = route_of(parameter, rule, is_embedding=id(parameter.p) in tied, is_head=is_head)
         if matches:
             route = _overridden(parameter, route, matches[0], asked[matches[0]])
-        if route is None:
-            unknown.append(parameter)
-        else:
+        if route is not None:
             found.append((parameter, route))
+        elif parameter.p.requires_grad:
+            unknown.append(parameter)
     _refuse_unknown(unknown, rule)
     if unused := [pattern for pattern in asked if pattern not in used]:
         known = [parameter.name for parameter in _model_parameters(model)][:3]
@@ -171,7 +196,8 @@ def _listed(items: Iterable[Any]) -> list[Any]:
 def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     """Return a model, or anything that torch.optim takes, as a list of groups or parameters.
 
-    Bare tensors without a rule must all be matrices: embeddings cannot be recognized in model.parameters().
+    Parameters follow their marks (`mark`). Bare tensors with neither a mark nor a rule must all be matrices: embeddings
+    cannot be recognized among them.
     """
     if isinstance(params, nn.Module):
         return param_groups(params, rule)
@@ -184,6 +210,8 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
             raise ValueError(f"a parameter group with {sorted(group)} has no 'params': list its parameters there")
         held = group["params"]
         group["params"] = [held] if isinstance(held, Tensor) else _listed(held)
+    groups = apply_marks(groups, rule)
+    for group in groups:
         if group.get("rule", rule) != "adam":
             for i, item in enumerate(group["params"]):
                 name, p = item if isinstance(item, tuple) else (f"number {i}", item)
@@ -192,4 +220,6 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
                         f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which "
                         "gives embeddings, heads, norms and biases to AdamW, or put it in a group with rule='adam'"
                     )
+    if rule != "adam":
+        warn_unnamed(groups)
     return groups if given else given

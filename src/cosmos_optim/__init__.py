@@ -9,7 +9,7 @@ print(plan(model))
 from cosmos_optim.engine.gradients import SkippedStepWarning
 from cosmos_optim.optimizers import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
 from cosmos_optim.plan_table import Plan, plan
-from cosmos_optim.routing.param_groups import param_groups
+from cosmos_optim.routing.param_groups import mark, param_groups
 
 __all__ = [
     "OPTIMIZERS",
@@ -23,6 +23,7 @@ __all__ = [
     "NorMuon",
     "Plan",
     "SkippedStepWarning",
+    "mark",
     "param_groups",
     "plan",
 ]

@@ -78,3 +78,98 @@ def test_several_layers_shaped_as_an_embedding_are_not_heads() -> None:
     assert rules(model)["a.weight"] == rules(model)["b.weight"] == "cosmos"
     blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 64)})])
     assert rules(nn.ModuleDict({"positions": nn.Embedding(64, 16), "blocks": blocks}))["blocks.0.up.weight"] == "cosmos"
+
+
+class Attention(nn.Module):
+    """An attention with a layer called output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.output = nn.Linear(16, 8), nn.Linear(8, 16)
+
+
+def test_a_layer_called_output_is_a_head_only_at_the_end_of_a_model() -> None:
+    for name in ("attn", "attention", "mixer"):
+        hidden = nn.ModuleDict({"embed": nn.Embedding(50, 16), name: Attention(), "lm_head": nn.Linear(16, 50)})
+        assert rules(hidden)[f"{name}.output.weight"] == "cosmos"
+        assert rules(hidden)["lm_head.weight"] == "adam"
+    assert rules(Attention())["output.weight"] == "cosmos"
+    for name in ("output", "fc", "last_linear"):
+        model = Wrapped(name, nn.Linear(16, 3))
+        assert rules(model)[f"{name}.weight"] == "adam"
+        assert rules(nn.ModuleDict({"module": model}))[f"module.{name}.weight"] == "adam"
+    first = nn.ModuleDict({"fc": nn.Linear(3, 16), "embed": nn.Embedding(50, 16), "up": nn.Linear(16, 16)})
+    assert rules(first)["fc.weight"] == "cosmos"
+
+
+def test_a_head_that_two_modules_share_is_found() -> None:
+    shared = nn.Linear(16, 3)
+    model = nn.ModuleDict({"decoder": nn.ModuleDict({"embed": nn.Embedding(50, 16), "refine": shared})})
+    model["class_embed"] = nn.ModuleList([shared, nn.Linear(16, 3)])
+    found = rules(model)
+    assert found["decoder.refine.weight"] == found["class_embed.1.weight"] == "adam"
+
+
+class Transform(nn.Module):
+    """A dense layer before the output, or an output of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense, self.norm, self.out_proj = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, width)
+
+
+def test_the_last_layer_of_a_head_is_its_output() -> None:
+    model = Wrapped("classifier", Transform(3))
+    assert rules(model)["classifier.dense.weight"] == "cosmos"
+    assert rules(model)["classifier.out_proj.weight"] == "adam"
+    assert rules(Wrapped("pooling_head", Transform(16)))["pooling_head.out_proj.weight"] == "cosmos"
+
+
+def test_a_head_that_feeds_another_head_is_hidden() -> None:
+    model = Wrapped("prediction_head", Transform(24))
+    model.decoder_head = nn.Linear(24, 3)
+    assert rules(model)["prediction_head.out_proj.weight"] == "cosmos"
+    assert rules(model)["decoder_head.weight"] == "adam"
+
+
+class Declaring(Wrapped):
+    """A model with several unusual heads, which it returns as timm does."""
+
+    def __init__(self) -> None:
+        super().__init__("top", nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 7)))
+        self.second, self.mapping, self.num_classes = nn.Linear(16, 7), nn.Linear(8, 16), 16
+
+    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
+        return self.top, self.second
+
+
+def test_all_layers_of_declared_classifiers_are_heads() -> None:
+    found = {name: rule for name, rule in rules(Declaring()).items() if name.endswith("weight")}
+    assert {name for name, rule in found.items() if rule == "adam"} == {
+        "embed.weight", "top.0.weight", "top.1.weight", "second.weight",
+    }  # fmt: skip
+
+
+def test_layers_with_as_many_outputs_as_declared_classes_are_heads() -> None:
+    model = Wrapped("mapping", nn.ModuleDict({"before": nn.Linear(16, 8), "last": nn.Linear(8, 5)}))
+    assert rules(model)["mapping.last.weight"] == "cosmos"
+    model.num_classes = 5
+    assert rules(model)["mapping.last.weight"] == "adam"
+    assert rules(model)["mapping.before.weight"] == rules(model)["up.weight"] == "cosmos"
+
+
+class MLP(nn.Module):
+    """Layers in a list, applied one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 4)])
+
+
+def test_lists_of_heads_are_heads_and_an_mlp_in_a_head_has_one_output() -> None:
+    model = Wrapped("class_embed", nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)]))
+    model.bbox_predictor = MLP()
+    heads = {name for name, rule in rules(model).items() if rule == "adam" and name.endswith("weight")}
+    assert heads == {
+        "embed.weight", "class_embed.0.weight", "class_embed.1.weight", "bbox_predictor.layers.1.weight",
+    }  # fmt: skip

@@ -95,26 +95,26 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.randn(size)))
 
 
-class Llama4TextExperts(Experts):
-    """Stored (experts, in, out), without a mark that says so."""
-
-
 class Attention(Experts):
     """Heads in a separate dimension."""
 
 
-def test_a_3d_parameter_is_a_stack_only_if_a_name_says_so() -> None:
-    found = {parameter.name: route for parameter, route in routes(nn.ModuleDict({"embedder": Experts(w1=(4, 8, 6))}))}
-    assert found["embedder.w1"].rule == "cosmos"
-    found = {parameter.name: route for parameter, route in routes(Llama4TextExperts(gate_up_proj=(4, 6, 16)))}
-    assert found["gate_up_proj"].settings == {"layout": "in_out"}
+def test_a_3d_parameter_is_a_stack_only_if_a_count_or_a_name_says_so() -> None:
+    counted = Experts(w1=(4, 8, 6))
+    counted.num_experts = 4
+    assert rules(nn.ModuleDict({"embedder": counted})) == {"embedder.w1": "cosmos"}
+    for name in ("experts", "shared_experts", "moe"):
+        assert set(rules(nn.ModuleDict({name: Experts(w1=(4, 8, 6))})).values()) == {"cosmos"}
+    counted.num_experts = 3
+    for model in (nn.ModuleDict({"embedder": counted}), nn.ModuleDict({"decomposition": Experts(w=(3, 8, 6))})):
+        with pytest.raises(ValueError, match="is not known to be"):
+            param_groups(model)
     tokens = nn.ModuleDict({"a": Attention(query_tokens=(1, 32, 16), register_token=(1, 4, 16))})
     assert set(rules(tokens).values()) == {"adam"}
     model = nn.ModuleDict({"layers": nn.ModuleList(Attention(q=(64, 4, 16), k=(64, 4, 16)) for _ in range(3))})
     with pytest.raises(ValueError, match=r"'layers.0.q'.*neither is any of \['layers\.\*\.q', 'layers\.\*\.k'\]"):
         param_groups(model)
     assert set(rules(model, overrides={"layers.*.[qk]": "adam"}).values()) == {"adam"}
-    assert set(rules(nn.ModuleDict({"decomposition": Experts(w=(3, 8, 6))})).values()) == {"cosmos"}
 
 
 def test_subclasses_and_parametrized_tensors_are_routed_as_their_base() -> None:
@@ -236,7 +236,7 @@ def test_every_block_of_uneven_split_sizes_moves_by_lr() -> None:
 def test_an_unknown_parameter_is_an_error_until_an_override_names_its_rule() -> None:
     model = decoder()
     model.mixing = nn.Parameter(torch.randn(4, 4))
-    with pytest.raises(ValueError, match="'mixing'.*is not known to be"):
+    with pytest.raises(ValueError, match=r"'mixing'.*is not known to be.*overrides=\{'mixing': 'adam'\}"):
         param_groups(model)
     assert rules(model, overrides={"mixing": "cosmos"})["mixing"] == "cosmos"
     assert rules(model, overrides={"mix*": "adam"})["mixing"] == "adam"

@@ -1,19 +1,44 @@
-"""Find the output heads of a model: AdamW trains their matrices."""
+"""Find the output heads of a model: AdamW trains their matrices.
+
+A head is what the model declares (`get_output_embeddings`, `get_classifier`), a layer with as many outputs as the model
+declares classes, a module whose name has a head's word, or a layer with the embedding's shape. Blocks that occur
+several times hold no heads.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-NAMES = frozenset({
-    "lm_head", "head", "output", "output_layer", "embed_out", "unembed", "unembedding", "classifier", "score",
-    "to_logits", "output_projection",
+from cosmos_optim.routing.words import words
+
+# Whole words of a module's name. With one of EXCLUDED beside it, the module computes something else: pre_classifier.
+WORDS = frozenset({
+    "head", "heads", "classifier", "classifiers", "score", "scorer", "logits", "predictor", "predictors", "prediction",
+    "predictions", "predict", "pred", "preds", "objective", "criterion",
 })  # fmt: skip
+EXCLUDED = frozenset({
+    "pre", "pos", "query", "ref", "reference", "multi", "attn", "attention", "norm", "embed", "embedding", "embeddings",
+})  # fmt: skip
+# Whole names, or whole words at the end of a name.
+NAMES = (
+    "embed_out", "unembed", "unembedding", "output_projection", "qa_outputs", "class_embed", "bbox_embed",
+    "seq_relationship", "sequence_summary", "ctc_proj", "classif",
+)  # fmt: skip
+# Names that hidden layers have too: they count only for the last layer of a model.
+LAST_NAMES = frozenset({"output", "output_layer", "out", "fc", "linear", "last_linear"})
+# Modules whose parts are hidden, whatever they are called.
+HIDDEN = frozenset({"attn", "attention", "mlp", "ffn"})
+# Names under which a model, or its `config`, declares the number of classes.
+CLASSES = ("num_classes", "num_labels")
 # Wrappers that do not change what a module is: parametrizations, and the copies that adapters make.
 WRAPPERS = re.compile(r"\.(parametrizations|modules_to_save|base_layer|original_module)(\.|$).*")
+
+Modules = Mapping[str, nn.Module]
 
 
 def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
@@ -22,28 +47,18 @@ def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str
     if head is None:
         return _search_heads(modules)
     named = {path for path, module in modules.items() if module is head or path == head}
-    named |= {path for path in modules for top in named if path.startswith(f"{top}.")}
     if not named:
         raise ValueError(
             f"head={head!r} is not a module of this model: give one of its modules, or a name such as 'lm_head'"
         )
-    return named
+    return _with_parts(named, modules)
 
 
-def _search_heads(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the modules with a head's name, those from `get_output_embeddings`, and a layer shaped like the embedding.
-
-    The last applies only if exactly one linear layer has the embedding's shape.
-    """
+def _search_heads(modules: Modules) -> set[str]:
+    """Return the declared heads, those found by name, and the one linear layer with the embedding's shape, if any."""
     once = {path: module for path, module in modules.items() if not _is_repeated(path, modules)}
-    found = set()
-    for path, module in once.items():
-        if path.rpartition(".")[2] in NAMES:
-            found.add(_last_layer(path, module))
-        ask = getattr(module, "get_output_embeddings", None)  # transformers' models
-        with suppress(NotImplementedError, AttributeError):  # some have the method but no head
-            head = ask() if callable(ask) else None
-            found |= {other for other, m in modules.items() if m is head and isinstance(head, nn.Module)}
+    found = _declared_heads(once, modules) | _class_layers(once)
+    found |= _named_heads(once, modules, found)
     tables = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
     wide = [path for path, m in once.items() if isinstance(m, nn.Linear) and m.out_features > m.in_features
             and (m.out_features, m.in_features) in tables]  # fmt: skip
@@ -51,7 +66,168 @@ def _search_heads(modules: Mapping[str, nn.Module]) -> set[str]:
     return found | {path for path in modules if WRAPPERS.sub("", path) in found}
 
 
-def _is_repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
+def _with_parts(paths: set[str], modules: Modules) -> set[str]:
+    """Return these paths and those of all modules inside them."""
+    return paths | {path for path in modules for top in paths if path.startswith(f"{top}.")}
+
+
+# -- declared heads ----------------------------------------------------------------------------------------------------
+
+
+def _declared_heads(once: Modules, modules: Modules) -> set[str]:
+    """Return what the model itself calls its head: transformers' output embeddings, timm's classifier."""
+    paths = {id(module): path for path, module in modules.items()}
+    outputs: set[str] = set()
+    classifiers: set[str] = set()
+    for module in once.values():
+        for m in _ask(module, "get_output_embeddings"):
+            several = m if isinstance(m, nn.ModuleList) else [m]
+            outputs |= {paths[id(layer)] for layer in several if id(layer) in paths}
+        classifiers |= {paths[id(m)] for m in _ask(module, "get_classifier") if id(m) in paths}
+    return outputs | _with_parts(classifiers, modules)
+
+
+def _ask(module: nn.Module, method: str) -> Iterable[nn.Module]:
+    """Return the modules that a method without arguments returns; none if it is missing or fails."""
+    try:
+        found = getattr(module, method)()
+    except (AttributeError, NotImplementedError, TypeError):  # some have the method but no head
+        return ()
+    several = found if isinstance(found, (tuple, list)) else (found,)
+    return [m for m in several if isinstance(m, nn.Module)]
+
+
+def _class_layers(once: Modules) -> set[str]:
+    """Return the linear layers with as many outputs as a module that holds them declares classes.
+
+    A module that can name its classifier is not asked for the count.
+    """
+    found: set[str] = set()
+    for path, module in once.items():
+        if hasattr(module, "get_classifier"):
+            continue
+        places = (module, getattr(module, "config", None))
+        declared = [getattr(place, name, None) for place in places for name in CLASSES]
+        counts = {count for count in declared if isinstance(count, int) and count > 1}
+        prefix = f"{path}." if path else ""
+        for inner, layer in once.items() if counts else ():
+            n, m = _widths(layer) if isinstance(layer, nn.Linear) and inner.startswith(prefix) else (0, 0)
+            if m in counts and n != m:
+                found.add(inner)
+    return found
+
+
+# -- heads found by name -----------------------------------------------------------------------------------------------
+
+
+def _named_heads(once: Modules, modules: Modules, declared: set[str]) -> set[str]:
+    """Return the output layers of the modules with a head's name, unless another head takes their output."""
+    named = [path for path, m in once.items() if path and path not in declared and _has_head_name(path, m, modules)]
+    inner = [path for path in named if not any(other.startswith(f"{path}.") for other in (*named, *declared))]
+    first = {id(module): path for path, module in modules.items()}  # a module may be shared, and is listed once
+    found = {path: _output_layers(path, modules[path]) for path in inner}
+    layers = {path: {first[id(modules[""].get_submodule(layer))] for layer in own} for path, own in found.items()}
+    heads = declared.union(*layers.values()) if layers else set(declared)
+    return {layer for path, own in layers.items() if not _is_consumed(path, own, modules, heads) for layer in own}
+
+
+def _has_head_name(path: str, module: nn.Module, modules: Modules) -> bool:
+    """Return whether the name of a module is that of a head, in a place where a head can be."""
+    parent, _, name = path.rpartition(".")
+    found = set(words(name))
+    if not HIDDEN.isdisjoint(words(parent.rpartition(".")[2])):
+        return False
+    if name in LAST_NAMES:
+        return _is_last_layer(path, module, modules)
+    is_name = any(f"_{name}".endswith(f"_{ending}") for ending in NAMES)
+    return is_name or (not WORDS.isdisjoint(found) and EXCLUDED.isdisjoint(found))
+
+
+def _is_last_layer(path: str, module: nn.Module, modules: Modules) -> bool:
+    """Return whether a layer is the last one of a model: after its embedding, convolutions or repeated blocks.
+
+    The model is the outermost module with several parts, or a part with its own embedding. A layer with as many outputs
+    as inputs is not taken for a head.
+    """
+    (n, m), parent = _widths(module), modules[path.rpartition(".")[0]]
+    siblings = [child for child in parent.children() if _has_matrices(child)]
+    if not siblings or siblings[-1] is not module or not n or n == m:
+        return False
+    if parent is not _unwrapped(modules[""]) and not any(isinstance(child, nn.Embedding) for child in siblings):
+        return False
+    return any(isinstance(part, (nn.Embedding, _ConvNd)) or _is_block_list(part)
+               for child in siblings[:-1] for part in child.modules())  # fmt: skip
+
+
+def _output_layers(path: str, module: nn.Module) -> set[str]:
+    """Return the paths of the layers that compute a head's output.
+
+    A list holds several heads. Of any other module with parts it is the last layer, if possible of those that are not
+    in a deeper module. A module that holds blocks, or returns as many features as it takes, is a part of the trunk,
+    such as a pooling.
+    """
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return {layer for name, child in module.named_children() for layer in _output_layers(f"{path}.{name}", child)}
+    layers = [(name, m) for name, m in module.named_modules() if any(_widths(m)) or _has_matrices(m, recurse=False)]
+    wrapped = any(hasattr(module, name) for name in ("base_layer", "original_module", "parametrizations"))
+    if not layers or layers[0][1] is module or wrapped:
+        return {path} if layers else set()
+    if any(_is_block_list(part) for part in module.modules()):
+        return set()
+    direct = [(name, m) for name, m in layers if "." not in name and any(_widths(m))]
+    taken = _widths(layers[0][1])[0]
+    returned = [name for name, m in (*direct[-1:], layers[-1]) if not taken or _widths(m)[1] != taken]
+    return {WRAPPERS.sub("", f"{path}.{name}") for name in returned[:1]}
+
+
+def _is_consumed(path: str, layers: set[str], modules: Modules, heads: set[str]) -> bool:
+    """Return whether a later module beside this one is a head that takes as many features as this one returns."""
+    parent = path.rpartition(".")[0]
+    outputs = {_widths(modules[layer])[1] for layer in layers} - {0}
+    later = False
+    for name, sibling in modules[parent].named_children():
+        place = f"{parent}.{name}".lstrip(".")
+        if later and any(head == place or head.startswith(f"{place}.") for head in heads):
+            first = next((m for m in sibling.modules() if _widths(m)[0]), None)
+            if first is not None and _widths(first)[0] in outputs:
+                return True
+        later = later or place == path
+    return False
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def _widths(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of input and output features of a layer; (0, 0) if they are not known."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim, module.embed_dim
+    return (module.in_channels, module.out_channels) if isinstance(module, _ConvNd) else (0, 0)
+
+
+def _has_matrices(module: nn.Module, recurse: bool = True) -> bool:
+    """Return whether a module has a parameter with more than one row and column."""
+    return any(p.dim() > 1 and p.numel() > max(p.shape) for p in module.parameters(recurse))
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the outermost module with several parts: the model inside DDP, Lightning or PEFT."""
+    while len(parts := [child for child in module.children() if _has_matrices(child)]) == 1:
+        module = parts[0]
+    return module
+
+
+def _is_block_list(module: Any) -> bool:
+    """Return whether a module is a list of several blocks of one type, each with parts."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return False
+    kinds = [type(child) for child in module.children() if next(child.children(), None) is not None]
+    return len(kinds) > len(set(kinds))
+
+
+def _is_repeated(path: str, modules: Modules) -> bool:
     """Return whether a module is inside a block that occurs several times."""
     parts = path.split(".")
     for i, part in enumerate(parts):
@@ -63,13 +239,3 @@ def _is_repeated(path: str, modules: Mapping[str, nn.Module]) -> bool:
             if sum(type(child) is kind for child in holder.children()) > 1:
                 return True
     return False
-
-
-def _last_layer(path: str, module: nn.Module) -> str:
-    """Return the path of the layer that computes the output: in a sequence, the last with a matrix."""
-    while isinstance(module, nn.Sequential):
-        children = [(n, m) for n, m in module.named_children() if any(p.dim() > 1 for p in m.parameters())]
-        if not children:
-            break
-        path, module = f"{path}.{children[-1][0]}", children[-1][1]
-    return path

@@ -1,9 +1,9 @@
 """Choose a rule for every parameter of a model: routes are tried in order, and the first match wins.
 
-The routes, in order: embeddings; vectors and scalars; the output head; biases and single rows; norms; then hidden
-matrices by their module: convolutions, fused weights, stacks of experts, linear layers. A user's override replaces the
-result. A parameter that matches no route is an error, because silent misrouting is the costliest bug in the issue
-trackers of similar optimizers.
+The routes, in order: embeddings; vectors and scalars; the output head; tables, biases, norms and single rows; then
+hidden matrices by their module: convolutions, fused weights, stacks of experts, linear layers. A user's override
+replaces the result. A parameter that matches no route is an error, because silent misrouting is the costliest bug in
+the issue trackers of similar optimizers.
 """
 
 from __future__ import annotations
@@ -11,59 +11,18 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unnamed
 from cosmos_optim.routing.output_head import find_output_heads
+from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
 from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
 
-EMBEDDING_NAME = re.compile(r"(^|[._])(embed|wte|wpe|position|pos_emb|rel_pos)|(^|[._])\w*tokens?$")
-BIAS_NAME = re.compile(r"bias(es|_\w)?$")
-# A 3-D parameter is a stack of matrices if its name or its module's name says so.
-STACK = re.compile(r"expert|moe(?![a-z])|mixture|grouped|stack", re.IGNORECASE)
-# transformers' experts that are stored (in, out) say so with `is_transposed`, except these.
-TRANSPOSED = ("Llama4TextExperts",)
-# Modules with a plain matrix that are not nn.Linear: usual names of a mixture's router.
-LINEAR_KINDS = ("linear", "router", "gate")
-# Queries and keys, as the common decoders name them, and the rows of one of their heads: Adam-mini's blocks.
-QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
-HEAD_ROWS = 64
-# Row blocks of the fused weights of torch's own modules: one gate or projection each.
-RECURRENT_BLOCKS: dict[type[nn.Module], int] = {
-    nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3, nn.RNN: 1, nn.RNNCell: 1,
-}  # fmt: skip
 Overrides = Mapping[str, str | Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class ModelParameter:
-    """A parameter of a model and the module that owns it.
-
-    attribute: the parameter's name in the module that holds it.
-    tensor_name: the owner's tensor that it is part of; not the same as `attribute` if the tensor is parametrized.
-    module_path: the path of the module that holds it.
-    aliases: its other names, if it is tied.
-    """
-
-    name: str
-    p: Tensor
-    module: nn.Module
-    attribute: str
-    tensor_name: str
-    module_path: str
-    aliases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Route:
-    """The rule of a parameter, its group settings, and the reason."""
-
-    rule: str
-    why: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def param_groups(
@@ -103,10 +62,34 @@ def param_groups(
     return list(groups.values())
 
 
-def routes(
+def mark(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None, head: nn.Module | str | None = None
-) -> list[tuple[ModelParameter, Route]]:
-    """Return every trainable parameter with its route."""
+) -> nn.Module:
+    """Route a model's parameters once, leave each route on its parameter, and return the model.
+
+    An optimizer then makes the groups of `param_groups` from `model.parameters()`, with names, also after
+    `fully_shard`, DDP, `torch.compile`, `copy.deepcopy`, `model.to` and pickling. Mark before these, and again after
+    layers were added. In a list of groups, those without a rule are split, and their own settings win. It is an error
+    if some parameters there have a mark and others have none. The arguments are those of `param_groups`.
+
+    >>> model = mark(nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32)))
+    >>> [(group["rule"], group["params"][0][0]) for group in as_groups(model.parameters(), "cosmos")]
+    [('cosmos', '1.weight'), ('adam', '0.weight')]
+    """
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    for parameter, route in routes(model, rule, overrides=overrides, head=head, frozen=True):
+        found = {"name": parameter.name, "rule": route.rule, **route.settings}
+        for name in (parameter.name, *parameter.aliases):
+            path, _, attribute = name.rpartition(".")
+            leave_mark(modules[path], attribute, found)
+    return model
+
+
+def routes(
+    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
+    head: nn.Module | str | None = None, frozen: bool = False,
+) -> list[tuple[ModelParameter, Route]]:  # fmt: skip
+    """Return every trainable parameter with its route, and if `frozen`, also the others that are recognized."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
     if overrides and not isinstance(overrides, Mapping):
@@ -126,17 +109,16 @@ def routes(
         names = (parameter.name, *parameter.aliases)
         matches = [pattern for pattern in asked if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
         used.update(matches)
-        if not parameter.p.requires_grad:
+        if not (parameter.p.requires_grad or frozen):
             continue
-        route = _route(parameter, rule, id(parameter.p) in tied, parameter.module_path in heads)
-        if rule == "adam-mini" and route is not None:
-            route = _adam_mini_route(parameter, route)
+        is_head = parameter.module_path in heads
+        route = route_of(parameter, rule, is_embedding=id(parameter.p) in tied, is_head=is_head)
         if matches:
             route = _overridden(parameter, route, matches[0], asked[matches[0]])
-        if route is None:
-            unknown.append(parameter)
-        else:
+        if route is not None:
             found.append((parameter, route))
+        elif parameter.p.requires_grad:
+            unknown.append(parameter)
     _refuse_unknown(unknown, rule)
     if unused := [pattern for pattern in asked if pattern not in used]:
         known = [parameter.name for parameter in _model_parameters(model)][:3]
@@ -152,8 +134,9 @@ def _overridden(parameter: ModelParameter, route: Route | None, pattern: str, as
     if route is not None and route.rule == rule:
         kept = route.settings
     else:
-        kept = {} if rule == "adam" else _matrix_form(parameter)[1]
-    return Route(rule, f"override {pattern!r}", {**kept, **{k: v for k, v in asked.items() if k != "rule"}})
+        kept = {} if rule == "adam" else matrix_form(parameter)[1]
+    settings = {**kept, **{k: v for k, v in asked.items() if k != "rule"}}
+    return Route(rule, f"override {pattern!r}", settings, route.kind if route else "")
 
 
 def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
@@ -167,7 +150,8 @@ def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
     raise ValueError(
         f"parameter {first.name!r} of shape {tuple(first.p.shape)} in {type(first.module).__name__} is not known to "
         f"be a hidden matrix or an embedding{others}: choose its rule with "
-        f"param_groups(model, overrides={{{patterns[0]!r}: {rule!r}}}), or 'adam'"
+        f"param_groups(model, overrides={{{patterns[0]!r}: 'adam'}}), the safe choice for tables, scales and gates, "
+        f"or {rule!r} for a matrix that multiplies features"
     )
 
 
@@ -201,73 +185,6 @@ def _refuse_flat(parameter: ModelParameter) -> None:
         )
 
 
-def _route(parameter: ModelParameter, rule: str, is_embedding: bool, is_head: bool) -> Route | None:
-    """Return the route of a parameter, or None if it is not recognized."""
-    p, module, kind = parameter.p, parameter.module, type(parameter.module).__name__.removeprefix("FSDP").lower()
-    form, settings = _matrix_form(parameter)
-    is_linear = isinstance(module, nn.Linear)
-    has_matrix = is_linear or hasattr(module, "out_features") or any(word in kind for word in LINEAR_KINDS)
-    near = 2 if isinstance(module, (nn.ParameterList, nn.ParameterDict)) else 1
-    path = ".".join([*parameter.module_path.split(".")[-near:], parameter.tensor_name]).lower()
-    is_row = p.numel() == max(p.shape, default=1) and parameter.attribute != "weight"  # as in weight_norm
-    table: list[tuple[object, Route]] = [
-        (is_embedding or isinstance(module, (nn.Embedding, nn.EmbeddingBag)), Route("adam", "embedding")),
-        (p.dim() < 2, Route("adam", "vector" if p.dim() else "scalar")),
-        (is_head, Route("adam", "output head")),
-        (BIAS_NAME.search(parameter.attribute), Route("adam", "biases")),  # a row for each expert, head or position
-        (is_row, Route("adam", "vector in effect")),
-        ("norm" in kind and not is_linear, Route("adam", "norm")),
-        (form == "depthwise convolution", Route("adam", form)),
-        (form, Route(rule, form, settings)),
-        (p.dim() == 2 and has_matrix, Route(rule, "linear")),
-        (1 in p.shape[-2:], Route("adam", "vector in effect")),
-        (EMBEDDING_NAME.search(path), Route("adam", "embedding")),
-        (isinstance(module, nn.MultiheadAttention), Route(rule, "projection")),
-    ]
-    return next((route for matches, route in table if matches), None)
-
-
-def _matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
-    """Return the form of a parameter that is not one plain matrix, and its settings; otherwise "" and {}.
-
-    A convolution is flattened to (out, in * kernel), one block for each group; a depthwise one is not a matrix.
-    """
-    p, module, kind = parameter.p, parameter.module, type(parameter.module).__name__.removeprefix("FSDP")
-    if isinstance(module, nn.modules.conv._ConvNd) and p.dim() > 2:
-        if module.groups == 1:
-            return "convolution", {"layout": "conv"}
-        if p.shape[1] == 1 or p.shape[0] == module.groups:
-            return "depthwise convolution", {"layout": "conv"}
-        return "grouped convolution", {"layout": "conv", "split_sizes": (p.shape[0] // module.groups,) * module.groups}
-    if kind == "Conv1D" and hasattr(module, "nf"):
-        return "Conv1D, stored (in, out)", {"layout": "in_out"}
-    if isinstance(module, nn.MultiheadAttention) and parameter.tensor_name == "in_proj_weight":
-        return "fused query, key, value", {"split_sizes": (p.shape[0] // 3,) * 3}
-    recurrent = next((count for own, count in RECURRENT_BLOCKS.items() if isinstance(module, own)), 0)
-    if recurrent and p.dim() == 2 and parameter.tensor_name.startswith("weight"):
-        count = 1 if parameter.tensor_name.startswith("weight_hr") else recurrent
-        return "recurrent", {"split_sizes": (p.shape[0] // count,) * count} if count > 1 else {}
-    named_stack = STACK.search(f"{kind} {parameter.name}") or hasattr(module, "is_transposed")
-    if p.dim() == 3 and 1 not in p.shape and named_stack:
-        stored = getattr(module, "is_transposed", kind in TRANSPOSED)
-        return f"{p.shape[0]} stacked matrices", {"layout": "in_out"} if stored else {}
-    return "", {}
-
-
-def _adam_mini_route(parameter: ModelParameter, route: Route) -> Route:
-    """Return Adam-mini's route: a block is a head of queries or keys, or a row of any other parameter with rows.
-
-    That includes embeddings, the output head and depthwise convolutions, which other rules leave to AdamW.
-    """
-    if parameter.p.dim() < 2:
-        return route
-    usual = "conv" if isinstance(parameter.module, nn.modules.conv._ConvNd) else "matrix"
-    settings = {"layout": route.settings.get("layout", usual)}
-    if QUERY_KEY.search(parameter.name):
-        return Route("adam-mini", "heads of queries or keys", settings | {"block_rows": HEAD_ROWS})
-    return Route("adam-mini", f"rows: {route.why}", settings)
-
-
 def _listed(items: Iterable[Any]) -> list[Any]:
     """Return a list of the items; reject a set, because its order differs between runs."""
     if isinstance(items, (set, frozenset)):
@@ -278,7 +195,8 @@ def _listed(items: Iterable[Any]) -> list[Any]:
 def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     """Return a model, or anything that torch.optim takes, as a list of groups or parameters.
 
-    Bare tensors without a rule must all be matrices: embeddings cannot be recognized in model.parameters().
+    Parameters follow their marks (`mark`). Bare tensors with neither a mark nor a rule must all be matrices: embeddings
+    cannot be recognized among them.
     """
     if isinstance(params, nn.Module):
         return param_groups(params, rule)
@@ -292,6 +210,8 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
             raise ValueError(f"a parameter group with {sorted(group)} has no 'params': list its parameters there")
         held = group["params"]
         group["params"] = [held] if isinstance(held, Tensor) else _listed(held)
+    groups = apply_marks(groups, rule)
+    for group in groups:
         if group.get("rule", rule) != "adam":
             for i, item in enumerate(group["params"]):
                 name, p = item if isinstance(item, tuple) else (f"number {i}", item)
@@ -301,4 +221,6 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
                         f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which "
                         "gives embeddings, heads, norms and biases to AdamW, or put it in a group with rule='adam'"
                     )
+    if rule != "adam":
+        warn_unnamed(groups)
     return groups if given else given

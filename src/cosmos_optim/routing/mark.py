@@ -1,0 +1,118 @@
+"""Leave each parameter's route on the parameter, for code that passes `model.parameters()` to an optimizer.
+
+A mark is a plain dict: the parameter's name, its rule, and its group settings. Copies, `fully_shard` and tensor
+parallelism make new parameters. So a marked module also keeps its marks, and gives them to every parameter that it
+hands out or is given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+ATTRIBUTE = "_cosmos_mark"
+Mark = dict[str, Any]
+
+
+class _MarkedParameters(dict[str, Any]):
+    """The parameters of a marked module: what `module._parameters` is then.
+
+    `module.parameters()` and all of its relatives read `items()`; whoever replaces a parameter sets an item.
+    """
+
+    marks: Mapping[str, Mark] = {}  # before unpickling has restored the marks
+
+    def __setitem__(self, name: str, p: Any) -> None:
+        super().__setitem__(name, p)
+        self._leave(name, p)
+
+    def items(self) -> Any:
+        for name in self.marks:
+            self._leave(name, self.get(name))
+        return super().items()
+
+    def _leave(self, name: str, p: Any) -> None:
+        if name in self.marks and isinstance(p, nn.Parameter):
+            setattr(p, ATTRIBUTE, self.marks[name])
+
+
+def leave_mark(module: nn.Module, attribute: str, mark: Mark) -> None:
+    """Mark the module's parameter of this name, and whatever replaces it."""
+    held = module._parameters
+    if not isinstance(held, _MarkedParameters):
+        held = _MarkedParameters(held)
+        held.marks = {}
+        module._parameters = held
+    held.marks = {**held.marks, attribute: mark}
+    held[attribute] = held[attribute]
+
+
+def mark_of(p: Any) -> Mark | None:
+    """Return the mark of a parameter, or None."""
+    return getattr(p, ATTRIBUTE, None)
+
+
+def apply_marks(groups: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
+    """Split the groups without a rule by the marks of their parameters, and name the parameters.
+
+    Groups without marks stay as they are, and so do the groups of `Adam`, which has one rule for everything.
+    """
+    free = [_tensor(item) for group in groups if "rule" not in group for item in group["params"]]
+    if rule == "adam" or not any(mark_of(p) for p in free):
+        return groups
+    if missing := [p for p in free if p.requires_grad and not mark_of(p)]:
+        raise ValueError(
+            f"{len(missing)} of {len(free)} parameters have no mark, the first of shape {tuple(missing[0].shape)}: "
+            "call mark(model) again after layers were added or replaced, or put these in a group with a 'rule'"
+        )
+    found: list[dict[str, Any]] = []
+    for i, group in enumerate(groups):
+        found += [_named(group, i)] if "rule" in group else _split(group)
+    return found
+
+
+def _tensor(item: Any) -> Any:
+    """Return the tensor of a (name, tensor) pair or of a bare tensor."""
+    return item[1] if isinstance(item, tuple) else item
+
+
+def _split(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a group's parameters in one group for each route. The group's own keys win over those of the mark.
+
+    Frozen parameters are left out, as in `param_groups`.
+    """
+    parts: dict[str, dict[str, Any]] = {}
+    for item in group["params"]:
+        p = _tensor(item)
+        if not p.requires_grad:
+            continue
+        name, mark = p._cosmos_mark["name"], {key: value for key, value in p._cosmos_mark.items() if key != "name"}
+        part = parts.setdefault(repr(sorted(mark.items())), {**mark, **group, "params": []})
+        part["params"].append(item if isinstance(item, tuple) else (name, p))
+    return sorted(parts.values(), key=lambda part: part["rule"] == "adam")
+
+
+def _named(group: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the group with names: torch wants names in all groups or in none."""
+    params = []
+    for i, item in enumerate(group["params"]):
+        name = (mark_of(item) or {}).get("name", f"group {index}, parameter {i}")
+        params.append(item if isinstance(item, tuple) else (name, item))
+    return {**group, "params": params}
+
+
+def warn_unnamed(groups: list[dict[str, Any]]) -> None:
+    """Warn if groups without a rule hold matrices without names: an embedding among them would not be recognized."""
+    tensors = [item for group in groups if "rule" not in group for item in group["params"] if isinstance(item, Tensor)]
+    if not tensors:
+        return
+    largest = max(tensors, key=lambda p: p.numel())
+    warnings.warn(
+        f"unnamed matrices ({len(tensors)}, the largest of shape {tuple(largest.shape)}) all get the optimizer's rule: "
+        "embeddings and output heads among them cannot be recognized. Call mark(model) first, or give "
+        "param_groups(model). A group with a 'rule' does not warn",
+        stacklevel=5,
+    )

@@ -1,0 +1,45 @@
+"""Whole words of the names of parameters and modules: the only text that routing reads."""
+
+from __future__ import annotations
+
+import re
+
+EDGE = re.compile(r"[._]+|(?<=[a-z])(?=[A-Z])")
+NUMBER = re.compile(r"\d+$")
+
+# A parameter that is a table of vectors, one for each position, token or code. In `token_mixing` a token is no table:
+# these two count only at the end of a name.
+TABLE = frozenset({
+    "embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "pos", "position", "positions", "positional",
+    "rel", "table", "tables", "codebook", "codebooks", "codevectors", "prototypes", "centroids", "prompt", "prompts",
+    "latent", "latents", "freq", "freqs",
+})  # fmt: skip
+TOKEN = frozenset({"token", "tokens"})
+PROJECTION = frozenset({"proj", "projection", "kernel"})  # at the end of a name: not a table, but a matrix for one
+BIAS = frozenset({"bias", "biases"})
+NORM = frozenset({"norm", "norms", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "bn"})
+SCALE = frozenset({"scale", "scales", "gamma", "beta", "alpha", "gain", "temperature", "tau", "decay"})
+EXPERT = frozenset({"expert", "experts", "moe", "mixture"})
+ROUTER = frozenset({"router", "gate", "gating"})
+
+
+def words(name: str) -> tuple[str, ...]:
+    """Return the words of a name in lower case, without the numbers at their ends.
+
+    >>> words("blocks.12.attn.relPosBias_h2")
+    ('blocks', 'attn', 'rel', 'pos', 'bias', 'h')
+    """
+    parts = (NUMBER.sub("", part).lower() for part in EDGE.split(name))
+    return tuple(part for part in parts if part)
+
+
+def is_table(name: str) -> bool:
+    """Return whether a parameter's name is that of a table of vectors."""
+    found = words(name)
+    is_named = not TABLE.isdisjoint(found) or not TOKEN.isdisjoint(found[-1:])
+    return is_named and PROJECTION.isdisjoint(found[-1:])
+
+
+def holds_table(path: str) -> bool:
+    """Return whether a module's name ends as that of a table: pos_embed does, rel_attn does not."""
+    return not (TABLE | TOKEN).isdisjoint(words(path.rpartition(".")[2])[-1:])

@@ -1,0 +1,139 @@
+"""What decides a route: types, declared sizes, whole words. What does not: the name of a class, a part of a word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cosmos_optim import param_groups
+from cosmos_optim.routing.param_groups import routes
+from tests.optim.helpers import Decoder
+
+
+def kinds(model: nn.Module, **kwargs) -> dict[str, tuple[str, str]]:
+    return {parameter.name: (route.rule, route.kind) for parameter, route in routes(model, **kwargs)}
+
+
+def holder(kind: str, sizes: dict[str, tuple[int, ...]], **declared: int) -> nn.Module:
+    """Return a module of a class with this name, with plain parameters and attributes."""
+    module = type(kind, (nn.Module,), {})()
+    for name, size in sizes.items():
+        module.register_parameter(name, nn.Parameter(torch.zeros(size)))
+    for name, value in declared.items():
+        setattr(module, name, value)
+    return module
+
+
+CLASS_NAMES = (
+    "GatedAttention", "LinearViT", "NavigateNet", "Nonlinearity", "Router", "StackedGroupedExperts", "MixtureOfExperts",
+    "Norm", "LinearEmbedding", "Conv1D", "FSDPExperts", "Plain",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CLASS_NAMES)
+def test_the_name_of_a_class_makes_no_matrix_of_a_table(kind: str) -> None:
+    tables = {"pos_embed": (7, 16), "codebook": (64, 16), "relative_position_bias_table": (169, 4),
+              "rel_pos": (3, 13, 13), "cls_token": (1, 1, 16), "latents": (8, 16)}  # fmt: skip
+    for model in (holder(kind, tables), nn.ModuleDict({"stack": holder(kind, tables)})):
+        assert set(kinds(model).values()) <= {("adam", "embedding"), ("adam", "vector")}
+
+
+@pytest.mark.parametrize("kind", CLASS_NAMES)
+def test_the_name_of_a_class_does_not_claim_an_unknown_parameter(kind: str) -> None:
+    for size in ((7, 16), (4, 8, 6)):
+        with pytest.raises(ValueError, match=r"'mixing'.*overrides=\{'mixing': 'adam'\}"):
+            param_groups(holder(kind, {"mixing": size}))
+
+
+def test_routes_do_not_change_when_every_class_is_renamed() -> None:
+    model = nn.ModuleDict({
+        "decoder": Decoder(), "router": holder("TopKRouter", {"weight": (3, 8)}), "lstm": nn.LSTM(4, 5),
+        "experts": holder("Experts", {"up": (3, 8, 6), "up_bias": (3, 8)}),
+        "norm": holder("RMSNorm", {"weight": (3, 4)}),
+    })  # fmt: skip
+    before = kinds(model)
+    for i, module in enumerate(model.modules()):
+        module.__class__ = type(f"X{i}", (type(module),), {})
+    assert kinds(model) == before
+    assert before["router.weight"] == before["experts.up"] == ("cosmos", "hidden")
+    assert before["experts.up_bias"] == ("adam", "bias")
+    assert before["norm.weight"] == ("adam", "norm")
+
+
+def test_a_list_or_dict_of_parameters_gives_them_its_name() -> None:
+    for holds in (nn.ParameterList([torch.zeros(6, 8)]), nn.ParameterDict({"default": torch.zeros(6, 8)})):
+        assert set(kinds(nn.ModuleDict({"lora_embedding_A": holds})).values()) == {("adam", "embedding")}
+        with pytest.raises(ValueError, match="is not known to be"):
+            param_groups(nn.ModuleDict({"mixing": holds}))
+
+
+def test_a_projection_of_embeddings_is_not_a_table() -> None:
+    for name in ("embedding_proj", "pos_projection", "latent_kernel"):
+        with pytest.raises(ValueError, match="is not known to be"):
+            param_groups(holder("Layer", {name: (6, 8)}))
+
+
+def test_parts_of_words_decide_nothing() -> None:
+    for name in ("disposition", "rebiased", "tokenmixing", "upscaler", "abnormal", "embedder"):
+        with pytest.raises(ValueError, match="is not known to be"):
+            param_groups(holder("Layer", {name: (6, 8)}))
+    for path in ("navigate", "irrelevant", "moeller", "routers_x"):
+        with pytest.raises(ValueError, match="is not known to be"):
+            param_groups(nn.ModuleDict({path: holder("Layer", {"weight": (6, 8)})}))
+
+
+@pytest.mark.parametrize(
+    "names", [("in_features", "out_features"), ("input_size", "output_size"), ("in_dim", "out_dim")]
+)
+def test_a_layer_that_declares_its_sizes_is_linear_also_in_parts(names: tuple[str, str]) -> None:
+    sizes = dict(zip(names, (8, 12), strict=True))
+    for shape in ((12, 8), (6, 8), (12, 4)):  # whole, a part of the rows, a part of the columns
+        assert kinds(holder("Any", {"weight": shape}, **sizes)) == {"weight": ("cosmos", "hidden")}
+    adapter = holder("Any", {"weight": (12, 8), "lora_a": (2, 8), "lora_b": (12, 2), "pos_embed": (5, 8)}, **sizes)
+    assert {name: rule for name, (rule, _) in kinds(adapter).items()} == {
+        "weight": "cosmos", "lora_a": "cosmos", "lora_b": "cosmos", "pos_embed": "adam",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="is not known to be"):
+        param_groups(holder("Any", {"weight": (5, 9)}, **sizes))
+
+
+def test_a_subclass_of_linear_may_hold_tables() -> None:
+    layer = type("QuantizedLinear", (nn.Linear,), {})(16, 32, bias=False)
+    layer.codebook = nn.Parameter(torch.zeros(256, 16))
+    assert kinds(layer) == {"weight": ("cosmos", "hidden"), "codebook": ("adam", "embedding")}
+
+
+def test_a_layer_that_declares_an_embeddings_sizes_is_one() -> None:
+    for rows in (100, 50):  # whole, or one of two parts
+        model = holder("VocabParallel", {"weight": (rows, 16)}, num_embeddings=100, embedding_dim=16)
+        assert kinds(model) == {"weight": ("adam", "embedding")}
+
+
+def test_state_space_parameters_get_adam_and_their_projections_do_not() -> None:
+    mixer = holder("Mixer", {"A_log": (16, 4), "D": (2, 16), "dt_bias": (16,)})
+    mixer.dt_proj, mixer.x_proj, mixer.conv1d = nn.Linear(4, 16), nn.Linear(16, 12), nn.Conv1d(16, 16, 4, groups=16)
+    found = kinds(nn.ModuleDict({"mixer": mixer}))
+    assert found["mixer.A_log"] == found["mixer.D"] == ("adam", "state space")
+    assert found["mixer.dt_bias"][0] == "adam"
+    assert found["mixer.conv1d.weight"] == ("adam", "depthwise convolution")
+    assert found["mixer.dt_proj.weight"] == found["mixer.x_proj.weight"] == ("cosmos", "hidden")
+
+
+def test_gates_and_kernels_with_one_row_are_vectors() -> None:
+    model = nn.ModuleDict({"shared_expert_gate": nn.Linear(16, 1, bias=False), "eca": nn.Conv1d(1, 1, 3, bias=False),
+                           "inputs": nn.Linear(1, 16, bias=False)})  # fmt: skip
+    assert set(kinds(model).values()) == {("adam", "vector")}
+
+
+def test_a_linear_layer_of_relative_biases_is_a_table() -> None:
+    found = kinds(nn.ModuleDict({"rel_pos_bias": nn.Linear(32, 12, bias=False), "bias_proj": nn.Linear(32, 12)}))
+    assert found["rel_pos_bias.weight"] == ("adam", "embedding")
+    assert found["bias_proj.weight"] == ("cosmos", "hidden")
+
+
+def test_the_kind_of_a_parameter_survives_an_override() -> None:
+    found = kinds(Decoder(), overrides={"*": {"weight_decay": 0.1}})
+    assert found == kinds(Decoder())
+    assert found["norm.bias"] == ("adam", "norm") and found["up.bias"] == ("adam", "bias")
+    assert found["embed.weight"] == ("adam", "embedding") and found["lm_head.weight"] == ("adam", "output head")

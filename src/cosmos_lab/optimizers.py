@@ -52,11 +52,9 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     for name in more.keys() & _FLAGS.keys():
         raise ValueError(f"--options {name}={more[name]}: give {_FLAGS[name]} instead")
     hyper |= more
-    overrides = _overrides(model, options)
-    params: nn.Module | list[dict[str, Any]] = model
-    if overrides:
-        own: Any = getattr(build, "func", build)  # of a partial
-        params = cosmos_optim.param_groups(model, rule=own.rule, overrides=overrides)
+    own: Any = getattr(build, "func", build)  # of a partial
+    # The paper has one weight decay for all parameters.
+    params = cosmos_optim.param_groups(model, rule=own.rule, overrides=_overrides(model, options), decay="all")
     hyper |= {"betas": (options.beta1, options.beta2), "eps": options.eps, "weight_decay": options.weight_decay}
     try:
         return build(params, lr=options.lr, **hyper)

@@ -23,15 +23,19 @@ from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route
 from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
 
 Overrides = Mapping[str, str | Mapping[str, Any]]
+DECAYS = ("matrices", "all")
+# Kinds of parameters that training recipes do not decay.
+NOT_DECAYED = frozenset({"embedding", "norm", "bias", "scale", "state space", "vector", "scalar"})
 
 
 def param_groups(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, beside: Optimizer | None = None,
+    head: nn.Module | str | None = None, decay: str = "matrices", beside: Optimizer | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sort a model's parameters into groups for `Cosmos` and its peers.
 
-    Hidden matrices get `rule`; embeddings, the output head, norms and vectors get AdamW (rule "adam").
+    Hidden matrices get `rule`; embeddings, the output head, norms and vectors get AdamW (rule "adam"). The optimizer's
+    `weight_decay` is for hidden matrices and output heads; the other groups have `weight_decay=0`.
 
     Args:
         model: any module. Frozen parameters are left out.
@@ -40,6 +44,7 @@ def param_groups(
             matched against parameter names, in order, before everything else. An override changes only what it
             names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
         head: the output head, as a module or its name, if it cannot be found automatically.
+        decay: "matrices", or "all" to decay embeddings, norms, biases and scales too.
         beside: an optimizer; its parameters are left out, so that layers unfrozen later can be added to it.
 
     >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32), nn.Linear(32, 16))
@@ -53,7 +58,7 @@ def param_groups(
     if not isinstance(beside, Optimizer | None):
         raise TypeError(f"beside must be an optimizer, got a {type(beside).__name__}")
     held = {id(p) for group in beside.param_groups for p in group["params"]} if beside is not None else set()
-    for parameter, route in routes(model, rule, overrides=overrides, head=head):
+    for parameter, route in routes(model, rule, overrides=overrides, head=head, decay=decay):
         if id(parameter.p) in held:
             continue
         key = (route.rule, repr(sorted(route.settings.items())))
@@ -63,8 +68,9 @@ def param_groups(
 
 
 def mark(
-    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None, head: nn.Module | str | None = None
-) -> nn.Module:
+    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
+    head: nn.Module | str | None = None, decay: str = "matrices",
+) -> nn.Module:  # fmt: skip
     """Route a model's parameters once, leave each route on its parameter, and return the model.
 
     An optimizer then makes the groups of `param_groups` from `model.parameters()`, with names, also after
@@ -77,7 +83,7 @@ def mark(
     [('cosmos', '1.weight'), ('adam', '0.weight')]
     """
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-    for parameter, route in routes(model, rule, overrides=overrides, head=head, frozen=True):
+    for parameter, route in routes(model, rule, overrides=overrides, head=head, decay=decay, frozen=True):
         found = {"name": parameter.name, "rule": route.rule, **route.settings}
         for name in (parameter.name, *parameter.aliases):
             path, _, attribute = name.rpartition(".")
@@ -87,13 +93,15 @@ def mark(
 
 def routes(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, frozen: bool = False,
+    head: nn.Module | str | None = None, decay: str = "matrices", frozen: bool = False,
 ) -> list[tuple[ModelParameter, Route]]:  # fmt: skip
     """Return every trainable parameter with its route, and if `frozen`, also the others that are recognized."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
     if overrides and not isinstance(overrides, Mapping):
         raise TypeError(f"overrides must map patterns to rules or settings, got {overrides!r}")
+    if decay not in DECAYS:
+        raise ValueError(f"decay={decay!r} is not valid: one of {DECAYS}")
     asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
     for pattern, settings in asked.items():
         if not isinstance(settings, Mapping):
@@ -116,7 +124,7 @@ def routes(
         if matches:
             route = _overridden(parameter, route, matches[0], asked[matches[0]])
         if route is not None:
-            found.append((parameter, route))
+            found.append((parameter, route if decay == "all" else _without_decay(route)))
         elif parameter.p.requires_grad:
             unknown.append(parameter)
     _refuse_unknown(unknown, rule)
@@ -124,6 +132,13 @@ def routes(
         known = [parameter.name for parameter in _model_parameters(model)][:3]
         raise ValueError(f"overrides that match no parameter: {unused}; names look like {known}")
     return found
+
+
+def _without_decay(route: Route) -> Route:
+    """Return the route with a decay of 0 if nobody decays such a parameter; an override's own decay stays."""
+    if route.kind not in NOT_DECAYED:
+        return route
+    return replace(route, settings={"weight_decay": 0.0, **route.settings})
 
 
 def _overridden(parameter: ModelParameter, route: Route | None, pattern: str, asked: Mapping[str, Any]) -> Route | None:

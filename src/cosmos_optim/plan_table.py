@@ -1,19 +1,20 @@
-"""The plan: rule, rank and state of every parameter, computed without allocating state."""
+"""The plan: rule, rank, rate, decay and state of every parameter, computed without allocating state."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from cosmos_optim import sharding
-from cosmos_optim.hyperparameters import check_arguments, choose_rule, complete, require_bool, rule_named
+from cosmos_optim.hyperparameters import ROUTING, check_arguments, choose_rule, complete, require_bool, rule_named
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
+from cosmos_optim.routing.fused import fused_hint
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import two_sided
@@ -21,20 +22,24 @@ from cosmos_optim.rules.rule import two_sided
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One parameter in a plan."""
+    """One parameter in a plan; `tied` are its other names."""
 
     name: str
     shape: tuple[int, ...]
     rule: str
     why: str
     rank: int | None
+    lr: float
+    weight_decay: float
     state_elements: int
     state_bytes: int
+    tied: tuple[str, ...] = ()
+    hint: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rule and state of every parameter of a model. Printing it gives a table."""
+    """The rule, rate, decay and state of every parameter of a model. Printing it gives a table."""
 
     rows: tuple[PlanRow, ...]
 
@@ -62,20 +67,28 @@ class Plan:
         return totals
 
     def __str__(self) -> str:
-        """Return the table, the totals of each rule, and the total."""
-        table = [("parameter", "shape", "rule", "because", "rank", "state")]
-        for row in self.rows:
+        """Return the table with one line for equal layers, the totals of each rule, the total, and hints."""
+        table = [("parameter", "shape", "rule", "because", "rank", "lr", "decay", "state")]
+        lines = collapse(self.rows)
+        for name, row, count in lines:
             shape = " x ".join(map(str, row.shape)) or "scalar"
             rank = "" if row.rank is None else str(row.rank)
-            table.append((row.name, shape, row.rule, row.why, rank, human(row.state_bytes)))
+            why = f"{row.why}, tied to {', '.join(row.tied)}" if row.tied else row.why
+            size = human(count * row.state_bytes)
+            table.append((name, shape, row.rule, why, rank, f"{row.lr:g}", f"{row.weight_decay:g}", size))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><<>>", widths, strict=True))
-        lines = [form.format(*line).rstrip() for line in table]
-        rule = "-" * max(map(len, lines))
-        sums = [f"{name}: {count} tensors, {size:,} parameters, {human(state)} of state"
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><<>>>>", widths, strict=True))
+        texts = [form.format(*cells).rstrip() for cells in table]
+        rule = "-" * max(map(len, texts))
+        sums = [f"{name}: {_tensors(count)}, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip
-        total = f"total: {len(self.rows)} tensors, {self.parameters:,} parameters, {human(self.state_bytes)} of state"
-        return "\n".join([lines[0], rule, *lines[1:], rule, *sums, total])
+        total = f"total: {_tensors(len(self.rows))}, {self.parameters:,} parameters, {human(self.state_bytes)} of state"
+        hints = dict.fromkeys(f"hint: {row.hint}" for row in self.rows if row.hint)
+        return "\n".join([texts[0], rule, *texts[1:], rule, *sums, total, *hints])
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor" if count == 1 else f"{count} tensors"
 
 
 def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any) -> Plan:
@@ -84,22 +97,23 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     Args:
         model: a model, possibly on the meta device, or an optimizer of this package.
         rule: a name in OPTIMIZERS: a rule, or "cosmos-paper".
-        hyper: arguments of that optimizer, and `overrides` and `head` as `param_groups` takes them.
+        hyper: arguments of that optimizer, and `overrides`, `head` and `decay` as `param_groups` takes them.
 
-    >>> print(plan(nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32, bias=False)), rank=4))
-    parameter     shape  rule    because    rank     state
-    ------------------------------------------------------
-    0.weight   100 x 16  adam    embedding        12.5 KiB
-    1.weight    32 x 16  cosmos  linear        4  2.94 KiB
-    ------------------------------------------------------
-    adam: 1 tensors, 1,600 parameters, 12.5 KiB of state
-    cosmos: 1 tensors, 512 parameters, 2.94 KiB of state
-    total: 2 tensors, 2,112 parameters, 15.4 KiB of state
+    >>> layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+    >>> print(plan(nn.ModuleDict({"embed": nn.Embedding(100, 16), "layers": layers}), rank=4, weight_decay=0.1))
+    parameter                shape  rule    because    rank      lr  decay     state
+    --------------------------------------------------------------------------------
+    embed.weight          100 x 16  adam    embedding         0.002      0  12.5 KiB
+    layers.0-2.weight x3   16 x 16  cosmos  linear        4  0.0005    0.1  4.89 KiB
+    --------------------------------------------------------------------------------
+    adam: 1 tensor, 1,600 parameters, 12.5 KiB of state
+    cosmos: 3 tensors, 768 parameters, 4.89 KiB of state
+    total: 4 tensors, 2,368 parameters, 17.4 KiB of state
     """
     if isinstance(model, MatrixOptimizer):
         return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
-    routing = {key: hyper.pop(key) for key in ("overrides", "head") if key in hyper}
+    routing = {key: hyper.pop(key) for key in ROUTING if key in hyper}
     kind, options = _optimizer(rule, hyper)
     rows = []
     for parameter, route in routes(model, kind.rule, **routing):
@@ -108,7 +122,8 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
             group["block_rows"] = options["head_dim"]
         name, group = choose_rule(kind.rule, group, options.get("two_sided", False))
         group = complete(group, rule_named(name), options, kind.soap_lr)
-        rows.append(_row(parameter.name, parameter.p, name, route.why, group))
+        row = _row(parameter.name, parameter.p, name, route.why, group)
+        rows.append(replace(row, tied=parameter.aliases, hint=fused_hint(parameter, route)))
     return Plan(tuple(rows))
 
 
@@ -134,17 +149,65 @@ def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) ->
     elements = sum(math.prod(slot.shape) for slot in slots.values())
     size = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots.values() if slot.dtype)
     rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
-    return PlanRow(name, tuple(p.shape), rule, why, rank, elements, size + 4)
+    rates = float(group["lr"]), float(group["weight_decay"])
+    return PlanRow(name, tuple(p.shape), rule, why, rank, *rates, elements, size + 4)
+
+
+# -- the printed form --------------------------------------------------------------------------------------------------
+
+
+def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow, int]]:
+    """Return (name, row, count) for each line of the table: rows that differ only in numbers of layers become one.
+
+    One number at a time: first rows that differ in the last number of their names, then in the one before it.
+    """
+    lines = [(_parts(row.name), row, 1) for row in rows]
+    for place in reversed(range(max((len(parts) for parts, _, _ in lines), default=0))):
+        found: dict[object, list[tuple[list[str], PlanRow, int]]] = {}
+        for parts, row, count in lines:
+            numbered = place < len(parts) and parts[place].isdigit()
+            others = (*parts[:place], "#", *parts[place + 1 :]) if numbered else tuple(parts)
+            found.setdefault((others, replace(row, name="", tied=(), hint=""), count), []).append((parts, row, count))
+        lines = [_merged(alike, place) for alike in found.values()]
+    return [(".".join(parts) + (f" x{count}" if count > 1 else ""), row, count) for parts, row, count in lines]
+
+
+def _parts(name: str) -> list[str]:
+    return name.split(".")
+
+
+def _merged(alike: list[tuple[list[str], PlanRow, int]], place: int) -> tuple[list[str], PlanRow, int]:
+    """Return one line for lines that differ only in the number at this place."""
+    parts, row, count = alike[0]
+    if len(alike) == 1:
+        return alike[0]
+    numbers = ranges([int(other[place]) for other, _, _ in alike])
+    return [*parts[:place], numbers, *parts[place + 1 :]], row, count * len(alike)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in order as text, with ranges.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def human(size: int) -> str:
-    """Format a number of bytes with three digits.
+    """Format a number of bytes with three digits, or four if it is close to the next unit.
 
-    >>> human(2887), human(5_900_000_000)
-    ('2.82 KiB', '5.49 GiB')
+    >>> human(2887), human(1_073_000_000), human(5_900_000_000)
+    ('2.82 KiB', '1023 MiB', '5.49 GiB')
     """
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
+    while value >= 1023.5 and len(units) > 1:
         value /= 1024
         units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.3g} {units[0]}"
+    return f"{value:.0f} {units[0]}" if units[0] == "B" or value >= 999.5 else f"{value:.3g} {units[0]}"

@@ -109,3 +109,81 @@ def test_state_sizes_are_those_of_the_papers_table(rule: str) -> None:
     hyper = {"rank": 50} if rule == "cosmos-paper" else {}
     # The paper rounds to whole d^2: COSMOS needs 12.915, Adam-mini 12 and 9 vectors.
     assert plan(model, rule, **hyper).state_elements / d**2 == pytest.approx(PAPER_TABLE[rule], abs=0.1)
+
+
+# -- rates, decay and the printed form ---------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A block with a fused attention weight, experts, a norm and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.norm = nn.LayerNorm(32)
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head that share one weight."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.lm_head = nn.Linear(32, 100, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def test_weight_decay_leaves_out_embeddings_norms_and_biases_unless_it_is_for_all() -> None:
+    model = decoder()
+    for decay, expected in (("matrices", {"up.weight", "down.weight", "lm_head.weight"}), ("all", None)):
+        groups = param_groups(model, decay=decay)
+        opt = Cosmos(groups, weight_decay=0.1)
+        decayed = {name for group in opt.param_groups for name in group["param_names"] if group["weight_decay"]}
+        assert decayed == (expected or {name for name, _ in model.named_parameters()})
+        assert {row.name for row in plan(model, weight_decay=0.1, decay=decay).rows if row.weight_decay} == decayed
+    with pytest.raises(ValueError, match="decay='none' is not valid: one of"):
+        param_groups(model, decay="none")
+
+
+def test_an_override_may_decay_what_is_usually_left_out() -> None:
+    groups = param_groups(decoder(), overrides={"*bias": {"weight_decay": 0.3}})
+    opt = Cosmos(groups, weight_decay=0.1)
+    found = {name: group["weight_decay"] for group in opt.param_groups for name in group["param_names"]}
+    assert {found[name] for name in found if name.endswith("bias")} == {0.3}
+
+
+def test_equal_layers_share_a_line_with_their_numbers_and_count() -> None:
+    lines = str(plan(Tied(), weight_decay=0.1)).splitlines()
+    assert any(line.startswith("blocks.0-2.experts.0-3.weight x12 ") for line in lines)
+    assert any(line.startswith("blocks.0-2.qkv.weight x3 ") for line in lines)
+    assert len([line for line in lines if line.startswith("blocks")]) == 5
+    qkv = next(line for line in lines if "qkv.weight" in line)
+    assert "0.0005    0.1" in qkv
+
+
+def test_layers_of_different_shape_keep_their_own_lines() -> None:
+    model = nn.ModuleList(nn.Linear(8, 8 if i != 2 else 16, bias=False) for i in range(5))
+    lines = str(plan(model)).splitlines()
+    assert [line.split("  ")[0] for line in lines if ".weight" in line] == ["0-1,3-4.weight x4", "2.weight"]
+
+
+def test_a_tied_head_is_named() -> None:
+    line = next(line for line in str(plan(Tied())).splitlines() if line.startswith("embed.weight"))
+    assert "embedding, tied to lm_head.weight" in line
+
+
+def test_a_fused_weight_gets_a_hint_that_works() -> None:
+    text = str(plan(Tied()))
+    hint = 'overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}}'
+    assert text.count(hint) == 1
+    cut = plan(Tied(), overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}})
+    assert "hint" not in str(cut)
+
+
+def test_a_plan_on_the_meta_device_and_of_an_optimizer_show_the_same_rates() -> None:
+    with torch.device("meta"):
+        a = plan(Tied(), lr=3e-4, weight_decay=0.1)
+    b = plan(Cosmos(Tied(), lr=3e-4, weight_decay=0.1))
+    assert {(r.name, r.lr, r.weight_decay) for r in a.rows} == {(r.name, r.lr, r.weight_decay) for r in b.rows}

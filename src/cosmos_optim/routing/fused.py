@@ -1,0 +1,42 @@
+"""Recognize query, key and value stored as one weight, to suggest the sizes at which to cut it.
+
+COSMOS and Muon treat a fused weight as one matrix, unless `split_sizes` says where its parts begin. Only weights that
+store the three parts one after the other can be cut so; models that interleave them by heads name them otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cosmos_optim.routing.route import ModelParameter, Route
+
+# Whole names of fused layers that store queries, keys and values one after the other: timm, GPT-2, nanoGPT, Phi-3, MPT.
+FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "Wqkv", "wqkv", "to_qkv", "attn_qkv"})
+
+
+def fused_hint(parameter: ModelParameter, route: Route) -> str:
+    """Return advice for a fused weight that is not cut, or "" if there is nothing to say."""
+    owner = parameter.module_path.rpartition(".")[2]
+    if owner not in FUSED or route.kind != "hidden" or route.settings.get("split_sizes") or parameter.p.dim() != 2:
+        return ""
+    rows, columns = parameter.p.shape if route.settings.get("layout") != "in_out" else parameter.p.shape[::-1]
+    sizes = split_sizes(rows, columns)
+    if not sizes:
+        return ""
+    pattern = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", parameter.name)
+    return (
+        f"{pattern} looks like query, key and value in one weight. If these are stored one after another, cut them: "
+        f'overrides={{"{pattern}": {{"split_sizes": {sizes}}}}}'
+    )
+
+
+def split_sizes(rows: int, columns: int) -> list[int]:
+    """Return the rows of query, key and value: equal, or fewer for keys and values in grouped attention.
+
+    >>> split_sizes(2304, 768), split_sizes(1024, 768), split_sizes(700, 768)
+    ([768, 768, 768], [768, 128, 128], [])
+    """
+    others = rows - columns
+    if others <= 0 or others % 2 or others > 2 * columns:
+        return [rows // 3] * 3 if rows % 3 == 0 and others > 0 else []
+    return [columns, others // 2, others // 2]

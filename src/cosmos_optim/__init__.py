@@ -8,6 +8,7 @@ print(plan(model))
 
 from cosmos_optim.optimizers import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
 from cosmos_optim.plan_table import Plan, plan
+from cosmos_optim.rates import Rates, rates_from_adamw
 from cosmos_optim.routing.param_groups import param_groups
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Muon",
     "NorMuon",
     "Plan",
+    "Rates",
     "param_groups",
     "plan",
+    "rates_from_adamw",
 ]

@@ -8,8 +8,9 @@ Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint ne
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -29,6 +30,12 @@ from cosmos_optim.rules.rule import two_sided
 if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
 
+# What torch's schedulers write into the groups when they are built, and the argument that it came from.
+RATES_WRITTEN = {
+    "max_lr": ("OneCycleLR", "OneCycleLR(max_lr={})"),
+    "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
+    "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
+}
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,6 +70,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
         self._layouts: dict[Tensor, Layout] = {}
         self._started: set[Tensor] = set()
+        self._first_rates: dict[str, float] = {}
         self._skipped = SkippedSteps()
         self._diagnostics: dict[str, dict[str, float]] | None = None
         self._graphed: GraphedStep | None = None
@@ -105,6 +113,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
+        self._first_rates.setdefault("adam_lr" if name == "adam" else "lr", float(group["lr"]))
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        """Allocate state that is missing. Megatron-LM calls this before it saves or loads a checkpoint."""
+        self._match_layouts()
 
     def _add_layouts(self, index: int) -> None:
         """Create layouts and state for parameters of the group that have none yet."""
@@ -165,6 +178,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
+        _refuse_one_rate(type(self).__name__, self.param_groups, self._first_rates)
         entries = self._collect()
         if not entries:
             return
@@ -272,13 +286,53 @@ class MatrixOptimizer(torch.optim.Optimizer):
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k in ("defaults", "state", "param_groups", "_options")}
+        names = ("defaults", "state", "param_groups", "_options", "_first_rates")
+        kept = {k: v for k, v in self.__dict__.items() if k in names}
         return kept | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
         self._diagnostics, self._graphed, self._layouts, self._started = None, None, {}, set()
+        self._first_rates = state.get("_first_rates", {})  # older pickles lack it
         self._skipped = SkippedSteps()
         self._match_layouts()
         self._started = checkpoint.started(self)
+
+
+def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> None:
+    """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
+
+    The error lists one value for each group. It is not repaired here, because schedulers also keep rates themselves.
+    A loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
+
+    name: the optimizer's class, for the message.
+    first: the rates that the optimizer was built with, "lr" and "adam_lr".
+    """
+    if len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
+        return
+    built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
+    one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
+    share = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
+    for key, (writer, argument) in RATES_WRITTEN.items():
+        value = _one_value(groups, key)
+        if value is not None:
+            rates = ", ".join(f"{value * factor:g}" for factor in share)
+            raise ValueError(
+                f"{writer} set {key}={value:g} in all groups, but {built}: give one value for each group, "
+                f"{argument.format(f'[{rates}]')} {one}"
+            )
+    value = None if any("initial_lr" in group for group in groups) else _one_value(groups, "lr")
+    if value is not None:
+        warnings.warn(
+            f"all groups run at lr={value:g}, but {built}: scale each group's own rate by the same factor {one}",
+            stacklevel=2,
+        )
+
+
+def _one_value(groups: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Return the value of `key` if all groups have the same positive number there, else None."""
+    values = [group.get(key) for group in groups]
+    # A tensor is not read: on a GPU that would wait for it at every step.
+    same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
+    return values[0] if same and values[0] else None

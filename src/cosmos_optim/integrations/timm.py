@@ -13,6 +13,7 @@ from torch import nn
 
 from cosmos_optim import OPTIMIZERS, param_groups
 from cosmos_optim.integrations import build
+from cosmos_optim.optimizer import MatrixOptimizer
 
 
 def register() -> None:
@@ -24,8 +25,20 @@ def register() -> None:
     for name, kind in OPTIMIZERS.items():
         if name not in taken:
             about = f"cosmos_optim.{kind.__name__}; pass param_group_fn=cosmos_optim.integrations.timm.timm_groups"
-            make = partial(build, optimizer=name)
+            make = partial(_make, optimizer=name)
             default_registry.register(OptimInfo(name, make, description=about, has_betas=True))  # type: ignore[arg-type]
+
+
+def _make(params: Any, *, optimizer: str, **options: Any) -> MatrixOptimizer:
+    """Build the optimizer, or refuse groups that timm made from a model: they hold bare tensors without names."""
+    groups = list(params)
+    if groups and isinstance(groups[0], dict) and not any("rule" in group for group in groups):
+        raise ValueError(
+            "timm made groups of unnamed parameters, so embeddings and the head cannot be recognized: give "
+            "create_optimizer_v2(..., param_group_fn=cosmos_optim.integrations.timm.timm_groups), or call "
+            "cosmos_optim.mark(model) before"
+        )
+    return build(groups, optimizer, **options)
 
 
 def timm_groups(model: nn.Module, optimizer: str = "cosmos") -> list[dict[str, Any]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.rules.rule import Settings, Slot
 
@@ -18,11 +20,41 @@ if TYPE_CHECKING:
 
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows", "row_beta2", "normalize")
+# The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
+SLOTS = frozenset(("step",)).union(*(rule.State._fields for rule in RULES.values()))
+
+
+def structure(group: Settings) -> dict[str, Any]:
+    """Return the settings that decide what state a group has, also its dtype."""
+    return {key: group[key] for key in (*STRUCTURE, "momentum_dtype") if key in group}
+
+
+def differing(a: Settings, b: Settings, keys: Iterable[str]) -> list[str]:
+    """Return the keys with values that need different state. Groups of older versions may lack some keys."""
+
+    def needed(key: str, value: Any) -> Any:
+        if key == "row_beta2":  # any two decay rates use the same state
+            return value is None
+        return tuple(value) if isinstance(value, list) else value
+
+    return [key for key in keys if key in a and key in b and needed(key, a[key]) != needed(key, b[key])]
+
+
+def converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of other code's state with all of its tensors converted."""
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, dict):
+        return {key: converted(x, convert) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(converted(x, convert) for x in value)
+    return copy.deepcopy(value)
 
 
 def started(optimizer: MatrixOptimizer) -> set[Tensor]:
     """Return the parameters that have had a non-zero gradient: those with a step count above 0."""
-    held = [(p, s["step"]) for p, s in optimizer.state.items() if s and not s["step"].is_meta]
+    states = ((p, optimizer.state.get(p)) for p in optimizer._layouts)
+    held = [(p, s["step"]) for p, s in states if s and "step" in s and not s["step"].is_meta]
     if not held:
         return set()
     counts = torch.stack([optimizer._layouts[p].local(step).cpu() for p, step in held]).tolist()
@@ -35,11 +67,11 @@ def dtypes_to_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def dtypes_from_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Undo `dtypes_to_text`, and restore tuples, which torch turns into lists when it gathers sharded state."""
+    """Undo `dtypes_to_text`, and restore our tuples, which torch turns into lists when it gathers sharded state."""
     dtypes = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
     def restored(key: str, value: Any) -> Any:
-        if isinstance(value, list) and key not in ("params", "param_names"):
+        if isinstance(value, list) and key in ("betas", "split_sizes"):
             return tuple(value)
         return dtypes.get(value, value) if isinstance(value, str) else value
 
@@ -66,9 +98,16 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
             elif not p.is_meta:
                 without_state.append((p, ours))
     for ours, group in zip(optimizer.param_groups, saved, strict=True):
+        names = ours.get("param_names") or group.get("param_names")
         ours.update({k: v for k, v in group.items() if k not in ("params", "param_names")})
+        if names:
+            ours["param_names"] = list(names)
+    optimizer._keep_structure(loaded=True)
     optimizer.state.update(loaded)
+    of_parameters = {key for group in saved for key in group["params"]}
+    optimizer.state.update({k: v for k, v in state_dict["state"].items() if k not in of_parameters})  # as torch does
     for p, ours in without_state:  # the checkpoint was written before their first step
+        optimizer.state.pop(p, None)
         optimizer._allocate(p, ours)
     optimizer._started = started(optimizer)
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -144,9 +183,7 @@ def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> No
                 f"group {i} has {len(b['params'])} parameters in the checkpoint and {len(a['params'])} here: build the "
                 "optimizer from the same model, with the same parameters frozen"
             )
-        differ = {key: b[key] for key in STRUCTURE if key in a and key in b and a[key] != b[key]}
-        if None not in (a.get("row_beta2"), b.get("row_beta2")):  # any two decay rates use the same state
-            differ.pop("row_beta2", None)
+        differ = {key: b[key] for key in differing(a, b, STRUCTURE)}
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")
@@ -164,17 +201,27 @@ def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
 
 
 def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of one parameter's saved tensors, on its device and with the shapes that this optimizer keeps."""
+    """Return copies of one parameter's saved tensors, on its device and with the shapes that this optimizer keeps.
+
+    State of other code, such as an average that a wrapper keeps, is copied with its dtype, and cut like the parameter
+    if it has its shape.
+    """
     layout = optimizer._layouts[p]
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
-    if set(saved) != set(slots):
+    if set(saved) & SLOTS != set(slots):
         raise ValueError(
             f"parameter {layout.name!r}: the checkpoint has state {sorted(saved)}, this optimizer keeps "
             f"{sorted(slots)}: load it into the optimizer class and options that wrote it"
         )
-    checked = {}
+
+    def adopted(value: Tensor) -> Tensor:
+        if value.shape == p.shape:
+            return layout.adopt(value.detach(), p, Slot("*", tuple(p.shape), value.dtype))
+        return value.detach().to(p.device, copy=True)
+
+    checked = {name: converted(value, adopted) for name, value in saved.items() if name not in slots}
     for name, slot in slots.items():
         value, shape = saved[name], () if slot is None else slot.shape
         value = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")

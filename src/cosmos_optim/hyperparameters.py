@@ -26,13 +26,13 @@ COMMON: dict[str, Any] = {
     "weight_decay": 0.0, "maximize": False, "nonfinite": "skip", "missing": "skip", "stochastic_rounding": False,
     "side": "input", "split_sizes": None, "layout": "matrix",
 }  # fmt: skip
-# Keys that other code stores in a group: the optimizer itself, torch's schedulers, and labels for loggers.
-FOREIGN = (
-    "params", "param_names", "lr", "rule", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
-    "name", "lr_scale",
-)  # fmt: skip
+# Names with a meaning here. In a group whose rule has no such setting they are errors; any other key is left alone.
+OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
+ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "head_dim")  # of optimizers, not keys of groups
 ROUTING = ("overrides", "head")  # arguments of `param_groups`
-SYNONYMS = {"learning_rate": "lr"}
+SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay"}
+# torch's optimizers have these in every group, so frameworks write them into every group. Muon has them for AdamW.
+OF_EVERY_GROUP = ("params", "lr", "rule", "betas", "eps")
 
 Check = Callable[[str, Any], None]
 
@@ -89,6 +89,13 @@ def _betas(name: str, value: Any) -> None:
         _FRACTION(f"{name}[{i}]", beta)
 
 
+def _rate(name: str, value: Any) -> None:
+    require_number(name, value)
+    if isinstance(value, Tensor):
+        require(value.numel() == 1, name, value, "a tensor must have one element")
+    _NOT_NEGATIVE(name, value)
+
+
 def _is_float_dtype(value: Any) -> bool:
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
@@ -102,10 +109,12 @@ _FRACTION = _number(0, 1, "it must lie in [0, 1)")
 _ONE_STEP = "give True or False (looking ahead more than one step performed worse)"
 # A hyper-parameter means the same in every rule, so one check is enough.
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("lr", "weight_decay", "eps"), _NOT_NEGATIVE),  # at eps = 0, 0/0 counts as 0
+    **dict.fromkeys(("weight_decay", "eps"), _NOT_NEGATIVE),  # at eps = 0, 0/0 counts as 0
+    **dict.fromkeys(("lr", "adam_lr"), _rate),
     **dict.fromkeys(("momentum", "beta2"), _FRACTION),
+    "head_dim": lambda name, value: None if value is None else _integer(name, value),
     **dict.fromkeys(("rank", "ns_steps", "frequency", "update_gap", "block_rows"), _integer),
-    **dict.fromkeys(("maximize", "stochastic_rounding", "normalize"), require_bool),
+    **dict.fromkeys(("maximize", "stochastic_rounding", "normalize", "two_sided", "cuda_graphs"), require_bool),
     "betas": _betas,
     "gamma": _number(0, math.inf, "give 0 or a positive number, or None for lr / adam_lr", optional=True),
     "row_beta2": _number(0, 1, "it must lie in [0, 1); None is off", optional=True),
@@ -134,6 +143,32 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """
     near = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def near_miss(key: str, known: Iterable[str] = OURS) -> str | None:
+    """Return the known name that `key` misspells, or None if it is a word of its own.
+
+    A letter more or less, two swapped, or one other letter in a long name is a slip. One other letter in a short name
+    is usually another word (role, size, beta1).
+
+    >>> near_miss("gama"), near_miss("weight_decy"), near_miss("rnak"), near_miss("lr_scale"), near_miss("role")
+    ('gamma', 'weight_decay', 'rank', None, None)
+    """
+    known = sorted({*known, *SYNONYMS})
+    swapped = [name for name in known if sorted(name) == sorted(key)]
+    # One letter more or less in a name of four gives 0.89; a digit more in "eps" 0.857; another letter in eight 0.875.
+    near = swapped or difflib.get_close_matches(key, known, n=1, cutoff=0.86)
+    if not near and key.isalpha():  # beta1 and beta3 are not slips for betas
+        alike = [name for name in known if len(name) == len(key)]
+        near = difflib.get_close_matches(key, alike, n=1, cutoff=0.8)
+    return SYNONYMS.get(near[0], near[0]) if near else None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise a ValueError for the first wrong value. Names that are not ours are not checked."""
+    for name, value in options.items():
+        if name in CHECKS:
+            CHECKS[name](name, value)
 
 
 def check_arguments(optimizer: type, given: Iterable[str]) -> None:
@@ -184,21 +219,25 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
     """
     defaults = {**COMMON, **rule.defaults}
     for key in group:
-        if key not in defaults and key not in FOREIGN:
-            hint = f"{suggestion(key, defaults)}; it has {sorted(defaults)}"
-            raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}")
+        _check_key(key, rule, defaults)
     filled = {**{key: options.get(key, default) for key, default in defaults.items()}, **group}
     filled.setdefault("lr", options["adam_lr" if rule.name == "adam" else "lr"])
-    lr = filled["lr"]
-    require_number("lr", lr)
-    if isinstance(lr, Tensor):
-        require(lr.numel() == 1, "lr", lr, "a tensor must have one element")
-        filled["lr"] = lr.view(()) if lr.dim() else lr  # a view, not a copy
-    for key in ("lr", *defaults):
-        CHECKS[key](key, filled[key])
+    check_options(filled)
+    if isinstance(filled["lr"], Tensor) and filled["lr"].dim():
+        filled["lr"] = filled["lr"].view(())  # a view, not a copy
     if "gamma" in rule.defaults and filled["gamma"] is None:
         filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
     return filled
+
+
+def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a key of a group that has no effect, but that its author expects to have one."""
+    if key in defaults or key in OF_EVERY_GROUP:
+        return
+    meant = key if key in OURS or key in ONLY_ARGUMENTS else near_miss(key)
+    if meant is not None:
+        hint = f" (did you mean {meant!r}?)" if meant != key else ""
+        raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}; it has {sorted(defaults)}")
 
 
 def _gamma(lr: float | Tensor, adam_lr: float | Tensor, soap_lr: float) -> float:

@@ -63,12 +63,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cuda_graphs: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
-        hyperparameters.require_bool("cuda_graphs", cuda_graphs)
-        hyperparameters.require_bool("two_sided", options.get("two_sided", False))
-        hyperparameters.require_number("lr", lr)
-        hyperparameters.require_number("adam_lr", adam_lr)
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
+        hyperparameters.check_options({"lr": lr, **self._options})
         self._layouts: dict[Tensor, Layout] = {}
+        self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._first_rates: dict[str, float] = {}
         self._skipped = SkippedSteps()
@@ -114,6 +112,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self.state.pop(p, None)
             raise
         self._first_rates.setdefault("adam_lr" if name == "adam" else "lr", float(group["lr"]))
+        self._keep_structure()
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Allocate state that is missing. Megatron-LM calls this before it saves or loads a checkpoint."""
@@ -133,7 +132,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if p.layout is not torch.strided:
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
             self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group)
-            if p not in self.state and not p.is_meta:
+            if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
         sharding.prepare(list(self._layouts.values()))
 
@@ -146,17 +145,47 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._started.discard(p)
         for index in range(len(self.param_groups)):
             self._add_layouts(index)
+        self._keep_structure()
+
+    def _keep_structure(self, *, loaded: bool = False) -> None:
+        """Note the settings that the state of each new group was allocated for, or of all groups if just loaded."""
+        old = {} if loaded else self._structure
+        firsts = [(group["params"][0], group) for group in self.param_groups if group["params"]]
+        self._structure = {p: old.get(p) or checkpoint.structure(group) for p, group in firsts}
+
+    def _check_structure(self) -> None:
+        """Raise ValueError if a setting was changed that the state depends on."""
+        for i, group in enumerate(self.param_groups):
+            kept = self._structure.get(group["params"][0]) if group["params"] else None
+            if kept is None or kept.items() <= group.items():
+                continue
+            for key in checkpoint.differing(kept, group, kept):
+                raise ValueError(
+                    f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
+                    f"it back, or build another optimizer with {key}={group[key]!r}"
+                )
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Allocate the state of a parameter, beside what other code keeps there."""
         step = torch.zeros((), dtype=torch.float32, device=p.device)
-        self.state[p] = {"step": step, **self._layouts[p].allocate(p, group)}
+        self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
 
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter after model.to(...) to the new device and dtype."""
+        """Move the state of a parameter after model.to(...) to the new device and dtype.
+
+        Other code's state follows the parameter's dtype if it had it before.
+        """
         layout, state = self._layouts[p], self.state[p]
-        layout.dtype = p.dtype
+        old, layout.dtype = layout.dtype, p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
-        self.state[p] = {name: value.to(p.device, dtypes[name]) for name, value in state.items()}
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(p.device, p.dtype if x.dtype is old else x.dtype)
+
+        self.state[p] = {
+            name: value.to(p.device, dtypes[name]) if name in dtypes else checkpoint.converted(value, moved)
+            for name, value in state.items()
+        }
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -199,6 +228,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
+        self._check_structure()
         entries = []
         layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
@@ -226,7 +256,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
                     )
                 mine = state.get(p)
-                if not mine:  # materialized since then, or reset by the user
+                if not mine or "step" not in mine:  # materialized since then, or reset by the user
                     self._allocate(p, group)
                     self._started.discard(p)
                     mine = state[p]
@@ -272,12 +302,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state on this process; shared storage counts once."""
-        held = (self._layouts[p].local(x).untyped_storage() for p, state in self.state.items() for x in state.values())
+        found = ((layout, self.state.get(p, {})) for p, layout in self._layouts.items())
+        tensors = ((layout, x) for layout, state in found for x in state.values() if isinstance(x, Tensor))
+        held = (layout.local(x).untyped_storage() for layout, x in tensors)
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
         self._match_layouts()
+        self._check_structure()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 
@@ -286,6 +319,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_structure()
         names = ("defaults", "state", "param_groups", "_options", "_first_rates")
         kept = {k: v for k, v in self.__dict__.items() if k in names}
         return kept | {"state": dict(self.state)}
@@ -295,6 +329,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict, self.state)
         self._diagnostics, self._graphed, self._layouts, self._started = None, None, {}, set()
         self._first_rates = state.get("_first_rates", {})  # older pickles lack it
+        self._structure = {}
         self._skipped = SkippedSteps()
         self._match_layouts()
         self._started = checkpoint.started(self)

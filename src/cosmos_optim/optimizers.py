@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cosmos_optim.hyperparameters import check_options
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.routing.param_groups import as_groups
 
@@ -297,6 +298,7 @@ class AdamMini(MatrixOptimizer):
         cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         given = arguments(locals())
+        check_options({"head_dim": head_dim})
         if given.pop("head_dim") is not None:
             groups = as_groups(params, self.rule)
             given["params"] = [g | {"block_rows": head_dim} if "block_rows" in g else g for g in groups]

@@ -172,15 +172,19 @@ def has_schedule(e: Entry) -> bool:
 def graph_key(entries: Sequence[Entry]) -> Hashable:
     """Return everything that a recorded step depends on, except what it reads from the device."""
     groups: dict[int, Hashable] = {}
+    names: dict[int, list[str]] = {}
     rows = []
     for e in entries:
         group = id(e.group)
         if group not in groups:
             groups[group] = settings_key(e.group)
-        grad = e.grad
+            names[group] = ["step", *e.layout.slots(e.group)]
+        grad, state = e.grad, e.state
+        if len(state) != len(names[group]):  # other code keeps something there too
+            state = {name: state[name] for name in names[group]}
         rows.append((
             group, e.p.data_ptr(), e.p.dtype, grad.shape, grad.stride(), grad.dtype, grad.data_ptr() % 16,
-            tuple([x.data_ptr() for x in e.state.values()]),
+            tuple([x.data_ptr() for x in state.values()]),
         ))  # fmt: skip
     return tuple(rows), tuple(groups.values())
 

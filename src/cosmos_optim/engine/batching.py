@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.engine.layout import Layout, Location, Tensors
-from cosmos_optim.rules.rule import Rule
+from cosmos_optim.rules import RULES, Rule
 
 # Bytes of gradients in a stack: enough to fill a GPU, but few compared to the model; on a CPU, what fits its cache.
 STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-# Settings that a step reads as numbers: changing them needs no new batches or kernels.
-NUMBERS = frozenset({"params", "param_names", "lr", "initial_lr", "weight_decay", "maximize"})
+# Settings that decide which kernels run. Others are numbers that a step reads (lr, weight_decay, maximize), or keys of
+# other code, which may change at every step.
+SETTINGS = frozenset(("rule", "nonfinite", "missing", "stochastic_rounding", "side", "split_sizes", "layout")).union(
+    *(rule.defaults for rule in RULES.values())
+)
 
 
 class Entry(NamedTuple):
@@ -143,9 +146,9 @@ def signed_lr(group: dict[str, Any]) -> float | Tensor:
 
 
 def settings_key(group: dict[str, Any]) -> Hashable:
-    """Return a key of the settings in a group, except `NUMBERS`.
+    """Return a key of the `SETTINGS` of a group.
 
     It has each value's text, or the address of a tensor that a kernel reads from memory.
     """
-    values = {key: value for key, value in group.items() if key not in NUMBERS}
+    values = {key: value for key, value in group.items() if key in SETTINGS}
     return tuple((k, v.data_ptr() if isinstance(v, Tensor) and v.is_cuda else repr(v)) for k, v in values.items())

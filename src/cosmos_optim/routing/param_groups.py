@@ -285,8 +285,9 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
     """
     if isinstance(params, nn.Module):
         return param_groups(params, rule)
-    if isinstance(params, Tensor):
-        raise TypeError("params must be a model or an iterable of tensors or groups, got one tensor: put it in a list")
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        got = "one tensor: put it in a list" if isinstance(params, Tensor) else f"{params!r}"
+        raise TypeError(f"params must be a model or an iterable of tensors or groups, got {got}")
     given = _listed(params)
     groups = [dict(x) for x in given] if given and isinstance(given[0], dict) else [{"params": given}]
     for group in groups:

@@ -1,0 +1,72 @@
+"""Settings that the state depends on cannot be changed after the optimizer was built."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_optim import AdamMini, Cosmos, Muon
+from tests.optim.helpers import gradient, matrix
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "value"),
+    [(Cosmos, "rank", 3), (Cosmos, "rule", "muon"), (Cosmos, "side", "smaller"), (Cosmos, "split_sizes", (4, 4)),
+     (Cosmos, "layout", "in_out"), (Cosmos, "row_beta2", None), (Cosmos, "momentum_dtype", torch.bfloat16),
+     (AdamMini, "block_rows", 2), (Muon, "normalize", True), (Cosmos, "rule", "no such rule")],
+)  # fmt: skip
+def test_a_changed_setting_is_an_error_at_the_next_step_and_when_saved(make: Any, key: str, value: object) -> None:
+    p, q = matrix((8, 6)), matrix((4,), 1)
+    opt = make([{"params": [q], "rule": "adam"}, {"params": [p]}], **({"rank": 2} if make is Cosmos else {}))
+    p.grad, q.grad = gradient((8, 6), 0), gradient((4,), 0)
+    opt.step()
+    before = p.detach().clone()
+    was = opt.param_groups[1][key]
+    opt.param_groups[1][key] = value
+    for act in (opt.step, opt.state_dict, lambda: copy.deepcopy(opt)):
+        with pytest.raises(ValueError, match=f"group 1: {key} is .* now, but its state was allocated for {key}="):
+            act()
+    assert torch.equal(p, before)
+    opt.param_groups[1][key] = was
+    opt.step()
+    assert not torch.equal(p, before)
+
+
+def test_settings_that_need_no_other_state_may_change() -> None:
+    p = matrix((8, 6))
+    opt = Cosmos([p], rank=2, split_sizes=[4, 4])
+    opt.param_groups[0] |= {"row_beta2": 0.5, "split_sizes": (4, 4), "lr": 0.1, "gamma": 0.3, "nesterov": False}
+    p.grad = gradient((8, 6), 0)
+    opt.step()
+    opt.state_dict()
+
+
+def test_a_loaded_checkpoint_trains_though_it_changes_settings() -> None:
+    """Its row_beta2 and momentum_dtype replace those of the optimizer, with its state."""
+    p, q = matrix((8, 6)), matrix((8, 6))
+    wrote = Cosmos([p], rank=2, row_beta2=0.5, momentum_dtype=torch.bfloat16, split_sizes=[4, 4])
+    opt = Cosmos([q], rank=2, split_sizes=[4, 4])
+    for held, optimizer in ((p, wrote), (q, opt)):
+        held.grad = gradient((8, 6), 0)
+        optimizer.step()
+    opt.load_state_dict(wrote.state_dict())
+    opt.step()
+    copy.deepcopy(opt).step()
+    assert opt.state[q]["M"].dtype is torch.bfloat16
+    opt.param_groups[0]["momentum_dtype"] = None
+    with pytest.raises(ValueError, match="momentum_dtype is None now"):
+        opt.step()
+
+
+def test_a_group_added_later_is_watched_too() -> None:
+    p, q = matrix((8, 6)), matrix((8, 6), 1)
+    opt = Cosmos([p], rank=2)
+    opt.add_param_group({"params": [q], "rank": 3})
+    q.grad = gradient((8, 6), 0)
+    opt.step()
+    opt.param_groups[1]["rank"] = 2
+    with pytest.raises(ValueError, match="group 1: rank is 2 now, but its state was allocated for rank=3"):
+        opt.step()

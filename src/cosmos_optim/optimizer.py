@@ -21,11 +21,12 @@ from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
 from cosmos_optim.engine.layout import Layout, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
-from cosmos_optim.engine.run import run
+from cosmos_optim.engine.run import Diagnostics, run
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
 from cosmos_optim.rules.rule import two_sided
+from cosmos_optim.sharding import other_engines
 
 if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
@@ -69,14 +70,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._first_rates: dict[str, float] = {}
-        self._skipped = SkippedSteps()
-        self._diagnostics: dict[str, dict[str, float]] | None = None
+        self._skipped = SkippedSteps(other_engines.is_first)
+        self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
         groups = as_groups(params, self.rule)
         self._check_rules(groups)
         super().__init__(groups, {"lr": lr, **cycled})
+        other_engines.refuse_pieces(self._layouts)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -96,9 +98,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
-        name, group = hyperparameters.choose_rule(self.rule, param_group, self._options.get("two_sided", False))
-        rule = hyperparameters.rule_named(name)
         options = {**self._options, "lr": self.defaults["lr"]}
+        param_group = other_engines.without_filled_in(param_group, options)
+        name, group = hyperparameters.choose_rule(self.rule, param_group, options.get("two_sided", False))
+        rule = hyperparameters.rule_named(name)
         super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
         group = self.param_groups[-1]
         try:
@@ -138,6 +141,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _match_layouts(self) -> None:
         """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
+        for index, group in enumerate(self.param_groups):
+            other_engines.refuse_replaced(index, group, RULES[group["rule"]])
         held = {p for group in self.param_groups for p in group["params"]}
         for p in [p for p in self._layouts if p not in held]:
             del self._layouts[p]
@@ -210,6 +215,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         _refuse_one_rate(type(self).__name__, self.param_groups, self._first_rates)
         entries = self._collect()
         if not entries:
+            if self._layouts and not self._started:
+                other_engines.warn_without_gradients()
             return
         device, layouts = entries[0].p.device, [e.layout for e in entries]
         max_over_ranks = sharding.max_over_ranks(layouts) if any(x.is_sharded for x in layouts) else None
@@ -219,12 +226,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if check.skip_on_host:
                 return
             self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
+            found: Diagnostics | None = {} if self._diagnostics else None
             if any(e.p.is_cuda for e in entries):
                 from cosmos_optim.cuda import gpu_run  # not needed on a CPU
 
-                gpu_run.run(entries, check, self._diagnostics, self.cuda_graph)
+                gpu_run.run(entries, check, found, self.cuda_graph)
             else:
-                run(entries, check, self._diagnostics)
+                run(entries, check, found)
+            self._skipped.report(check)  # last, when the GPU has work
+        for record in self._diagnostics:
+            for name, values in (found or {}).items():
+                record.setdefault(name, {}).update(values)
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
@@ -243,6 +255,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
                         "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
                     )
+                changed = p.shape != layout.shape
+                if changed:
+                    other_engines.refuse_flat(layout.name, p, is_piece=True)
                 grad = p.grad
                 if grad is None and group.get("missing") == "zero" and p.requires_grad:
                     grad = torch.zeros_like(p)  # needs no communication if p is sharded
@@ -250,7 +265,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     continue
                 if grad.is_sparse:
                     raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
-                if p.shape != layout.shape:
+                if changed:
                     raise ValueError(
                         f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
                         f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
@@ -269,8 +284,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     # -- information for the user -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def diagnostics(self) -> Iterator[dict[str, dict[str, float]]]:
-        """Record the steps taken inside. Yield a dict: matrix name -> diagnostic name -> value.
+    def diagnostics(self) -> Iterator[Diagnostics]:
+        """Record the steps taken inside. Yield a dict: matrix name -> diagnostic name -> value. Contexts may overlap.
 
         update_rms: root mean square of the applied direction. For matrices with a tracked subspace also
         energy: the share of the gradient's squared norm in the subspace; drift: 1 - |U_new' U|^2 / r, how far the
@@ -279,12 +294,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         If parameters are sharded, every rank must enter this context, because the numbers are sums over ranks. On a
         GPU, plain torch computes them before the step, which makes that step slower.
         """
-        found: dict[str, dict[str, float]] = {}
-        self._diagnostics = found
+        record: Diagnostics = {}
+        self._diagnostics.append(record)
         try:
-            yield found
+            yield record
         finally:
-            self._diagnostics = None
+            self._diagnostics = [other for other in self._diagnostics if other is not record]
 
     @property
     def skipped_steps(self) -> int:
@@ -327,10 +342,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
-        self._diagnostics, self._graphed, self._layouts, self._started = None, None, {}, set()
+        self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
         self._first_rates = state.get("_first_rates", {})  # older pickles lack it
         self._structure = {}
-        self._skipped = SkippedSteps()
+        self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
         self._started = checkpoint.started(self)
 

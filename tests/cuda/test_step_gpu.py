@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
-from cosmos_optim import Cosmos, CosmosPaper, Muon, NorMuon
+from cosmos_optim import Cosmos, CosmosPaper, Muon, NorMuon, SkippedStepWarning
 from cosmos_optim.cuda.chunk import WORK_BYTES, bytes_per_matrix
 from tests.cuda.kernel_run import give_gradients, matrices
 from tests.cuda.step_problems import equal, relative
@@ -97,6 +97,32 @@ def test_a_step_does_not_wait_for_the_gpu(kind: type[torch.optim.Optimizer]) -> 
         opt.step()
     with never_waiting():
         opt.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_skipped_step_is_reported_by_a_later_step_and_the_host_does_not_wait(graphs: bool) -> None:
+    torch.manual_seed(1)
+    params = model(CUDA)
+    opt = Cosmos(params, gamma=0.25, cuda_graphs=graphs)
+    for _ in range(6):  # bases, kernels and the graph
+        opt.step()
+    good = [p.grad.clone() for p in params]
+    with never_waiting():
+        params[0].grad.fill_(float("nan"))
+        opt.step()
+        params[0].grad.copy_(good[0])
+    torch.cuda.synchronize()
+    with never_waiting(), pytest.warns(SkippedStepWarning, match="a step was skipped.*nonfinite='raise'") as seen:
+        for _ in range(3):
+            opt.step()
+    assert sum(w.category is SkippedStepWarning for w in seen) == 1
+    assert (opt.skipped_steps, opt.cuda_graph.recording is not None) == (1, graphs)
+    params[0].grad.fill_(float("nan"))
+    with pytest.warns(SkippedStepWarning, match="20 steps in a row"):
+        for _ in range(22):
+            opt.step()
+            torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

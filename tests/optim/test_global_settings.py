@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from cosmos_optim import OPTIMIZERS, Cosmos
+from cosmos_optim import optimizer as optimizer_module
 from tests.optim.helpers import backward, decoder, same, small_rank, snapshot, train
 
 
@@ -98,3 +100,81 @@ def test_default_device_and_dtype_do_not_change_the_step(name: str) -> None:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
     assert same(snapshot(model, a), snapshot(other, b))
+
+
+WAIT_S = 60.0  # long enough for a busy machine; a test that waits so long has failed
+
+
+def step_in_threads(
+    monkeypatch: pytest.MonkeyPatch, during: Callable[[], None]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Step two optimizers in two threads: the second begins inside the first and ends after it.
+
+    Call `during` after both have begun. Return the settings that the products of the steps had: of the first after
+    both began, of the second after the first ended, and of a third that begins and ends meanwhile.
+    """
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    run, seen, later = optimizer_module.run, [], []
+    opts = [Cosmos(decoder(), rank=4) for _ in range(3)]
+
+    def paused(entries: Any, *rest: Any) -> None:
+        if entries[0].p in opts[0].state:
+            begun.set()
+            assert may_end.wait(WAIT_S)
+            seen.append(switches())
+        elif entries[0].p in opts[1].state:
+            during()
+            step(opts[2])
+            may_end.set()
+            assert ended.wait(WAIT_S)
+            seen.append(switches())
+        else:
+            later.append(switches())
+        run(entries, *rest)
+
+    def step(opt: torch.optim.Optimizer) -> None:
+        for group in opt.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        opt.step()
+
+    def first() -> None:
+        step(opts[0])
+        ended.set()
+
+    monkeypatch.setattr(optimizer_module, "run", paused)
+    threads = [threading.Thread(target=first), threading.Thread(target=step, args=(opts[1],))]
+    threads[0].start()
+    assert begun.wait(WAIT_S)
+    threads[1].start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return seen, later
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("old", [True, False], ids=["older switch", "newer switches"])
+def test_steps_in_two_threads_are_exact_and_restore_the_users_precision(
+    old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if old:
+        torch.set_float32_matmul_precision("medium")
+    else:
+        torch.backends.fp32_precision = "tf32"
+    before = switches()
+    seen, later = step_in_threads(monkeypatch, during=lambda: None)
+    assert [s[1:] for s in seen + later] == [["ieee", "ieee"]] * 3
+    assert switches() == before
+    if old:
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_precision_that_another_thread_sets_during_a_step_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step that begins is exact again, and the last one to end leaves the setting of the other thread."""
+    torch.set_float32_matmul_precision("medium")
+    _, later = step_in_threads(monkeypatch, during=lambda: torch.set_float32_matmul_precision("high"))
+    assert later[0][1:] == ["ieee", "ieee"]
+    assert torch.get_float32_matmul_precision() == "high"
+    assert switches()[1:] == ["tf32", "tf32"]

@@ -33,6 +33,36 @@ def test_diagnostics_are_recorded_by_name_and_only_inside_the_block() -> None:
     assert len(seen) == count
 
 
+def test_overlapping_diagnostics_all_record_whichever_ends_first() -> None:
+    """A logger and a user may both watch a step, and a block may end by an exception."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    first, second, third = opt.diagnostics(), opt.diagnostics(), opt.diagnostics()
+    outer, inner, other = first.__enter__(), second.__enter__(), third.__enter__()
+    train(model, opt, range(1))
+    assert outer == inner == other and len(outer) == 2
+    assert second.__exit__(KeyError, KeyError("left"), None) is False
+    train(model, opt, range(1, 2))
+    assert outer == other != inner
+    before = dict(outer)
+    first.__exit__(None, None, None)
+    train(model, opt, range(2, 3))
+    assert set(other) == set(before) and outer["up.weight"] != other["up.weight"]
+    third.__exit__(None, None, None)
+    last = {name: dict(values) for name, values in other.items()}
+    train(model, opt, range(3, 4))
+    assert other == last
+
+
+def test_diagnostics_of_two_optimizers_do_not_mix() -> None:
+    a, b = (Cosmos([(name, matrix((10, 6)))], rank=2) for name in "ab")
+    with a.diagnostics() as of_a, b.diagnostics() as of_b:
+        for opt in (a, b):
+            opt.param_groups[0]["params"][0].grad = gradient((10, 6), 0)
+            opt.step()
+    assert (set(of_a), set(of_b)) == ({"a"}, {"b"})
+
+
 def test_diagnostics_report_the_true_energy_and_drift() -> None:
     p = matrix((10, 6))
     opt = Cosmos([("w", p)], rank=2)

@@ -7,10 +7,12 @@ not wait.
 
 from __future__ import annotations
 
+import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress, islice
 
 import torch
@@ -20,6 +22,13 @@ from cosmos_optim.engine.batching import Entry, by_group
 
 # Takes the elementwise maximum of a vector over all processes that share the parameters.
 MaxOverRanks = Callable[[Tensor], Tensor]
+# Skipped steps in a row before a warning; the next one comes after ten times as many.
+MANY = 20
+ADVICE = (
+    "To find the cause, give nonfinite='raise', which stops and names the parameter, and run the backward pass in "
+    "torch.autograd.detect_anomaly(). Usual causes are a rate that is too high, no warm-up, no gradient clipping, and "
+    "float16 without a GradScaler. `skipped_steps` counts such steps; the next warning comes if many follow each other"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +40,8 @@ class GradientCheck:
     started: for each entry, whether it has had a non-zero gradient by now.
     fresh: for each entry, whether this gradient is its first.
     grad_max: the largest |g| of each block of each entry, on the device, over all processes that share the block.
+    scaled: a GradScaler watches the gradients, so skipped steps are normal.
+    bad: the first entry with a gradient that is not finite on this process, if the host knows.
     """
 
     entries: Sequence[Entry]
@@ -39,6 +50,8 @@ class GradientCheck:
     started: list[bool]
     fresh: list[bool]
     grad_max: Tensor
+    scaled: bool = False
+    bad: Entry | None = None
 
     @cached_property
     def grad_max_by_parameter(self) -> dict[Tensor, list[Tensor]]:
@@ -47,23 +60,103 @@ class GradientCheck:
         return {e.p: list(islice(values, e.layout.count)) for e in self.entries}
 
 
-class SkippedSteps:
-    """Counter of skipped steps. If only the GPU knows, it counts there."""
+class SkippedStepWarning(RuntimeWarning):
+    """Steps were skipped because a gradient was NaN or inf."""
 
-    def __init__(self) -> None:
+
+class HostCopy:
+    """A number on its way from the GPU to the host, which does not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = partial(torch.cuda.current_stream, device)
+        self._value = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
+        self._event = torch.cuda.Event()
+
+    def start(self, number: Tensor) -> None:
+        """Start the copy, after the work that the GPU already has."""
+        self._value.copy_(number, non_blocking=True)
+        self._event.record(self._stream())
+
+    def value(self) -> int | None:
+        """Return the number, or None if it has not arrived."""
+        return int(self._value) if self._event.query() else None
+
+
+class SkippedSteps:
+    """Count skipped steps, and warn of the first and of many in a row.
+
+    If only the GPU knows, it counts there. The count is copied to the host after each step, and a later step reads it,
+    so the host never waits, and warnings come a little later.
+
+    is_first: return whether this process is the first of its job to ask for a text. One process warns, not all.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, is_first: Callable[[str], bool] = lambda text: True) -> None:
+        self._is_first, self._number = is_first, next(self._numbers)
         self._on_host = 0
         self._on_device: Tensor | None = None
+        self._copy: HostCopy | None = None
+        self._copied_steps = self._new_steps = self._seen = 0  # steps in the copy and since then; the count in the last
+        self._row, self._warn_at = 0, MANY  # skipped steps up to now, and how many make a warning
+        self._rows, self._warned = 0, False
 
     def note(self, check: GradientCheck, device: torch.device) -> None:
-        """Count a step if it is skipped."""
+        """Count a step if it is skipped. Warn if the host knows it; otherwise `report` does."""
         self._on_host += check.skip_on_host
-        if device.type != "cuda":
-            return
+        if device.type == "cuda" or check.skip is not None:
+            self._count_on_device(check, device)
+        if check.skip is None:
+            self._look(int(check.skip_on_host), 1, check)
+
+    def _count_on_device(self, check: GradientCheck, device: torch.device) -> None:
         elsewhere = self._on_device is None or self._on_device.device != device
-        if elsewhere and not torch.cuda.is_current_stream_capturing():  # in a capture, every replay would reset it
+        if elsewhere and not _is_capturing(device):  # in a capture, every replay would reset it
             self._on_host, self._on_device = self.total(), torch.zeros((), dtype=torch.int64, device=device)
+            self._copy, self._seen, self._new_steps = None, 0, 0
         if check.skip is not None and self._on_device is not None and self._on_device.device == device:
             self._on_device.add_(check.skip)
+            self._new_steps += 1
+
+    def report(self, check: GradientCheck) -> None:
+        """Warn of steps that the GPU has skipped, as far as the host knows by now, and ask for the newest count."""
+        if check.skip is None or self._on_device is None or _is_capturing(self._on_device.device):
+            return
+        if self._copy is None:
+            self._copy = HostCopy(self._on_device.device)
+        else:
+            total = self._copy.value()
+            if total is None:
+                return
+            self._look(total - self._seen, self._copied_steps, check)
+            self._seen = total
+        self._copy.start(self._on_device)
+        self._copied_steps, self._new_steps = self._new_steps, 0
+
+    def _look(self, skipped: int, steps: int, check: GradientCheck) -> None:
+        """Warn if it is time to, after `steps` more steps of which some were skipped."""
+        self._row = self._row + skipped if skipped and skipped >= steps else 0
+        if self._row < MANY:
+            self._warn_at = MANY
+        if self._row >= self._warn_at:
+            self._rows, self._warned = self._rows + (self._warn_at == MANY), True
+            key = f"row {self._rows}, {self._warn_at} steps"
+            while self._row >= self._warn_at:
+                self._warn_at *= 10
+            self._warn(key, f"{self._row} steps in a row were skipped, so nothing is trained: ", check)
+        elif skipped and not self._warned and not check.scaled:
+            self._warned = True
+            self._warn("first", "a step was skipped, and it changed nothing: ", check)
+
+    def _warn(self, key: str, lead: str, check: GradientCheck) -> None:
+        """Warn, if this process knows of a gradient that is not finite and no other process of the job has warned."""
+        if check.skip_on_host and check.bad is None and not check.scaled:
+            return  # it is on another process, which can name it
+        if self._is_first(f"skipped steps of optimizer {self._number}: {key}"):
+            x = check.bad
+            which = "a gradient" if x is None else f"the gradient of parameter {x.layout.name!r} {tuple(x.p.shape)}"
+            warnings.warn(f"{lead}{which} is NaN or inf, or its square is. {ADVICE}", SkippedStepWarning, stacklevel=2)
 
     def total(self) -> int:
         """Return the number of skipped steps; waits for the GPU."""
@@ -76,17 +169,17 @@ def check_gradients(
     """Return the largest |g| of each block, and whether to skip the step.
 
     Args:
-        started: parameters that have had a non-zero gradient before.
+        started: parameters that have had a non-zero gradient before; `has_started` may add others.
         found_inf: the flag of torch.amp.GradScaler.
         max_over_ranks: maximum over the processes that share parameters; None for a single process.
     """
-    old = [e.p in started for e in entries]
+    old = has_started(entries, started)
     grad_max = block_max(entries)
     device = grad_max.device
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
     several = any(e.p.device != device for e in entries)  # kernels on one device cannot read a flag on another
     on_host = device.type != "cuda" or not all(old) or raising or several
-    if on_host and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if on_host and _is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
@@ -100,16 +193,37 @@ def check_gradients(
         worst = torch.where(found_inf.to(device).view(()) != 0, float("inf"), worst)
     if max_over_ranks is not None:
         worst, grad_max = agree(entries, worst, grad_max, max_over_ranks)
-    bad = worst > largest_allowed(entries)
+    limit, scaled = largest_allowed(entries), found_inf is not None
+    bad = worst > limit
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad.any(), old, none, grad_max)
+        return GradientCheck(entries, False, bad.any(), old, none, grad_max, scaled)
     flags = bad.tolist()
     if any(flags):
         _raise_if_asked(compress(entries, flags) if raising else ())
-        return GradientCheck(entries, True, None, old, none, grad_max)
+        first = next(compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
+        return GradientCheck(entries, True, None, old, none, grad_max, scaled, first)
     fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
     return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
+
+
+def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
+    """Return for each entry whether it has had a non-zero gradient before this step.
+
+    An entry that is not in `started` may have a step count above 0, because other code has loaded its state. Add it.
+    """
+    old = [e.p in started for e in entries]
+    if all(old) or _is_capturing(entries[0].p.device):
+        return old
+    new = [e for e, known in zip(entries, old, strict=True) if not known]
+    counts = torch.stack([e.layout.local(e.state["step"]).to(new[0].p.device) for e in new]).tolist()
+    started.update(e.p for e, count in zip(new, counts, strict=True) if count > 0)
+    return [e.p in started for e in entries]
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, in which the host must not look at numbers."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cosmos_optim.routing.output_head import find_output_heads
+from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
 
 EMBEDDING_NAME = re.compile(r"(^|[._])(embed|wte|wpe|position|pos_emb|rel_pos)|(^|[._])\w*tokens?$")
 BIAS_NAME = re.compile(r"bias(es|_\w)?$")
@@ -191,16 +192,14 @@ def _model_parameters(model: nn.Module) -> list[ModelParameter]:
 
 def _refuse_flat(parameter: ModelParameter) -> None:
     """Reject the 1-D pieces of matrices that FSDP1 and ZeRO make: they would silently be trained by AdamW."""
-    p = parameter.p
-    declared = getattr(p, "ds_shape", None)
-    flat = type(p).__name__ == "FlatParameter" or (declared is not None and len(declared) > 1 and p.dim() < 2)
-    module = parameter.module
+    p, module = parameter.p, parameter.module
     matrix = isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)) and parameter.attribute == "weight"
-    if flat or (matrix and p.dim() < 2):
+    is_piece = p.dim() < 2 and (matrix or len(getattr(p, "ds_shape", ())) > 1)
+    refuse_flat(parameter.name, p, is_piece=is_piece)
+    if is_piece:
         raise ValueError(
             f"parameter {parameter.name!r} of shape {tuple(p.shape)} is a flat piece of the matrix of a "
-            f"{type(module).__name__} (FSDP1, DeepSpeed ZeRO). COSMOS needs whole matrices or row shards: use FSDP2 "
-            "(torch.distributed.fsdp.fully_shard), FSDP1 with use_orig_params and no sharding, or ZeRO stage 0"
+            f"{type(module).__name__} (FSDP1, DeepSpeed ZeRO), so its rows and columns are lost. {REMEDY}"
         )
 
 
@@ -299,6 +298,7 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
             for i, item in enumerate(group["params"]):
                 name, p = item if isinstance(item, tuple) else (f"number {i}", item)
                 if isinstance(p, Tensor) and p.dim() < 2:
+                    refuse_flat(name, p, is_piece=True)
                     raise ValueError(
                         f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which "
                         "gives embeddings, heads, norms and biases to AdamW, or put it in a group with rule='adam'"

@@ -1,4 +1,4 @@
-"""Sharded parameters, recognized by their type. This file imports the others only if a parameter is sharded.
+"""Sharded parameters, recognized by their type. Most other files are imported only if a parameter is sharded.
 
     mesh               which part of a tensor is on which rank, from a DTensor's placements
     collectives        the messages between processes
@@ -7,6 +7,7 @@
     sharded_algebra    the operations of a rule, summed over ranks
     location           where a stack of sharded matrices is, and how its rule runs
     sharded_layout     views and state of a sharded parameter
+    other_engines      what FSDP1, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
 
 No file in this folder depends on a particular rule.
 """
@@ -22,17 +23,12 @@ from torch import Tensor
 
 from cosmos_optim.engine.layout import Layout
 from cosmos_optim.rules.rule import Rule
+from cosmos_optim.sharding.other_engines import refuse_flat
 
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
     """Return the layout of a parameter. Raise ValueError for a flat partition of a matrix."""
-    for mark, engine in (("_fsdp_flattened", "FSDP1"), ("_is_flat_param", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")):
-        if hasattr(p, mark):
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(p.shape)} is a flat partition made by {engine} (placement: 1-D), "
-                "so its rows and columns are lost. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) or "
-                "tensor parallelism, or do not shard it (DDP)"
-            )
+    refuse_flat(name, p, is_piece=p.dim() < 2 and not rule.elementwise)
     # Importing DTensor takes seconds; if nothing has imported it, no parameter is a DTensor.
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(p, tensors.DTensor):

@@ -1,0 +1,111 @@
+"""What other code does to the parameters and groups of an optimizer: FSDP1, DeepSpeed, ZeroRedundancyOptimizer.
+
+Flat vectors made of matrices are refused. Also here: which process of a job prints a warning.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cosmos_optim.engine.layout import Layout
+from cosmos_optim.rules.rule import Rule
+
+# What to do instead of cutting matrices into flat vectors.
+REMEDY = (
+    "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) or tensor parallelism, or keep its parameters "
+    "whole: DDP, FSDP1 with ShardingStrategy.NO_SHARD and use_orig_params=True, or DeepSpeed ZeRO stage 0"
+)
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def refuse_flat(name: str, p: Tensor, *, is_piece: bool) -> None:
+    """Raise ValueError for a flat vector made of matrices, or a piece of one.
+
+    is_piece: the shape shows that the parameter is not whole. FSDP1 also marks parameters that it keeps whole.
+    """
+    marks = [("_is_flat_param", "FSDP1"), ("ds_id", "DeepSpeed ZeRO"), *[("_fsdp_flattened", "FSDP1")] * is_piece]
+    for mark, engine in marks:
+        if hasattr(p, mark):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(p.shape)} is a flat partition made by {engine} (placement: 1-D), "
+                f"so its rows and columns are lost. {REMEDY}"
+            )
+
+
+def refuse_pieces(layouts: Mapping[Tensor, Layout]) -> None:
+    """Raise ValueError if FSDP1 has cut the parameters into 1-D pieces: no matrix is left among those that it marks."""
+    marked = [(layout.name, p) for p, layout in layouts.items() if hasattr(p, "_fsdp_flattened")]
+    if all(p.dim() < 2 for _, p in marked):
+        for name, p in marked:
+            refuse_flat(name, p, is_piece=True)
+
+
+def refuse_replaced(index: int, group: dict[str, Any], rule: Rule) -> None:
+    """Raise ValueError if other code has replaced the parameters of a group by flat vectors, as DeepSpeed ZeRO does."""
+    params, names = group["params"], group.get("param_names")
+    flat = not rule.elementwise and any(p.dim() < 2 for p in params)
+    if flat or (names is not None and len(names) != len(params)):
+        named = f"{len(names)} named parameters ({names[0]!r}, ...)" if names else "matrices"
+        raise ValueError(
+            f"group {index} with rule {rule.name!r} was built with {named}, but other code has replaced them: it holds "
+            f"{len(params)} now, of shapes {[tuple(p.shape) for p in params][:4]}. DeepSpeed ZeRO (stages 1 to 3) and "
+            f"FSDP1 merge matrices into flat vectors, so rows and columns are lost. {REMEDY}. To add parameters to an "
+            "optimizer, use add_param_group"
+        )
+
+
+def without_filled_in(group: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group without the values that torch's ZeroRedundancyOptimizer has filled in.
+
+    It gives its arguments to the optimizer and also to each group that does not have them. So `lr` would be the rate of
+    AdamW groups too, and each group would have an `adam_lr`.
+
+    options: the optimizer's arguments.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != ZERO_REDUNDANCY:
+        frame = frame.f_back
+    if frame is None:
+        return group
+    filled_in = options["lr"] is group.get("lr") and options["lr"] != options["adam_lr"]
+    if frame.f_code.co_name == "add_param_group" and group.get("rule") == "adam" and filled_in:
+        raise ValueError(  # it would set this rate again at each step
+            f"ZeroRedundancyOptimizer gives the new group with rule 'adam' lr={options['lr']}, the rate of the "
+            f"matrices: give the group its own lr, for example {options['adam_lr']}"
+        )
+    return {key: value for key, value in group.items() if key not in options or options[key] is not value}
+
+
+def is_distributed() -> bool:
+    """Return whether this process is part of a job of several."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_first(text: str) -> bool:
+    """Return whether no other process of the job has asked for this text, so that only one of them prints it.
+
+    No process waits for another: the store that connected them answers.
+    """
+    if not is_distributed():
+        return True
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add(f"cosmos_optim/{text}", 1) == 1)
+    except (RuntimeError, AttributeError):  # its process has ended, or the backend has none
+        return True
+
+
+def warn_without_gradients() -> None:
+    """Warn once that an optimizer of a distributed job has never had a gradient: FSDP1 may own its parameters."""
+    if is_distributed() and is_first("no gradients"):
+        warnings.warn(
+            "no parameter of the optimizer has a gradient, so nothing is trained. If other code has replaced the "
+            "model's parameters since (FSDP1 with use_orig_params=False, for example), build the optimizer after that",
+            stacklevel=2,
+        )

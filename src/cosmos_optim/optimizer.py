@@ -359,7 +359,8 @@ def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapp
     name: the optimizer's class, for the message.
     first: the rates that the optimizer was built with, "lr" and "adam_lr".
     """
-    if len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
+    both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
+    if not both_kinds or len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
         return
     built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
     one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"

@@ -17,6 +17,8 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from torch.optim.lr_scheduler import LinearLR
 
+OTHER_ORDER = 2e-4  # FSDP2 and DDP sum gradients in another order, and six steps amplify the rounding
+
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Any:
@@ -84,7 +86,7 @@ def fsdp2_plugin() -> Any:
 
 
 def let_cpus_shard() -> None:
-    """Let accelerate shard on CPUs, in this process: it asks for a GPU, although nothing that it then does needs one."""
+    """Let accelerate shard on CPUs, in this process. It asks for a GPU, but nothing that it then does needs one."""
 
     def set_device(self: Any) -> None:
         self.device = torch.device("cpu")
@@ -110,7 +112,7 @@ def test_an_fsdp2_run_on_two_processes_continues_exactly_and_equals_ddp(tmp_path
     for after, resumed in sharded:
         assert after == resumed
     for (after, _), (same, _) in zip(sharded, run_launched(ddp_rank, tmp_path / "ddp"), strict=True):
-        torch.testing.assert_close(torch.tensor(after), torch.tensor(same), rtol=2e-4, atol=0.0)  # sums in another order
+        torch.testing.assert_close(torch.tensor(after), torch.tensor(same), rtol=OTHER_ORDER, atol=0.0)
 
 
 def trainer_rank(rank: int, folder: Path) -> Any:

@@ -49,7 +49,10 @@ def test_a_resumed_trainer_repeats_the_losses_and_logs_the_rate_of_the_hidden_ma
     log = CSVLogger(tmp_path)
     whole = Module()
     trainer = lightning.Trainer(
-        max_epochs=STEPS // CUT, callbacks=[keep, LearningRateMonitor("step")], log_every_n_steps=1, **(QUIET | {"logger": log})
+        max_epochs=STEPS // CUT,
+        callbacks=[keep, LearningRateMonitor("step")],
+        log_every_n_steps=1,
+        **(QUIET | {"logger": log}),
     )
     trainer.fit(whole, batches())
     again = Module(seed=1)

@@ -15,8 +15,8 @@ from tests.integrations.torchvision_stub import import_timm
 if importlib.util.find_spec("timm") is None:
     pytest.skip("could not import 'timm'", allow_module_level=True)
 timm = import_timm()
-import timm.optim
-import timm.scheduler
+from timm.optim import create_optimizer_v2, get_optimizer_class, list_optimizers
+from timm.scheduler import CosineLRScheduler
 
 from cosmos_optim.integrations.timm import register, timm_groups
 
@@ -41,12 +41,12 @@ def image_loss(model: Any, step: int) -> torch.Tensor:
 
 def optimizer(model: Any, **changes: Any) -> Any:
     given = {"lr": 1e-3, "weight_decay": 0.05, "param_group_fn": timm_groups, "rank": 8}
-    return timm.optim.create_optimizer_v2(model, "cosmos", **(given | changes))
+    return create_optimizer_v2(model, "cosmos", **(given | changes))
 
 
 def test_a_run_with_a_scheduler_of_timm_continues_exactly() -> None:
     def run(model: Any, opt: Any, steps: range) -> list[float]:
-        schedule = timm.scheduler.CosineLRScheduler(opt, t_initial=STEPS, warmup_t=2, warmup_lr_init=1e-5)
+        schedule = CosineLRScheduler(opt, t_initial=STEPS, warmup_t=2, warmup_lr_init=1e-5)
         losses = []
         for step in steps:
             schedule.step(step)
@@ -76,9 +76,9 @@ def test_vectors_and_tokens_are_not_decayed_and_the_head_is_trained_by_adamw() -
 
 
 def test_names_of_timm_keep_their_own_optimizers() -> None:
-    assert {"cosmos", "cosmos-paper", "normuon"} <= set(timm.optim.list_optimizers())
-    assert timm.optim.get_optimizer_class("adamw") is torch.optim.AdamW
-    assert timm.optim.get_optimizer_class("muon").__module__.startswith("timm")
+    assert {"cosmos", "cosmos-paper", "normuon"} <= set(list_optimizers())
+    assert get_optimizer_class("adamw") is torch.optim.AdamW
+    assert get_optimizer_class("muon").__module__.startswith("timm")
 
 
 def test_timm_groups_without_names_are_refused_with_what_to_pass() -> None:

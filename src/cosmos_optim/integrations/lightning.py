@@ -1,7 +1,8 @@
 """Lightning's Trainer: what `configure_optimizers` returns.
 
 def configure_optimizers(self):
-    return configure(self, lr=1e-3, schedule=lambda opt: CosineAnnealingLR(opt, self.trainer.estimated_stepping_batches))
+    steps = self.trainer.estimated_stepping_batches
+    return configure(self, lr=1e-3, schedule=lambda opt: CosineAnnealingLR(opt, steps))
 
 Fabric needs nothing of this: `model, opt = fabric.setup(model, Cosmos(model))`. LightningCLI passes bare
 `model.parameters()`: call `cosmos_optim.mark(self)` at the end of the module's `__init__`.

@@ -22,7 +22,7 @@ class MegatronCosmos(Cosmos):
     """`Cosmos` for Megatron: refuses matrices that tensor parallelism cut into plain tensors."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Check the matrices, and add the group. The constructor's arguments stay those of `Cosmos`: Megatron reads them."""
+        """Check the matrices, and add the group. Not in the constructor: Megatron reads the names of its arguments."""
         held = param_group["params"]
         for p in [held] if isinstance(held, Tensor) else held:
             p = p[1] if isinstance(p, tuple) else p

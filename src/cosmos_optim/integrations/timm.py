@@ -42,7 +42,7 @@ def _make(params: Any, *, optimizer: str, **options: Any) -> MatrixOptimizer:
 
 
 def timm_groups(model: nn.Module, optimizer: str = "cosmos") -> list[dict[str, Any]]:
-    """Return the groups of `param_groups`, without weight decay where timm has none: vectors and `no_weight_decay()`."""
+    """Return the groups of `param_groups`, without weight decay for vectors and for `model.no_weight_decay()`."""
     exempt = set(getattr(model, "no_weight_decay", set)())
     groups = []
     for group in param_groups(model, OPTIMIZERS[optimizer].rule):

@@ -1,5 +1,6 @@
 # make test     lint, types and all CPU tests, in a .venv built on first use
 # make test-gpu the tests marked gpu, with whatever Python has torch here
+# make test-integrations the tests of training frameworks, in a .venv-integrations built on first use
 # make demo     a few minutes of pre-training on CPU, four optimizers side by side
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A machine with a GPU usually has its own CUDA build of torch: prefer .venv, else that Python.
 GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
-.PHONY: test lint types pytest test-gpu demo clean
+.PHONY: test lint types pytest test-gpu test-integrations demo clean
 test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
@@ -36,9 +37,31 @@ pytest: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(GPU_PY) -m pytest -m gpu $(ARGS)
 
+# Frameworks are many and large, and some exclude each other's versions, so they have their own environment.
+INT_VENV  := .venv-integrations
+INT_PY    := $(INT_VENV)/bin/python
+INT_STAMP := $(INT_VENV)/.installed
+INT_PIP   := $(INT_PY) -m pip install -q --no-compile -c constraints-integrations.txt
+# Installed with their dependencies; the second line has what those below need.
+INT_WHOLE := pytest pytest-timeout hypothesis 'numpy<2.4' transformers accelerate peft trl lightning 'jsonargparse[signatures]' \
+	schedulefree ema-pytorch omegaconf sentencepiece tiktoken blobfile tyro tensorboard torchdata spmd_types einops
+# Installed without: timm asks for torchvision, a CUDA build; litgpt and torchtitan for older versions of the others.
+INT_ALONE := timm litgpt torchtune torchao torchtitan torch_checkpointing triton megatron-core
+
+$(INT_STAMP): pyproject.toml constraints-integrations.txt
+	$(PYTHON) -m venv $(INT_VENV)
+	$(INT_PIP) torch setuptools wheel
+	$(INT_PIP) -e . $(INT_WHOLE)
+	DS_BUILD_OPS=0 $(INT_PIP) deepspeed
+	$(INT_PIP) --no-deps $(INT_ALONE)
+	touch $@
+
+test-integrations: $(INT_STAMP)
+	$(ENV) $(INT_PY) -m pytest tests/integrations --timeout 300 --durations 15 $(ARGS)
+
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
 demo: $(STAMP)
 	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INT_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

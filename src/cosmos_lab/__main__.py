@@ -1,7 +1,5 @@
 """``python -m cosmos_lab`` is the command ``cosmos-lab``."""
 
-import sys
+from cosmos_lab.cli.main import run_and_leave
 
-from cosmos_lab.cli.main import main
-
-sys.exit(main())
+run_and_leave()

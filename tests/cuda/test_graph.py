@@ -226,7 +226,7 @@ def test_training_continues_after_a_recording_that_failed(monkeypatch: pytest.Mo
     monkeypatch.setattr(graph_module, "_capture", broken)
     a, b = twins()
     one, two = build(Cosmos, a), build(Cosmos, b, cuda_graphs=False)
-    with pytest.warns(UserWarning, match="without one, slower"):
+    with pytest.warns(UserWarning, match="without one, more slowly"):
         for step in range(EAGER + 1):
             give_gradients(step, a, b)
             one.step()

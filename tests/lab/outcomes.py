@@ -58,9 +58,9 @@ def at_step(step: int, signum: int = signal.SIGTERM) -> Callable[[Any], None]:
     return lambda record: send(signum) if record["step"] == step and "loss" in record else None
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """Start ``python ARGUMENTS`` in the background, with the lab importable."""
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start ``python ARGUMENTS`` in the background, with the lab importable and these environment variables."""
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", **variables}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)  # type: ignore[call-overload]
 

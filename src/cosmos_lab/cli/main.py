@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 USAGE = """usage: cosmos-lab COMMAND ...
 
@@ -24,6 +25,26 @@ USAGE = """usage: cosmos-lab COMMAND ...
   recipes               the list of recipes
 
 Each command explains its flags with --help. Every recipe takes --scale S to shrink model, batch and tokens together."""
+
+
+def run_and_leave() -> NoReturn:
+    """Run the command of the process's arguments, and end the process with its exit code.
+
+    A process of a distributed run leaves without Python's shutdown: torch's caches keep the threads of gloo alive, and
+    a thread that releases a tensor during the shutdown aborts the process, although the run is done.
+    """
+    try:
+        code = main()
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -106,6 +106,9 @@ def session(asked_device: str, sharding: str) -> Iterator[World]:
     try:
         rank, local = dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
         yield World(rank, local, dist.get_world_size(), device, "ddp" if sharding == "auto" else sharding)
+    except BaseException:
+        own = own and device.type != "cuda"  # NCCL would wait for messages that the others may never send
+        raise
     finally:
         if own:
             dist.destroy_process_group()

@@ -47,5 +47,5 @@ def build(
     usual, usual_adam = defaults["lr"].default, defaults["adam_lr"].default
     if lr is not None and adam_lr is None and usual_adam is not None:
         adam_lr = lr * usual_adam / usual
-    rates = {"lr": lr, "adam_lr": adam_lr}
+    rates: dict[str, Any] = {"lr": lr, "adam_lr": adam_lr}
     return kind(params, **{key: value for key, value in rates.items() if value is not None}, **options)

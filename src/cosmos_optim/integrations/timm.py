@@ -26,7 +26,7 @@ def register() -> None:
         if name not in taken:
             about = f"cosmos_optim.{kind.__name__}; pass param_group_fn=cosmos_optim.integrations.timm.timm_groups"
             make = partial(_make, optimizer=name)
-            default_registry.register(OptimInfo(name, make, description=about, has_betas=True))  # type: ignore[arg-type]
+            default_registry.register(OptimInfo(name, make, description=about, has_betas=True))
 
 
 def _make(params: Any, *, optimizer: str, **options: Any) -> MatrixOptimizer:

@@ -115,6 +115,25 @@ def test_an_fsdp2_run_on_two_processes_continues_exactly_and_equals_ddp(tmp_path
         torch.testing.assert_close(torch.tensor(after), torch.tensor(same), rtol=OTHER_ORDER, atol=0.0)
 
 
+def fsdp1_rank(rank: int) -> str:
+    let_cpus_shard()
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=1, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False, use_orig_params=True,
+    )  # fmt: skip
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    try:
+        run(accelerator, prepared(accelerator), range(1), rank)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_flat_pieces_of_fsdp1_are_refused_by_name() -> None:
+    for message in run_launched(fsdp1_rank):
+        assert "FSDP1" in message and "fully_shard" in message
+
+
 def trainer_rank(rank: int, folder: Path) -> Any:
     from torch.distributed.tensor import DTensor
     from transformers import Trainer, TrainingArguments

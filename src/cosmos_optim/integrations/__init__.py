@@ -15,6 +15,13 @@ from cosmos_optim import OPTIMIZERS, param_groups
 from cosmos_optim.optimizer import MatrixOptimizer
 
 
+def optimizer_class(name: str) -> type[MatrixOptimizer]:
+    """Return the optimizer of this name; a ValueError names them all."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f"there is no optimizer {name!r}; the optimizers are {sorted(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
 def build(
     params: nn.Module | Iterable[Any], optimizer: str = "cosmos", *, lr: float | None = None,
     adam_lr: float | None = None, overrides: Any = None, head: Any = None, **options: Any,
@@ -36,9 +43,7 @@ def build(
     >>> [(group["rule"], group["lr"]) for group in opt.param_groups]
     [('cosmos', 1e-05), ('adam', 4e-05)]
     """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"there is no optimizer {optimizer!r}; the optimizers are {sorted(OPTIMIZERS)}")
-    kind = OPTIMIZERS[optimizer]
+    kind = optimizer_class(optimizer)
     if overrides is not None or head is not None:
         if not isinstance(params, nn.Module):
             raise TypeError("overrides and head need the model: pass it instead of its parameters")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, param_groups
-from cosmos_optim.integrations import build
+from cosmos_optim.integrations import build, optimizer_class
 from cosmos_optim.optimizer import MatrixOptimizer
 
 
@@ -45,7 +45,7 @@ def timm_groups(model: nn.Module, optimizer: str = "cosmos") -> list[dict[str, A
     """Return the groups of `param_groups`, without weight decay for vectors and for `model.no_weight_decay()`."""
     exempt = set(getattr(model, "no_weight_decay", set)())
     groups = []
-    for group in param_groups(model, OPTIMIZERS[optimizer].rule):
+    for group in param_groups(model, optimizer_class(optimizer).rule):
         decayed = [(name, p) for name, p in group["params"] if p.dim() > 1 and name not in exempt]
         others = [(name, p) for name, p in group["params"] if p.dim() <= 1 or name in exempt]
         groups += [group | {"params": decayed}] if decayed else []

@@ -9,13 +9,15 @@ torchtitan's checkpoints have them, without the parts that torch.compile and act
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
-from cosmos_optim import OPTIMIZERS, param_groups
+from cosmos_optim import param_groups
+from cosmos_optim.integrations import build, optimizer_class
 
 
 class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
@@ -36,14 +38,14 @@ class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
                 "CosmosContainer sorts parameters itself: leave torchtitan's param_groups and "
                 "optimizer_factory_kwargs_by_name empty, and give overrides={pattern: rule} for exceptions"
             )
-        kind = OPTIMIZERS[config.optimizer]
+        kind = optimizer_class(config.optimizer)
         self.model_parts = model_parts
         self.optimizers = []
         for part in model_parts:
             groups = param_groups(part, kind.rule, overrides=_used(config.overrides, part))
             for group in groups:
                 group["params"] = [(canonical_fqn(name), p) for name, p in group["params"]]
-            self.optimizers.append(kind(groups, **config.arguments))
+            self.optimizers.append(build(groups, config.optimizer, **config.arguments))
         held = [p for opt in self.optimizers for group in opt.param_groups for p in group["params"]]
         self._validate_params(held)
         self._post_init(held)
@@ -51,8 +53,6 @@ class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
 
 def _used(overrides: dict[str, Any], part: nn.Module) -> dict[str, Any]:
     """Return the overrides that match a parameter of this part: a pattern need not occur in every pipeline stage."""
-    from fnmatch import fnmatchcase
-
     names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
     return {pattern: x for pattern, x in overrides.items() if any(fnmatchcase(name, pattern) for name in names)}
 

@@ -1,6 +1,7 @@
 # make test     lint, types and all CPU tests, in a .venv built on first use
 # make test-gpu the tests marked gpu, with whatever Python has torch here
 # make test-integrations the tests of training frameworks, in a .venv-integrations built on first use
+# make test-torch VERSION=2.9.1   the library's tests (all but the lab's) on that torch, in a .venv-torch-2.9.1
 # make demo     a few minutes of pre-training on CPU, four optimizers side by side
 
 PYTHON ?= python3
@@ -16,7 +17,11 @@ export PYTHONDONTWRITEBYTECODE :=
 # A machine with a GPU usually has its own CUDA build of torch: prefer .venv, else that Python.
 GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
-.PHONY: test lint types pytest test-gpu test-integrations demo clean
+# The oldest torch that pyproject.toml allows.
+VERSION ?= 2.9.1
+TORCH_PY = .venv-torch-$(VERSION)/bin/python
+
+.PHONY: test lint types pytest test-gpu test-torch test-integrations demo clean
 test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
@@ -36,6 +41,19 @@ pytest: $(STAMP)
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PY) -m pytest -m gpu $(ARGS)
+
+# Torch brings the Triton that fits it; a CPU build brings none, and then the newest is installed. If pip knows an index
+# of CPU builds (PIP_EXTRA_INDEX_URL), it prefers those, which are far smaller.
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	(echo torch==$*; grep -vE '^(torch|triton)==' constraints.txt) > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -q --no-compile -c $(@D)/constraints.txt torch
+	$(@D)/bin/python -m pip install -q --no-compile -c $(@D)/constraints.txt -e '.[test]'
+	touch $@
+
+test-torch: .venv-torch-$(VERSION)/.installed
+	$(ENV) $(TORCH_PY) -m pytest -m "not gpu" -n $(JOBS) --dist worksteal --timeout 300 tests src/cosmos_optim --ignore tests/lab $(ARGS)
+	@$(TORCH_PY) -c 'import torch, triton; print("passed with torch", torch.__version__, "and Triton", triton.__version__)'
 
 # Frameworks are many and large, and some exclude each other's versions, so they have their own environment.
 INT_VENV  := .venv-integrations
@@ -64,4 +82,4 @@ demo: $(STAMP)
 	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(INT_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INT_VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

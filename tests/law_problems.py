@@ -70,8 +70,8 @@ def random(seed: int, *shape: int) -> Tensor:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Draw small gradients of every shape; the rank never exceeds a side, because the basis would be arbitrary then."""
-    m, n = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    """Draw gradients of shapes up to 40 x 40. The rank never exceeds a side: the basis would be arbitrary then."""
+    m, n = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     batch, steps = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     seed = draw(st.integers(0, 10_000))
     G = random(seed, steps, batch, m, n) * 10.0 ** draw(st.integers(-3, 3))

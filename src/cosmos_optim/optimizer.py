@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -30,6 +30,7 @@ from cosmos_optim.sharding import other_engines
 
 if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
+    from cosmos_optim.sharding.agreement import Description
 
 # What torch's schedulers write into the groups when they are built, and the argument that it came from.
 RATES_WRITTEN = {
@@ -37,6 +38,8 @@ RATES_WRITTEN = {
     "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
     "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
 }
+# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
+BUILD_S, STEP_S = 10.0, 600.0
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,6 +70,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
         self._layouts: dict[Tensor, Layout] = {}
+        self._not_compared: list[Description] = []  # groups that wait for other ranks
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._first_rates: dict[str, float] = {}
@@ -77,8 +81,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
         groups = as_groups(params, self.rule)
         self._check_rules(groups)
+        self._is_built = False
         super().__init__(groups, {"lr": lr, **cycled})
         other_engines.refuse_pieces(self._layouts)
+        self._is_built = True
+        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -98,18 +105,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
         options = {**self._options, "lr": self.defaults["lr"]}
         param_group = other_engines.without_filled_in(param_group, options)
         name, group = hyperparameters.choose_rule(self.rule, param_group, options.get("two_sided", False))
         rule = hyperparameters.rule_named(name)
         super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
-        group = self.param_groups[-1]
+        group, not_compared = self.param_groups[-1], list(self._not_compared)
         try:
             if not rule.elementwise and "layout" not in param_group:
                 refuse_four_dimensions(group["params"], rule)
             self._add_layouts(len(self.param_groups) - 1)
+            if self._is_built:
+                self._join_ranks([len(self.param_groups) - 1], ("lr", *hyperparameters.OURS))
         except Exception:
             self.param_groups.pop()
+            self._not_compared = not_compared
             for p in group["params"]:
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
@@ -137,7 +149,27 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group)
             if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
+
+    def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
+        """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
+        groups = {i: self.param_groups[i] for i in indices}
+        if description := sharding.describe(groups, settings, self._layouts):
+            self._not_compared.append(description)
+            self._compare_ranks(BUILD_S)
         sharding.prepare(list(self._layouts.values()))
+
+    def _compare_ranks(self, seconds: float) -> None:
+        """Raise ValueError if other ranks have built other groups. Warn if some have not built theirs in time."""
+        layouts = list(self._layouts.values())
+        while self._not_compared:
+            if not sharding.compare(self._not_compared[0], layouts, seconds):
+                warnings.warn(
+                    f"{type(self).__name__}: not all ranks that share these parameters built it within {seconds:.0f} s "
+                    "of this one. They are compared at the first step",
+                    stacklevel=2,
+                )
+                return
+            self._not_compared.pop(0)
 
     def _match_layouts(self) -> None:
         """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
@@ -148,9 +180,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
             del self._layouts[p]
             self.state.pop(p, None)
             self._started.discard(p)
+        known = len(self._layouts)
         for index in range(len(self.param_groups)):
             self._add_layouts(index)
         self._keep_structure()
+        if self._is_built and len(self._layouts) > known:  # schedulers may have changed lr since then
+            self._join_ranks(range(len(self.param_groups)), hyperparameters.OURS)
 
     def _keep_structure(self, *, loaded: bool = False) -> None:
         """Note the settings that the state of each new group was allocated for, or of all groups if just loaded."""
@@ -241,6 +276,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
         self._check_structure()
+        if self._not_compared:
+            self._compare_ranks(STEP_S)
         entries = []
         layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
@@ -249,6 +286,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 layout = layouts.get(p)
                 if layout is None:
                     self._match_layouts()
+                    self._compare_ranks(STEP_S)
                     layout = layouts[p]
                 if p.is_meta:
                     raise ValueError(
@@ -343,10 +381,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
         self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
+        self._structure, self._not_compared, self._is_built = {}, [], False  # a copy is not compared again
         self._first_rates = state.get("_first_rates", {})  # older pickles lack it
-        self._structure = {}
         self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
+        sharding.prepare(list(self._layouts.values()))
+        self._is_built = True
         self._started = checkpoint.started(self)
 
 

@@ -111,7 +111,7 @@ def test_a_bad_tokenizer_is_named_and_nothing_is_written(tmp_path: Path, text: s
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("preset", ["gpt2-small", "nanogpt-124m"])
+@pytest.mark.parametrize("preset", ["gpt2-small", "nanogpt-124m-record4"])
 def test_other_architectures_are_refused_before_anything_is_written(tmp_path: Path, preset: str) -> None:
     model = build(preset, width=64, depth=1, mlp=64, vocab_size=64)
     with pytest.raises(ValueError, match="is not a LLaMA; only the llama-\\* and tiny presets"):

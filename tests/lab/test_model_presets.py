@@ -21,15 +21,16 @@ from cosmos_lab.models import PRESETS, Decoder, build, decoder, presets
         ("llama-1b", 1_339_082_752, 1_273_546_752),
         ("gpt2-small", 123_689_472, 123_689_472),
         ("gpt2-medium", 353_822_720, 353_822_720),
-        ("nanogpt-124m", 123_568_128, 123_568_128),
-        ("nanogpt-350m", 405_012_480, 353_501_184),
+        ("nanogpt-124m-record4", 123_532_032, 123_532_032),
+        ("nanogpt-124m-record5", 123_568_128, 123_568_128),
+        ("nanogpt-350m-plain", 405_012_480, 353_501_184),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, total: int, without_embedding: int) -> None:
     with torch.device("meta"):
         model = Decoder(PRESETS[preset])
     assert (model.num_parameters(), model.num_parameters(non_embedding=True)) == (total, without_embedding)
-    assert model.config.head_dim == 64
+    assert model.config.head_dim == (128 if preset == "nanogpt-124m-record5" else 64)
 
 
 def test_every_preset_has_a_published_size_in_this_file() -> None:

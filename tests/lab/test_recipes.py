@@ -1,10 +1,12 @@
 """Recipes against the paper's text: tokens, rates, ranks; and what shrinking does."""
 
+from typing import Any
+
 import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import build, resolve
-from cosmos_lab.optimizers import build_optimizer, optimizer_class
+from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
 from cosmos_lab.recipes import RECIPES, get_recipe, label
 
 # Sizes are whole numbers of heads, blocks and sequences, so a shrunk recipe is off by rounding.
@@ -35,7 +37,7 @@ def test_every_recipe_gives_valid_runs_with_distinct_names(name: str) -> None:
 def test_every_optimizer_of_a_recipe_can_be_built(name: str) -> None:
     recipe = get_recipe(name)
     preset = resolve(recipe.config.model.model)
-    model = build(preset, width=64, depth=1, mlp=96, vocab_size=128)
+    model = build(preset, width=preset.head_dim, depth=1, mlp=96, vocab_size=128)
     built = {}
     for run in recipe.runs():
         built.setdefault(run.optimizer.optimizer, build_optimizer(model, run.optimizer))
@@ -95,15 +97,51 @@ def test_the_normalization_ablation_uses_muons_rates() -> None:
     assert rates("llama-130m-norm", "muon-norm") == rates("llama-130m-norm", "muon") == {1e-4, 2e-4, 5e-4, 1e-3, 2e-3}
 
 
-def test_nanogpt_350m_has_its_unusual_rates() -> None:
-    config = get_recipe("nanogpt-350m").config
-    model = build(resolve(config.model.model), width=64, depth=1, mlp=96, vocab_size=128)
-    optimizer = build_optimizer(model, config.optimizer)
-    groups = {name: group for group in optimizer.param_groups for name in group["param_names"]}
-    assert groups["embed.weight"]["lr"] == 0.3 and groups["embed.weight"]["betas"][0] == 0.8
-    assert groups["head.weight"]["lr"] == 3e-3 and groups["head.weight"]["betas"][0] == 0.8
-    hidden = groups["blocks.0.attn.q.weight"]
-    assert hidden["betas"] == (0.9, 0.95) and hidden["gamma"] == 0.2 and hidden["rule"] == "cosmos"
+NANOGPT = ["nanogpt-124m-record4", "nanogpt-124m-record5", "nanogpt-350m-plain"]
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the hyper-parameters that a run's optimizer really has, by "rule.name"."""
+    return settings(config.optimizer, config.model.model)
+
+
+@pytest.mark.parametrize("name", NANOGPT)
+def test_nanogpt_searches_beta1_and_keeps_the_other_settings_of_the_paper(name: str) -> None:
+    """Appendix: beta1 in {0.9, 0.95} for Muon and COSMOS, beta2 0.95 and gamma 0.2 for COSMOS without a search."""
+    runs = get_recipe(name).runs()
+    assert [(run.optimizer.optimizer, run.optimizer.beta1) for run in runs] == [
+        ("muon", 0.9), ("muon", 0.95), ("cosmos-paper", 0.9), ("cosmos-paper", 0.95),
+    ]  # fmt: skip
+    assert len({run.optimizer.lr for run in runs}) == 1
+    for run in runs:
+        o, found = run.optimizer, settings_of(run)
+        assert (o.beta2, o.weight_decay) == (0.95, 0.0)
+        if o.optimizer == "muon":
+            assert found["muon.momentum"] == o.beta1 and (o.rank, o.gamma) == (None, None)
+        else:
+            assert found["cosmos.betas"] == [o.beta1, 0.95]
+            assert (found["cosmos.gamma"], found["cosmos.rank"]) == (0.2, 64)
+        # AdamW trains embedding and head, with the momentum of the log.
+        assert found["adam.betas"] == [0.8 if name == "nanogpt-350m-plain" else 0.9, 0.95]
+
+
+@pytest.mark.parametrize("name", ["llama-130m", "llama-350m", "tiny", "wiki-60m"])
+def test_soap_updates_its_basis_at_every_step(name: str) -> None:
+    """The paper's SOAP (Algorithm 2) takes a QR decomposition at every step."""
+    runs = [run for run in get_recipe(name).runs() if run.optimizer.optimizer == "soap"]
+    assert runs
+    assert {settings_of(run)["soap.frequency"] for run in runs} == {1}
+
+
+@pytest.mark.parametrize("name", NANOGPT)
+def test_soap_is_not_in_nanogpt_but_can_be_added_with_any_frequency(name: str) -> None:
+    """The paper compares Muon and COSMOS there. SOAP, if added, has the set-up's betas."""
+    recipe = get_recipe(name)
+    assert {variant["optimizer"] for variant in recipe.grid} == {"muon", "cosmos-paper"}
+    for extra, frequency in (([], 1), ([("soap", {"frequency": 10})], 10)):
+        (run,) = recipe.runs(optimizers=["soap"], lrs=[1e-3], extra=extra)
+        found = settings_of(run)
+        assert found["soap.frequency"] == frequency and found["soap.betas"] == [0.9, 0.95]
 
 
 def test_gpt2_is_compared_on_training_loss() -> None:
@@ -111,7 +149,7 @@ def test_gpt2_is_compared_on_training_loss() -> None:
     assert get_recipe("llama-130m").metric == "final_val_loss"
 
 
-@pytest.mark.parametrize("name", ["llama-130m", "llama-1b", "gpt2-small", "nanogpt-350m"])
+@pytest.mark.parametrize("name", ["llama-130m", "llama-1b", "gpt2-small", "nanogpt-350m-plain"])
 @pytest.mark.parametrize("scale", [0.05, 0.25])
 def test_scale_shrinks_model_and_tokens_together(name: str, scale: float) -> None:
     whole, small = get_recipe(name).config, get_recipe(name, scale).config.check()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos
+from cosmos_optim.cuda.graph import graph_key
 from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, train
 
 
@@ -159,3 +160,15 @@ def test_a_wrapper_that_averages_weights_resumes_bit_for_bit() -> None:
     assert b.param_groups[0]["k"] == 6
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q) and torch.equal(a.state[p]["z"], b.state[q]["z"])
+
+
+def test_a_recorded_step_does_not_depend_on_extra_state() -> None:
+    """Otherwise a wrapper's new tensors would have the CUDA graph recorded again, and its numbers have no address."""
+    p = matrix((8, 6))
+    opt = Cosmos([p], rank=2)
+    p.grad = gradient((8, 6), 0)
+    key = graph_key(opt._collect())
+    opt.state[p] = {"k": 3, "z": p.detach().clone(), **opt.state[p]}
+    assert graph_key(opt._collect()) == key
+    opt.state[p]["M"] = opt.state[p]["M"].clone()
+    assert graph_key(opt._collect()) != key

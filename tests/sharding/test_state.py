@@ -89,3 +89,46 @@ def test_a_state_dict_of_one_process_loads_into_sharded_optimizers() -> None:
             for key, value in state.items():
                 assert torch.equal(found[i][key], value), f"parameter {i}, {key}"
     assert not dist.is_initialized()
+
+
+def keep_a_wrappers_state(rank: int) -> list[bool]:
+    """Keep sharded copies of the weights in the state; save and load them, sharded, whole, and in another dtype."""
+    case = Case(EveryKindSmall)
+    model, opt = case.build(fsdp)
+    take_steps(model, opt, case.dtype, range(1))
+    for p in model.parameters():
+        opt.state[p] |= {"z": p.detach().clone(), "k": 3}
+    take_steps(model, opt, case.dtype, range(1, 2))
+    full = StateDictOptions(full_state_dict=True)
+    found = []
+    for kind in ("plain", "sharded", "full", "whole tensors"):
+        other, again = case.build(fsdp)
+        if kind == "plain":
+            again.load_state_dict(opt.state_dict())
+        elif kind == "whole tensors":
+            saved = opt.state_dict()
+            whole = {i: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+                     for i, state in saved["state"].items()}  # fmt: skip
+            again.load_state_dict(saved | {"state": whole})
+        else:
+            options = full if kind == "full" else StateDictOptions()
+            for q in other.parameters():  # torch distributes whole state only to names that exist here
+                again.state[q] |= {"z": torch.zeros_like(q), "k": 0}
+            saved = get_optimizer_state_dict(model, opt, options=options)
+            set_optimizer_state_dict(other, again, saved, options=options)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            a, b = opt.state[p], again.state[q]
+            assert isinstance(b["z"], DTensor) and b["z"].placements == q.placements, kind
+            assert torch.equal(a["z"].to_local(), b["z"].to_local()) and b["k"] == 3, kind
+        take_steps(other, again, case.dtype, range(2, 3))
+        found.append(all("z" in state for state in again.state.values()))
+    for p in model.parameters():
+        opt.state[p]["z"] = opt.state[p]["z"].float()
+    model.to(torch.float32)
+    take_steps(model, opt, torch.float32, range(2, 3))
+    return [*found, all(opt.state[p]["M"].dtype is torch.float32 for p in model.parameters() if "M" in opt.state[p])]
+
+
+def test_sharded_state_of_a_wrapper_survives_every_kind_of_checkpoint() -> None:
+    for found in run_ranks(2, keep_a_wrappers_state):
+        assert found == [True] * 5

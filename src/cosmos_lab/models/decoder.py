@@ -111,7 +111,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), or down(f(up(x))) with f = gelu or relu²."""
+    """down(silu(gate(x)) * up(x)), or down(f(up(x))) with f = gelu (tanh form or exact) or relu²."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ class MLP(nn.Module):
             y = F.silu(gate) * up
         else:
             (up,) = joined_linear(x, (self.up,), dtype)
-            y = F.gelu(up, approximate="tanh") if self.activation == "gelu" else F.relu(up).square()
+            form = "tanh" if self.activation == "gelu" else "none"
+            y = F.relu(up).square() if self.activation == "relu2" else F.gelu(up, approximate=form)
         return output_linear(y, self.down, dtype)
 
 
@@ -138,9 +139,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attn = Norm(config), Attention(config)
         self.norm2, self.mlp = Norm(config), MLP(config)
+        self.attn_scale = 1 / math.sqrt(2 * config.depth) if config.scaled_attention else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
+        x = torch.add(x, self.attn(self.norm1(x)), alpha=self.attn_scale)
         x = x + self.mlp(self.norm2(x))
         return x
 
@@ -171,16 +173,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw every matrix from N(0, init_std²), norms at one, biases at zero; fill the rotary tables."""
+        """Draw every matrix as the config says, norms at one, biases at zero; fill the rotary tables."""
         config = self.config
-        out_std = {"normal": config.init_std, "depth": config.init_std / math.sqrt(2 * config.depth), "zero": 0.0}
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
-            std = config.embed_std if name == "embed.weight" else config.init_std
+            std = config.init_std if config.init == "normal" else 1 / math.sqrt(3 * parameter.shape[-1])
+            if name == "embed.weight" and config.embed_std is not None:
+                std = config.embed_std
             if name.endswith((".o.weight", ".down.weight")):
-                std = out_std[config.init_out]
+                std = {"normal": std, "depth": std / math.sqrt(2 * config.depth), "zero": 0.0}[config.init_out]
             parameter.normal_(0.0, std, generator=generator)
         for module in self.modules():
             if isinstance(module, Attention):

@@ -21,15 +21,19 @@ class ModelConfig:
     mlp: int  # the inner size of the MLP
     head_dim: int = 64
     norm: Literal["rms", "rms-bare", "layer"] = "rms"  # with a weight; without; with weight and bias
-    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"  # gate, up and down matrices; the others up and down
+    # swiglu has gate, up and down matrices; the others up and down. gelu is the tanh form, gelu-erf the exact one.
+    activation: Literal["swiglu", "gelu", "gelu-erf", "relu2"] = "swiglu"
     bias: bool = False  # of the linear layers, not the head
     qk_norm: bool = False  # RMS norm without weight on each head's query and key
     tied: bool = False  # the head uses the embedding's matrix
     embed_norm: bool = False  # RMS norm without weight right after the embedding
+    scaled_attention: bool = False  # multiply the output of attention by 1 / sqrt(2 L)
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    # Matrices start from N(0, init_std²), or for n inputs from N(0, 1 / (3 n)), the variance of torch's nn.Linear.
+    init: Literal["normal", "fan-in"] = "normal"
     init_std: float = 0.02
-    embed_std: float = 0.02
+    embed_std: float | None = 0.02  # None: the embedding starts as the other matrices
     # The two matrices that write to the residual stream start as the others, with std / sqrt(2 L), or at zero.
     init_out: Literal["normal", "depth", "zero"] = "normal"
     residual_fp32: bool = False  # under autocast, keep the residual stream in fp32
@@ -56,8 +60,8 @@ class ModelConfig:
     @property
     def is_llama(self) -> bool:
         """Tell whether LLaMA's architecture (as transformers implements it) computes the same function."""
-        llama = (self.norm, self.activation, self.bias, self.qk_norm, self.embed_norm)
-        return llama == ("rms", "swiglu", False, False, False)
+        llama = (self.norm, self.activation, self.bias, self.qk_norm, self.embed_norm, self.scaled_attention)
+        return llama == ("rms", "swiglu", False, False, False, False)
 
 
 def _llama(width: int, depth: int, mlp: int, vocab_size: int = 32_000) -> ModelConfig:
@@ -73,14 +77,40 @@ def _gpt2(width: int, depth: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def _nanogpt(width: int, depth: int, **changes: Any) -> ModelConfig:
-    """Modded-NanoGPT of October 2024: bare RMS norm, QK norm, ReLU², output matrices start at zero.
+def _nanogpt_record_4() -> ModelConfig:
+    """Modded-NanoGPT, record 4 of its short track (records/track_1_short/2024-10-10_Muon).
 
-    The speed-run of that month used heads of 128; head_dim=128 gives them.
+    GPT-2 with rotary positions, bare RMS norm and no biases; attention is scaled by 1 / sqrt(2 L). Here the weights
+    come from normal instead of uniform distributions of the same variance.
     """
     return ModelConfig(
-        GPT2_VOCAB, width, depth, 4 * width,
-        norm="rms-bare", activation="relu2", qk_norm=True, init_out="zero", **changes,
+        50_257, 768, 12, 3072, norm="rms-bare", activation="gelu-erf", scaled_attention=True, tied=True,
+        init="fan-in", embed_std=None, residual_fp32=True,
+    )  # fmt: skip
+
+
+def _nanogpt_record_5() -> ModelConfig:
+    """Modded-NanoGPT, record 5 of its short track (records/track_1_short/2024-10-14_ModernArch).
+
+    Heads of 128 with QK norm, ReLU², output matrices that start at zero, a padded vocabulary. Weights as in record 4.
+    """
+    return ModelConfig(
+        GPT2_VOCAB, 768, 12, 3072, head_dim=128, norm="rms-bare", activation="relu2", qk_norm=True, tied=True,
+        norm_eps=2.0**-23, init="fan-in", embed_std=None, init_out="zero", residual_fp32=True,
+    )  # fmt: skip
+
+
+def _nanogpt_350m_plain() -> ModelConfig:
+    """Return a plain decoder of 350M for the rates of modded-NanoGPT's medium track, not the model of that track.
+
+    Record 2 of that track (records/track_2_medium/2025-01-18) has 16 layers with heads of 128, value embeddings, skip
+    connections with learned weights, a layer without attention, rotary positions on half of each head, logits bounded
+    by 15 and sliding windows within documents. Common to both are width, bare RMS norm, QK norm, ReLU², output
+    matrices that start at zero, and an untied embedding that starts from N(0, 1) and is normalized.
+    """
+    return ModelConfig(
+        GPT2_VOCAB, 1024, 24, 4096, norm="rms-bare", activation="relu2", qk_norm=True, init_out="zero",
+        embed_norm=True, embed_std=1.0,
     )  # fmt: skip
 
 
@@ -94,11 +124,9 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-1b": _llama(2048, 24, 5461),  # 1,339M
     "gpt2-small": _gpt2(768, 12),  # 124M
     "gpt2-medium": _gpt2(1024, 24),  # 354M
-    # One matrix for embedding and head, as in the speed-run until November 2024.
-    "nanogpt-124m": _nanogpt(768, 12, tied=True),  # 124M
-    # Untied with a normalized N(0, 1) embedding: the medium track trains the embedding at lr 0.3, the head at 0.003.
-    # 353.5M without the input embedding. The track's own model has 16 layers and adds value embeddings and skips.
-    "nanogpt-350m": _nanogpt(1024, 24, embed_norm=True, embed_std=1.0),
+    "nanogpt-124m-record4": _nanogpt_record_4(),  # 124M
+    "nanogpt-124m-record5": _nanogpt_record_5(),  # 124M
+    "nanogpt-350m-plain": _nanogpt_350m_plain(),  # 353.5M without the input embedding
 }
 
 

@@ -148,5 +148,9 @@ def wiki_gpt2() -> Setup:
 
 @recipe("this project")
 def wiki_nanogpt() -> Setup:
-    """Tune AdamW, Muon and COSMOS on a reduced modded-NanoGPT, with its schedule, and 31M tokens of Wikipedia."""
-    return _gpt("nanogpt-124m", 3.6e-3, 3.6e-4, gamma=0.2, beta2=0.95, schedule="wsd")
+    """Tune AdamW, Muon and COSMOS on a reduced modded-NanoGPT, with its schedule, and 31M tokens of Wikipedia.
+
+    Model, rates and schedule are those of record 5 (see `nanogpt_124m_record5`).
+    """
+    wsd = {"schedule": "wsd", "warmup": 0.0, "decay": 1450 / 5100}
+    return _gpt("nanogpt-124m-record5", 3.6e-3, 3.6e-4, gamma=0.2, adam_beta1=0.9, beta2=0.95, **wsd)

@@ -7,6 +7,7 @@
     sharded_algebra    the operations of a rule, summed over ranks
     location           where a stack of sharded matrices is, and how its rule runs
     sharded_layout     views and state of a sharded parameter
+    agreement          do all ranks build the same optimizer?
     other_engines      what FSDP1, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
 
 No file in this folder depends on a particular rule.
@@ -15,15 +16,18 @@ No file in this folder depends on a particular rule.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from cosmos_optim.engine.layout import Layout
 from cosmos_optim.rules.rule import Rule
 from cosmos_optim.sharding.other_engines import refuse_flat
+
+if TYPE_CHECKING:
+    from cosmos_optim.sharding.agreement import Description
 
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
@@ -36,6 +40,32 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
 
         return ShardedLayout(name, p, rule, group)
     return Layout(name, p, rule, group)
+
+
+def describe(
+    groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
+) -> Description | None:
+    """Describe groups, by number, for a comparison of the ranks; None if none of all parameters is sharded.
+
+    settings: the names of the settings to compare.
+    """
+    if not any(layout.is_sharded for layout in layouts.values()):
+        return None
+    from cosmos_optim.sharding import agreement
+
+    lines = []
+    for i, group in groups.items():
+        names = group.get("param_names") or [None] * len(group["params"])
+        held = {key: group[key] for key in settings if key in group}
+        lines += agreement.lines_of(f"group {i}", held, names, [layouts[p] for p in group["params"]])
+    return agreement.Description(lines)
+
+
+def compare(description: Description, layouts: Sequence[Layout], seconds: float) -> bool:
+    """Raise ValueError on all ranks that share these parameters if they differ. Return False if one is not there."""
+    from cosmos_optim.sharding import agreement
+
+    return agreement.compare(description, agreement.ranks_of(layouts), seconds)
 
 
 def prepare(layouts: Sequence[Layout]) -> None:

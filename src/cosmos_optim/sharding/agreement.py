@@ -1,0 +1,143 @@
+"""Compare what the ranks of a mesh build: parameters in another order would train wrong without an error.
+
+Ranks send a hash of their description through the store that connected their process group, and the description itself
+only if the hashes differ. That needs no process group and no GPU, and waiting has an end: a rank that builds an
+optimizer alone continues after some seconds, and the ranks are compared at their first step, where all must be present.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cosmos_optim.engine.layout import Layout
+from cosmos_optim.sharding.sharded_layout import ShardedLayout
+
+LONGEST_PAUSE_S = 0.25  # between two looks at the store
+
+Line = tuple[str, str]  # what is described, and its value
+
+
+def lines_of(
+    group: str, settings: Mapping[str, Any], names: Iterable[str | None], layouts: Sequence[Layout]
+) -> list[Line]:
+    """Describe a group: its settings, then its parameters. Those that are not sharded may differ between ranks."""
+    keys = sorted(settings, key=lambda key: (key != "rule", key))  # another rule has other settings: name it first
+    lines = [(f"{key} of {group}", _text(settings[key])) for key in keys]
+    for i, (name, layout) in enumerate(zip(names, layouts, strict=True)):
+        value = "not sharded"
+        if isinstance(layout, ShardedLayout):
+            called = "" if name is None else f"{name!r} of "
+            where = f"placements {layout.placements} on a mesh of shape {tuple(layout.mesh.shape)}"
+            value = f"{called}shape {layout.shape}, {layout.dtype}, {where}"
+        lines.append((f"parameter {i} of {group}", value))
+    return lines
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return "a tensor" if value.is_meta else repr(float(value))
+
+
+def ranks_of(layouts: Sequence[Layout]) -> list[int]:
+    """Return the ranks that share these parameters; none if no mesh contains the ranks of all others."""
+    meshes: set[DeviceMesh] = {x.mesh for x in layouts if isinstance(x, ShardedLayout)}
+    ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    largest = max(ranks, key=lambda x: (len(x), sorted(x)), default=set())
+    return sorted(largest) if all(largest >= x for x in ranks) else []
+
+
+class Description:
+    """What a rank builds, and whether all ranks that share it have built the same."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.text = json.dumps(lines)
+        self.digest = _digest(self.text)
+        self.agreed = False
+
+
+# Descriptions that wait for other ranks, by those ranks. They are forgotten with their optimizers.
+_waiting: dict[tuple[int, ...], weakref.WeakSet[Description]] = defaultdict(weakref.WeakSet)
+
+
+def compare(mine: Description, ranks: Sequence[int], seconds: float) -> bool:
+    """Raise ValueError on all ranks if they build different things. Return False if some rank has not come in time.
+
+    Each time that all ranks are here, they agree on what is common to all that they wait for: a rank that had to
+    continue without the others may be one optimizer ahead of them. If nothing is common, they differ.
+    """
+    if len(ranks) < 2 or mine.agreed:
+        return True
+    store = dist.PrefixStore(f"cosmos_optim/{_digest(str(list(ranks)))}", dist.distributed_c10d._get_default_store())
+    try:
+        store.add("round", 0)
+    except RuntimeError:  # a fake process group has no store: there are no other ranks
+        return True
+    waiting, end = _waiting[tuple(ranks)], time.monotonic() + seconds
+    waiting.add(mine)
+    while not mine.agreed:
+        round_ = store.add("round", 0)
+        common = _meet(store, round_, {x.digest for x in waiting}, ranks, end)
+        if common is None:
+            return False
+        if not common:
+            waiting.discard(mine)
+            store.set(f"{round_}/text/{dist.get_rank()}", mine.text)
+            texts = [json.loads(store.get(f"{round_}/text/{rank}")) for rank in ranks]
+            raise ValueError(_difference(ranks, texts))
+        for x in [x for x in waiting if x.digest in common]:
+            x.agreed = True
+            waiting.discard(x)
+    return True
+
+
+def _meet(store: dist.Store, round_: int, digests: set[str], ranks: Sequence[int], end: float) -> set[str] | None:
+    """Return the digests that all ranks bring to this round, or None if some of them do not come in time.
+
+    The last rank to come reads those of all, opens the next round, and writes the result.
+    """
+    here, result, pause = f"{round_}/here", f"{round_}/result", 0.001
+    store.set(f"{round_}/from/{dist.get_rank()}", json.dumps(sorted(digests)))
+    if store.add(here, 1) == len(ranks):
+        common = set.intersection(*(set(json.loads(store.get(f"{round_}/from/{rank}"))) for rank in ranks))
+        store.add("round", 1)
+        store.set(result, json.dumps(sorted(common)))
+        return common
+    while not store.check([result]):
+        if time.monotonic() > end:
+            if store.add(here, -1) < len(ranks) - 1:
+                return None  # this rank may come again
+            end = math.inf  # all were here: the result will follow
+        time.sleep(pause)  # a blocking wait would keep torch's own threads from the store
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    return set(json.loads(store.get(result)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _difference(ranks: Sequence[int], texts: Iterable[list[Line]]) -> str:
+    """Return the message for the first line that the first rank and another one do not share."""
+    first, *others = texts
+    rank, other = next((rank, x) for rank, x in zip(ranks[1:], others, strict=True) if x != first)
+    pairs = zip_longest(first, other, fillvalue=("", "missing"))
+    a, b = next(pair for pair in pairs if pair[0] != pair[1])
+    here, there = (x[1] if a[0] == b[0] or not x[0] else f"{x[1]} ({x[0]})" for x in (a, b))
+    what = a[0] or b[0]
+    return (
+        f"the ranks build different optimizers: {what} is {here} on rank {ranks[0]} and {there} on rank {rank}. Give "
+        "every rank the same parameters in the same order, and the same settings"
+    )

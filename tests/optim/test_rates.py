@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 from torch.optim import lr_scheduler
@@ -11,6 +14,8 @@ from torch.optim.swa_utils import SWALR
 
 from cosmos_optim import Cosmos, rates_from_adamw
 from tests.optim.helpers import decoder, train
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 SCHEDULERS = {
     "OneCycleLR": (lambda opt, lr: lr_scheduler.OneCycleLR(opt, max_lr=lr, total_steps=9), "max_lr"),
@@ -68,3 +73,26 @@ def test_rates_from_adamw_are_half_and_twice_its_rate() -> None:
     assert (rates.lr, rates.adam_lr) == (1e-3, 4e-3)
     opt = Cosmos(decoder(), **rates._asdict())
     assert opt.param_groups[0]["gamma"] == 0.5
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    return min(losses, key=lambda lr: losses[lr])
+
+
+def measured(optimizer: str, *files: str) -> dict[float, float]:
+    """Return rate -> validation loss of an optimizer's runs in files of `results/`."""
+    rows = [row for name in files for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
+    return {row["lr"]: row["mean"] for row in rows if row["optimizer"] == optimizer}
+
+
+def test_the_ratios_that_rates_from_adamw_names_are_those_of_the_results() -> None:
+    runs = json.loads((RESULTS / "protocol-60m.json").read_text())["runs"].values()
+    long = {name: {r["lr"]: r["val_loss"] for r in runs if r["optimizer"] == name} for name in ("adam", "cosmos")}
+    pairs = [
+        (measured("cosmos", "wiki-60m"), measured("adam", "wiki-60m")),
+        (long["cosmos"], long["adam"]),
+        *((measured("cosmos", name, f"{name}-wider"), measured("adam", name, f"{name}-wider"))
+          for name in ("wiki-gpt2", "wiki-nanogpt")),
+    ]  # fmt: skip
+    ratios = [f"{best_rate(ours) / best_rate(theirs):g}" for ours, theirs in pairs]
+    assert ratios == re.findall(r"^ +(0\.\d)  ", rates_from_adamw.__doc__ or "", re.MULTILINE)

@@ -399,22 +399,24 @@ def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapp
     name: the optimizer's class, for the message.
     first: the rates that the optimizer was built with, "lr" and "adam_lr".
     """
-    both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
-    if not both_kinds or len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
+    if len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
         return
+    written = next((key for key in (*RATES_WRITTEN, "lr") if _one_value(groups, key) is not None), None)
+    both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
+    if written is None or not both_kinds:
+        return
+    value = groups[0][written]
     built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
     one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
-    share = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
-    for key, (writer, argument) in RATES_WRITTEN.items():
-        value = _one_value(groups, key)
-        if value is not None:
-            rates = ", ".join(f"{value * factor:g}" for factor in share)
-            raise ValueError(
-                f"{writer} set {key}={value:g} in all groups, but {built}: give one value for each group, "
-                f"{argument.format(f'[{rates}]')} {one}"
-            )
-    value = None if any("initial_lr" in group for group in groups) else _one_value(groups, "lr")
-    if value is not None:
+    if written != "lr":
+        writer, argument = RATES_WRITTEN[written]
+        shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
+        rates = ", ".join(f"{value * share:g}" for share in shares)
+        raise ValueError(
+            f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
+            f"{argument.format(f'[{rates}]')} {one}"
+        )
+    if not any("initial_lr" in group for group in groups):  # a scheduler may let all rates meet at its floor
         warnings.warn(
             f"all groups run at lr={value:g}, but {built}: scale each group's own rate by the same factor {one}",
             stacklevel=2,

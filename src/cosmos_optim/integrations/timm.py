@@ -14,6 +14,7 @@ from torch import nn
 from cosmos_optim import OPTIMIZERS, param_groups
 from cosmos_optim.integrations import build, optimizer_class
 from cosmos_optim.optimizer import MatrixOptimizer
+from cosmos_optim.routing.mark import mark_of
 
 
 def register() -> None:
@@ -32,7 +33,8 @@ def register() -> None:
 def _make(params: Any, *, optimizer: str, **options: Any) -> MatrixOptimizer:
     """Build the optimizer, or refuse groups that timm made from a model: they hold bare tensors without names."""
     groups = list(params)
-    if groups and isinstance(groups[0], dict) and not any("rule" in group for group in groups):
+    bare = [group for group in groups if isinstance(group, dict) and "rule" not in group]
+    if any(mark_of(p) is None for group in bare for p in group["params"]):
         raise ValueError(
             "timm made groups of unnamed parameters, so embeddings and the head cannot be recognized: give "
             "create_optimizer_v2(..., param_group_fn=cosmos_optim.integrations.timm.timm_groups), or call "

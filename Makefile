@@ -1,5 +1,6 @@
 # make test     lint, types and all CPU tests, in a .venv built on first use
 # make test-gpu the tests marked gpu, with whatever Python has torch here
+# make test-integrations the tests of training frameworks, in a .venv-integrations built on first use
 # make test-torch VERSION=2.9.1   the library's tests (all but the lab's) on that torch, in a .venv-torch-2.9.1
 # make soak     MINUTES=30 of random kills, damages and resumes of tiny runs; not part of make test
 # make demo     a few minutes of pre-training on CPU, four optimizers side by side
@@ -21,7 +22,7 @@ GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 VERSION ?= 2.9.1
 TORCH_PY = .venv-torch-$(VERSION)/bin/python
 
-.PHONY: test lint types pytest test-gpu test-torch soak demo clean
+.PHONY: test lint types pytest test-gpu test-torch test-integrations soak demo clean
 test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
@@ -59,9 +60,31 @@ MINUTES ?= 30
 soak: $(STAMP)
 	$(ENV) PYTHONPATH=src:. $(PY) -m tests.soak.soak --minutes $(MINUTES) $(ARGS)
 
+# Frameworks are many and large, and some exclude each other's versions, so they have their own environment.
+INT_VENV  := .venv-integrations
+INT_PY    := $(INT_VENV)/bin/python
+INT_STAMP := $(INT_VENV)/.installed
+INT_PIP   := $(INT_PY) -m pip install -q --no-compile -c constraints-integrations.txt
+# Installed with their dependencies; the second line has what those below need.
+INT_WHOLE := pytest pytest-timeout hypothesis 'numpy<2.4' transformers accelerate peft trl lightning 'jsonargparse[signatures]' \
+	schedulefree ema-pytorch omegaconf sentencepiece tiktoken blobfile tyro tensorboard torchdata spmd_types einops
+# Installed without: timm asks for torchvision, a CUDA build; litgpt and torchtitan for older versions of the others.
+INT_ALONE := timm litgpt torchtune torchao torchtitan torch_checkpointing triton megatron-core
+
+$(INT_STAMP): pyproject.toml constraints-integrations.txt
+	$(PYTHON) -m venv $(INT_VENV)
+	$(INT_PIP) torch setuptools wheel
+	$(INT_PIP) -e . $(INT_WHOLE)
+	DS_BUILD_OPS=0 $(INT_PIP) deepspeed
+	$(INT_PIP) --no-deps $(INT_ALONE)
+	touch $@
+
+test-integrations: $(INT_STAMP)
+	$(ENV) $(INT_PY) -m pytest tests/integrations --timeout 300 --durations 15 $(ARGS)
+
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
 demo: $(STAMP)
 	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INT_VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,7 +24,9 @@ ORDER = (
     "optimizer",
     "optimizers",
     "plan_table",
+    "rates",
     "",  # the package itself
+    "integrations",
 )
 # The code that starts and joins processes; everything else gets the layout from the parameters.
 MAY_DISTRIBUTE = ("cosmos_optim.sharding", "cosmos_lab.run.launch")

@@ -9,6 +9,7 @@ print(plan(model))
 from cosmos_optim.engine.gradients import SkippedStepWarning
 from cosmos_optim.optimizers import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
 from cosmos_optim.plan_table import Plan, plan
+from cosmos_optim.rates import Rates, rates_from_adamw
 from cosmos_optim.routing.param_groups import mark, param_groups
 
 __all__ = [
@@ -22,8 +23,10 @@ __all__ = [
     "Muon",
     "NorMuon",
     "Plan",
+    "Rates",
     "SkippedStepWarning",
     "mark",
     "param_groups",
     "plan",
+    "rates_from_adamw",
 ]

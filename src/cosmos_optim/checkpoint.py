@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     groups = dtypes_from_text(copy.deepcopy(state_dict["param_groups"]))
     saved = [_translate(i, group) for i, group in enumerate(groups)]
     optimizer._match_layouts()
+    _take_saved_order(optimizer, saved)
     _check_groups(optimizer, saved)
     saved = [_in_our_order(group, ours) for ours, group in zip(optimizer.param_groups, saved, strict=True)]
     loaded: dict[Tensor, dict[str, Any]] = {}
@@ -133,6 +135,24 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
             )
         group["nesterov"] = bool(steps)
     return group
+
+
+def _take_saved_order(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Put our groups in the order of an older checkpoint, whose AdamW groups were not always last.
+
+    Our groups move, not the saved ones, because schedulers save their rates by position.
+    """
+    old = [group.get("rule") for group in saved]
+    ours = [group["rule"] for group in optimizer.param_groups]
+    positions = sorted(range(len(old)), key=lambda i: old[i] == "adam")
+    if old != ours and [old[i] for i in positions] == ours:
+        moved = dict(zip(positions, optimizer.param_groups, strict=True))
+        optimizer.param_groups[:] = [moved[i] for i in range(len(moved))]
+        warnings.warn(
+            "the checkpoint is of a version that did not put hidden matrices first: param_groups take its order. Read "
+            "rates that you keep by position again; torch's schedulers restore theirs in that order",
+            stacklevel=4,
+        )
 
 
 def _in_our_order(saved: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:

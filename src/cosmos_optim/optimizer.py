@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
     from cosmos_optim.sharding.agreement import Description
 
+# What torch's schedulers write into the groups when they are built, and the argument that it came from.
+RATES_WRITTEN = {
+    "max_lr": ("OneCycleLR", "OneCycleLR(max_lr={})"),
+    "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
+    "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
+}
 # Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
 BUILD_S, STEP_S = 10.0, 600.0
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -67,6 +73,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._not_compared: list[Description] = []  # groups that wait for other ranks
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
+        self._first_rates: dict[str, float] = {}
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
@@ -119,7 +126,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
+        self._first_rates.setdefault("adam_lr" if name == "adam" else "lr", float(group["lr"]))
         self._keep_structure()
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
+        """Allocate state that is missing. Megatron-LM calls this before it saves or loads a checkpoint."""
+        self._match_layouts()
 
     def _add_layouts(self, index: int) -> None:
         """Create layouts and state for parameters of the group that have none yet."""
@@ -235,6 +247,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
+        _refuse_one_rate(type(self).__name__, self.param_groups, self._first_rates)
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
@@ -360,7 +373,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
-        kept = {k: v for k, v in self.__dict__.items() if k in ("defaults", "state", "param_groups", "_options")}
+        names = ("defaults", "state", "param_groups", "_options", "_first_rates")
+        kept = {k: v for k, v in self.__dict__.items() if k in names}
         return kept | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -368,8 +382,50 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict, self.state)
         self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
         self._structure, self._not_compared, self._is_built = {}, [], False  # a copy is not compared again
+        self._first_rates = state.get("_first_rates", {})  # older pickles lack it
         self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)
+
+
+def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> None:
+    """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
+
+    The error lists one value for each group. It is not repaired here, because schedulers also keep rates themselves.
+    A loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
+
+    name: the optimizer's class, for the message.
+    first: the rates that the optimizer was built with, "lr" and "adam_lr".
+    """
+    if len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
+        return
+    written = next((key for key in (*RATES_WRITTEN, "lr") if _one_value(groups, key) is not None), None)
+    both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
+    if written is None or not both_kinds:
+        return
+    value = groups[0][written]
+    built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
+    one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
+    if written != "lr":
+        writer, argument = RATES_WRITTEN[written]
+        shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
+        rates = ", ".join(f"{value * share:g}" for share in shares)
+        raise ValueError(
+            f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
+            f"{argument.format(f'[{rates}]')} {one}"
+        )
+    if not any("initial_lr" in group for group in groups):  # a scheduler may let all rates meet at its floor
+        warnings.warn(
+            f"all groups run at lr={value:g}, but {built}: scale each group's own rate by the same factor {one}",
+            stacklevel=2,
+        )
+
+
+def _one_value(groups: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Return the value of `key` if all groups have the same positive number there, else None."""
+    values = [group.get(key) for group in groups]
+    # A tensor is not read: on a GPU that would wait for it at every step.
+    same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
+    return values[0] if same and values[0] else None

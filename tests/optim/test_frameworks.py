@@ -20,7 +20,7 @@ def build(name: str, params: object, **kwargs: object) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
 def test_schedulers_can_cycle_beta1(name: str, scheduler: str) -> None:
     model = decoder()
-    opt = build(name, model)
+    opt = build(name, model, lr=1e-3, adam_lr=1e-3)
     arguments = {"OneCycleLR": {"max_lr": 1e-2, "total_steps": 6}, "CyclicLR": {"base_lr": 1e-4, "max_lr": 1e-3}}
     schedule = getattr(torch.optim.lr_scheduler, scheduler)(opt, **arguments[scheduler])
     gamma = opt.param_groups[0].get("gamma")
@@ -167,7 +167,7 @@ def test_a_rate_trains_alike_as_a_tensor_an_int_or_a_float(lr: float | torch.Ten
 
 def test_hooks_run_and_copies_of_copies_continue_bit_for_bit() -> None:
     model = decoder()
-    opt = Cosmos(model, rank=4)
+    opt = Cosmos(model, lr=2e-3, adam_lr=2e-3, rank=4)
     calls: list[str] = []
     opt.register_step_pre_hook(lambda *_: calls.append("before"))
     opt.register_step_post_hook(lambda *_: calls.append("after"))

@@ -86,8 +86,8 @@ def test_head_covers_all_its_layers_and_overrides_match_tied_names() -> None:
     assert rules(model)["classify.0.weight"][0] == "cosmos"
     model.lm_head.weight = model.embed.weight
     groups = param_groups(model, overrides={"lm_head.weight": {"rule": "adam", "lr": 0.3}})
-    assert [name for name, _ in groups[0]["params"]] == ["embed.weight"]
-    assert groups[0]["lr"] == 0.3
+    assert [name for name, _ in groups[1]["params"]] == ["embed.weight"]
+    assert groups[1]["lr"] == 0.3
 
 
 def test_adam_mini_has_a_second_moment_for_each_output_row() -> None:

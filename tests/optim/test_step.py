@@ -189,7 +189,7 @@ def test_lr_as_a_tensor_trains_as_a_number_and_schedulers_keep_gamma() -> None:
             opt.schedule.step()
     for x, y in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
-    assert b.param_groups[1]["gamma"] == a.param_groups[1]["gamma"] == 0.25
+    assert b.param_groups[0]["gamma"] == a.param_groups[0]["gamma"] == 0.25
     assert isinstance(a.param_groups[0]["lr"], torch.Tensor)
 
 

@@ -34,8 +34,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sort a model's parameters into groups for `Cosmos` and its peers.
 
-    Hidden matrices get `rule`; embeddings, the output head, norms and vectors get AdamW (rule "adam"). The optimizer's
-    `weight_decay` is for hidden matrices and output heads; the other groups have `weight_decay=0`.
+    Hidden matrices get `rule`; embeddings, the output head, norms and vectors get AdamW (rule "adam"). The groups of
+    hidden matrices come first. The optimizer's `weight_decay` is for hidden matrices and output heads; other groups
+    have `weight_decay=0`.
 
     Args:
         model: any module. Frozen parameters are left out.
@@ -50,8 +51,8 @@ def param_groups(
     >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32), nn.Linear(32, 16))
     >>> for group in param_groups(model, overrides={"0.weight": {"rule": "adam", "lr": 0.3}}):
     ...     print(group["rule"], [name for name, _ in group["params"]])
-    adam ['0.weight']
     cosmos ['1.weight', '2.weight']
+    adam ['0.weight']
     adam ['1.bias', '2.bias']
     """
     groups: dict[Any, dict[str, Any]] = {}
@@ -64,7 +65,8 @@ def param_groups(
         key = (route.rule, repr(sorted(route.settings.items())))
         group = groups.setdefault(key, {"params": [], "rule": route.rule, **route.settings})
         group["params"].append((parameter.name, parameter.p))
-    return list(groups.values())
+    # Hidden matrices first, because loggers show the rate of the first group.
+    return sorted(groups.values(), key=lambda group: group["rule"] == "adam")
 
 
 def mark(

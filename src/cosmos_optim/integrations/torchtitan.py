@@ -1,0 +1,68 @@
+"""torchtitan: an optimizer container, and a function that makes its configuration.
+
+trainer_config.optimizer = cosmos(lr=1e-3, adam_lr=4e-3)
+
+torchtitan's own containers sort parameters by patterns of names; this one by `param_groups`. It writes names as
+torchtitan's checkpoints have them, without the parts that torch.compile and activation checkpointing insert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
+
+from cosmos_optim import param_groups
+from cosmos_optim.integrations import build, optimizer_class
+
+
+class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
+    """One optimizer of this package for each part of the model."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """Which optimizer, its arguments, and `overrides` as `param_groups` takes them."""
+
+        optimizer: str = "cosmos"
+        arguments: dict[str, Any] = field(default_factory=dict)
+        overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        """Build the optimizers of all parts."""
+        if config.param_groups or config.optimizer_factory_kwargs_by_name:
+            raise ValueError(
+                "CosmosContainer sorts parameters itself: leave torchtitan's param_groups and "
+                "optimizer_factory_kwargs_by_name empty, and give overrides={pattern: rule} for exceptions"
+            )
+        kind = optimizer_class(config.optimizer)
+        self.model_parts = model_parts
+        self.optimizers = []
+        for part in model_parts:
+            groups = param_groups(part, kind.rule, overrides=_used(config.overrides, part))
+            for group in groups:
+                group["params"] = [(canonical_fqn(name), p) for name, p in group["params"]]
+            self.optimizers.append(build(groups, config.optimizer, **config.arguments))
+        held = [p for opt in self.optimizers for group in opt.param_groups for p in group["params"]]
+        self._validate_params(held)
+        self._post_init(held)
+
+
+def _used(overrides: dict[str, Any], part: nn.Module) -> dict[str, Any]:
+    """Return the overrides that match a parameter of this part: a pattern need not occur in every pipeline stage."""
+    names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
+    return {pattern: x for pattern, x in overrides.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
+def cosmos(optimizer: str = "cosmos", overrides: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """Return the configuration for torchtitan's `optimizer` field.
+
+    Args:
+        optimizer: a name in OPTIMIZERS.
+        overrides: pattern of names -> rule or settings, as `param_groups` takes them.
+        arguments: of the optimizer, such as lr, adam_lr and weight_decay.
+    """
+    return CosmosContainer.Config(optimizer=optimizer, overrides=overrides or {}, arguments=arguments)

@@ -1,0 +1,39 @@
+"""transformers' Trainer, TRL's trainers and axolotl: a factory that gets the model when the framework has prepared it.
+
+Trainer(model, args, optimizer_cls_and_kwargs=(CosmosFactory, {"args": args}), ...)
+
+`optimizers=(Cosmos(model), None)` is built too early for TRL's `peft_config` (the adapters do not exist yet, so nothing
+would train) and is refused by transformers under FSDP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from cosmos_optim.integrations import build
+from cosmos_optim.optimizer import MatrixOptimizer
+
+
+class CosmosFactory:
+    """Build the optimizer from the model: transformers calls `Factory()(model, **kwargs)`, axolotl adds `args`."""
+
+    def __call__(self, model: nn.Module, args: Any = None, **options: Any) -> MatrixOptimizer:
+        """Return the optimizer.
+
+        Args:
+            model: the model as it will be trained, with adapters or shards.
+            args: TrainingArguments; `learning_rate` and `weight_decay` come from there if they are not given.
+            options: arguments of `cosmos_optim.integrations.build`: `optimizer="muon"`, `lr`, `adam_lr`, `overrides`,
+                `rank` and so on. Without `adam_lr`, the rate of embeddings and norms is 4 times `lr`.
+        """
+        if args is None and "lr" not in options:
+            raise ValueError(
+                "CosmosFactory was given no rate, and transformers does not tell it the learning_rate: write "
+                'optimizer_cls_and_kwargs=(CosmosFactory, {"args": training_args}), or {"lr": ...} for another rate'
+            )
+        if args is not None:
+            options.setdefault("lr", args.learning_rate)
+            options.setdefault("weight_decay", args.weight_decay)
+        return build(model, **options)

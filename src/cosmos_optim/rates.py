@@ -1,0 +1,33 @@
+"""The two learning rates of `Cosmos`, from the one of AdamW."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rates(NamedTuple):
+    """The rate of the hidden matrices, and the rate of embeddings, output head, norms and biases."""
+
+    lr: float
+    adam_lr: float
+
+
+def rates_from_adamw(lr: float) -> Rates:
+    """Return starting rates for `Cosmos`, given the best rate of AdamW on the same task: lr / 2 and 2 lr.
+
+    The rule is a start for a sweep of `lr` by factors of 2. It was measured in pre-training on English Wikipedia, one
+    seed, rates in steps of a factor of 2 (docs/results.md, docs/protocol.md). The best `lr` over AdamW's best rate:
+
+        0.5    LLaMA-60M, 800 steps (1e-3 over 2e-3; `CosmosPaper`)
+        0.5    LLaMA-60M, 3,200 steps (5e-4, the lowest that was tried, over 1e-3)
+        0.8    GPT-2 of width 512, 480 steps (8e-4 over 1e-3)
+        0.4    NanoGPT of width 512, 480 steps (7.2e-4 over 1.8e-3)
+
+    So half of AdamW's rate is within a factor of 1.6 of the best. LLaMA-130M had too few rates to tell. `adam_lr` was
+    compared at LLaMA-60M with 800 steps only: 1, 2 and 4 times AdamW's rate end at a perplexity of 33.6, 32.1 and 31.6.
+    Nothing was measured above 130M parameters, in runs of more than 3,200 steps, or in fine-tuning.
+
+    >>> rates_from_adamw(2e-3)
+    Rates(lr=0.001, adam_lr=0.004)
+    """
+    return Rates(lr / 2, 2 * lr)

@@ -1,0 +1,53 @@
+"""Hidden matrices come first in the groups, and checkpoints of the older order still continue."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from cosmos_optim import OPTIMIZERS, Cosmos, param_groups
+from tests.optim.helpers import decoder, train
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adam"])
+def test_the_first_group_is_one_of_hidden_matrices(name: str) -> None:
+    opt = OPTIMIZERS[name](decoder(), lr=1e-3, adam_lr=3e-3)
+    schedule = lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+    assert schedule.get_last_lr()[0] == 1e-3
+    assert [group["rule"] == "adam" for group in opt.param_groups] == sorted(
+        group["rule"] == "adam" for group in opt.param_groups
+    )
+
+
+def in_the_old_order(model: torch.nn.Module) -> list[dict[str, object]]:
+    """Return the groups in the order of the parameters, with the embedding first, as version 0.1 made them."""
+    hidden, *others = param_groups(model)
+    return [*others, hidden]
+
+
+def test_a_checkpoint_of_the_old_order_continues_bit_for_bit_with_its_scheduler() -> None:
+    def schedule_of(opt: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+
+    model, other = decoder(), decoder(seed=1)
+    old = Cosmos(in_the_old_order(model), lr=1e-2, adam_lr=3e-2, rank=4)
+    old_schedule = schedule_of(old)
+    assert old.param_groups[0]["rule"] == "adam"
+    for step in range(3):
+        train(model, old, range(step, step + 1))
+        old_schedule.step()
+    new = Cosmos(other, lr=1e-2, adam_lr=3e-2, rank=4)
+    schedule = schedule_of(new)
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="did not put hidden matrices first"):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    schedule.load_state_dict(old_schedule.state_dict())
+    for step in range(3, 6):
+        assert train(model, old, range(step, step + 1)) == train(other, new, range(step, step + 1))
+        old_schedule.step()
+        schedule.step()
+        assert [(g["rule"], g["lr"]) for g in old.param_groups] == [(g["rule"], g["lr"]) for g in new.param_groups]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))

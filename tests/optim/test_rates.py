@@ -1,0 +1,98 @@
+"""Two learning rates in one optimizer: schedulers and loops that know only one, and the rates that replace AdamW's."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+from cosmos_optim import Cosmos, rates_from_adamw
+from tests.optim.helpers import decoder, train
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+SCHEDULERS = {
+    "OneCycleLR": (lambda opt, lr: lr_scheduler.OneCycleLR(opt, max_lr=lr, total_steps=9), "max_lr"),
+    "SWALR": (lambda opt, lr: SWALR(opt, swa_lr=lr), "swa_lr"),
+    "CyclicLR": (lambda opt, lr: lr_scheduler.CyclicLR(opt, base_lr=lr, max_lr=1e-1), "base_lr"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_one_rate_for_both_kinds_is_refused_with_the_list_to_give(name: str) -> None:
+    make, argument = SCHEDULERS[name]
+    model = decoder()
+    opt = Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4)
+    schedule = make(opt, 0.01)
+    with pytest.raises(ValueError, match=rf"lr=0.001.*adam_lr=0.004.*{name}\({argument}=\[0.01, 0.04\]\)"):
+        train(model, opt, range(1))
+    again = Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4)
+    schedule = make(again, [0.01, 0.04])
+    train(model, again, range(1))
+    schedule.step()
+    train(model, again, range(1, 2))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_one_rate_is_accepted_by_an_optimizer_with_one_rate(name: str) -> None:
+    model = decoder()
+    opt = Cosmos(model, lr=1e-3, adam_lr=1e-3, rank=4)
+    SCHEDULERS[name][0](opt, 0.01)
+    train(model, opt, range(1))
+
+
+def test_a_loop_that_writes_one_rate_gets_a_warning_with_both_rates() -> None:
+    fresh = decoder()
+    model, opt = pickle.loads(pickle.dumps((fresh, Cosmos(fresh, lr=1e-3, adam_lr=4e-3, rank=4))))
+    for group in opt.param_groups:
+        group["lr"] = 3e-3
+    with pytest.warns(UserWarning, match="all groups run at lr=0.003.*lr=0.001.*adam_lr=0.004"):
+        train(model, opt, range(1))
+
+
+def test_schedules_that_scale_rates_or_meet_at_a_floor_are_quiet() -> None:
+    model = decoder()
+    opt = Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4)
+    schedule = lr_scheduler.CosineAnnealingLR(opt, T_max=2, eta_min=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            train(model, opt, range(step, step + 1))
+            schedule.step()
+    assert opt.param_groups[0]["lr"] > 0
+
+
+def test_rates_from_adamw_are_half_and_twice_its_rate() -> None:
+    rates = rates_from_adamw(2e-3)
+    assert (rates.lr, rates.adam_lr) == (1e-3, 4e-3)
+    opt = Cosmos(decoder(), **rates._asdict())
+    assert opt.param_groups[0]["gamma"] == 0.5
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    return min(losses, key=lambda lr: losses[lr])
+
+
+def measured(optimizer: str, *files: str) -> dict[float, float]:
+    """Return rate -> validation loss of an optimizer's runs in files of `results/`."""
+    rows = [row for name in files for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
+    return {row["lr"]: row["mean"] for row in rows if row["optimizer"] == optimizer}
+
+
+def test_the_ratios_that_rates_from_adamw_names_are_those_of_the_results() -> None:
+    runs = json.loads((RESULTS / "protocol-60m.json").read_text())["runs"].values()
+    long = {name: {r["lr"]: r["val_loss"] for r in runs if r["optimizer"] == name} for name in ("adam", "cosmos")}
+    pairs = [
+        (measured("cosmos", "wiki-60m"), measured("adam", "wiki-60m")),
+        (long["cosmos"], long["adam"]),
+        *((measured("cosmos", name, f"{name}-wider"), measured("adam", name, f"{name}-wider"))
+          for name in ("wiki-gpt2", "wiki-nanogpt")),
+    ]  # fmt: skip
+    ratios = [f"{best_rate(ours) / best_rate(theirs):g}" for ours, theirs in pairs]
+    assert ratios == re.findall(r"^ +(0\.\d)  ", rates_from_adamw.__doc__ or "", re.MULTILINE)

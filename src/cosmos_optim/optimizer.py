@@ -362,8 +362,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
-        self._match_layouts()
         self._check_structure()
+        self._match_layouts()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 

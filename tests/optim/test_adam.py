@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cosmos_optim import Adam, Cosmos
+from cosmos_optim import Adam, Cosmos, param_groups
 from tests.optim.helpers import decoder, gradient, matrix, train
 
 # Tolerance of the agreement with torch.optim.AdamW: the order of float32 operations differs by path.
@@ -23,7 +23,8 @@ ADAMW = 1e-6
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
 def test_adam_equals_torchs_adamw(dtype: torch.dtype, weight_decay: float, eps: float) -> None:
     model, other = decoder(dtype=dtype), decoder(dtype=dtype)
-    ours = Adam(model, lr=2e-3, betas=(0.9, 0.98), eps=eps, weight_decay=weight_decay)
+    groups = param_groups(model, "adam", decay="all")
+    ours = Adam(groups, lr=2e-3, betas=(0.9, 0.98), eps=eps, weight_decay=weight_decay)
     theirs = torch.optim.AdamW(other.parameters(), lr=2e-3, betas=(0.9, 0.98), eps=eps, weight_decay=weight_decay)
     train(model, ours, range(20))
     train(other, theirs, range(20))

@@ -110,8 +110,7 @@ def test_a_checkpoint_of_another_side_loads_if_it_means_the_same() -> None:
     cases = (Cosmos, (40, 48), "input"), (Cosmos, (6, 8), "smaller"), (Muon, (6, 8), "input")
     for make, shape, saved in cases:
         p = matrix(shape)
-        old, new = make([p]), make([p])
-        old.param_groups[0]["side"] = saved
+        old, new = make([{"params": [p], "side": saved}]), make([p])
         p.grad = torch.randn(shape)
         old.step()
         new.load_state_dict(old.state_dict())

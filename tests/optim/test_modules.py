@@ -13,7 +13,8 @@ from tests.optim.helpers import decoder, gradient
 
 
 def rules(model: nn.Module, **kwargs: object) -> dict[str, tuple[str, dict[str, object]]]:
-    return {parameter.name: (route.rule, dict(route.settings)) for parameter, route in routes(model, **kwargs)}
+    found = routes(model, decay="all", **kwargs)  # with "matrices", most have weight_decay=0
+    return {parameter.name: (route.rule, dict(route.settings)) for parameter, route in found}
 
 
 def test_parametrized_weights_are_routed_by_their_module() -> None:

@@ -261,11 +261,13 @@ def direction(
     S = (S + S.mT) / 2
     V = b2 * V + (1 - b2) * GU.square()
 
-    # SOAP in the basis, without columns that hold only rounding noise.
+    # SOAP in the basis, without columns and elements that hold only rounding noise.
     NU = N @ U
     P = NU / (1 - b1 ** (t + 1)) / ((V / (1 - b2**t)).sqrt() + eps)
-    floor = (64 * tiny) ** 2
+    floor = max(64 * tiny, 2.0**-30) ** 2
     P = P * ((S.diag() > floor * S.trace()) | (E.diag() > floor * E.trace()))
+    largest = GU.square().amax(dim=1, keepdim=True)
+    P = P * ((floor * V.amax(dim=1, keepdim=True) <= V) | (GU.square() > floor * largest))
 
     # Muon on the rest of the momentum, unless that is rounding noise.
     X = N - NU @ U.mT

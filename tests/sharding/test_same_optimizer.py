@@ -187,7 +187,8 @@ def alone_and_late(rank: int) -> list[Any]:
 
 def test_a_rank_alone_does_not_wait_long_and_late_ranks_are_compared_at_the_first_step() -> None:
     (caught, first, *errors), (second, *others) = run_ranks(2, alone_and_late)
-    assert len(caught) == 1 and "not all ranks that share these parameters built it within 0 s" in caught[0]
+    late = [text for text in caught if "unnamed matrices" not in text]
+    assert len(late) == 1 and "not all ranks that share these parameters built it within 0 s" in late[0]
     assert first == second == 1.0
     assert errors == others and "rank of group 0 is 2 on rank 0 and 3 on rank 1" in errors[0]
 

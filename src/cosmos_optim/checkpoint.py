@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,8 +87,15 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     groups = dtypes_from_text(copy.deepcopy(state_dict["param_groups"]))
     saved = [_translate(i, group) for i, group in enumerate(groups)]
     optimizer._match_layouts()
-    _take_saved_order(optimizer, saved)
-    _check_groups(optimizer, saved)
+    ours_now = _regrouped(optimizer, saved)
+    _check_groups(optimizer, ours_now, saved)
+    if ours_now is not optimizer.param_groups:
+        optimizer.param_groups[:] = ours_now
+        warnings.warn(
+            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
+            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
+            stacklevel=3,
+        )
     saved = [_in_our_order(group, ours) for ours, group in zip(optimizer.param_groups, saved, strict=True)]
     loaded: dict[Tensor, dict[str, Any]] = {}
     without_state = []
@@ -137,22 +145,32 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-def _take_saved_order(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Put our groups in the order of an older checkpoint, whose AdamW groups were not always last.
+def _regrouped(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return our groups, or our parameters in the groups of the checkpoint if both name the same parameters.
 
-    Our groups move, not the saved ones, because schedulers save their rates by position.
+    Version 0.1 made one group for AdamW, often the first. Our groups change, not the saved ones, because schedulers
+    save their rates by position.
     """
-    old = [group.get("rule") for group in saved]
-    ours = [group["rule"] for group in optimizer.param_groups]
-    positions = sorted(range(len(old)), key=lambda i: old[i] == "adam")
-    if old != ours and [old[i] for i in positions] == ours:
-        moved = dict(zip(positions, optimizer.param_groups, strict=True))
-        optimizer.param_groups[:] = [moved[i] for i in range(len(moved))]
-        warnings.warn(
-            "the checkpoint is of a version that did not put hidden matrices first: param_groups take its order. Read "
-            "rates that you keep by position again; torch's schedulers restore theirs in that order",
-            stacklevel=4,
-        )
+    ours = optimizer.param_groups
+    theirs = [_names(group) for group in saved]
+    held = {name: (p, group) for group in ours for name, p in zip(_names(group), group["params"], strict=False)}
+    same = [set(names) for names in theirs] == [set(_names(group)) for group in ours]
+    if same or not all(theirs) or sorted(itertools.chain(*theirs)) != sorted(held):
+        return ours
+    found = []
+    for names in theirs:
+        first = held[names[0]][1]
+        if any(differing(first, held[name][1], STRUCTURE) for name in names):
+            return ours
+        found.append({**first, "params": [held[name][0] for name in names], "param_names": list(names)})
+    return found
+
+
+def _names(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters; torch.distributed.checkpoint keeps them in `params`."""
+    if all(isinstance(key, str) for key in group["params"]):
+        return list(group["params"])
+    return list(group.get("param_names") or ())
 
 
 def _in_our_order(saved: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
@@ -160,18 +178,15 @@ def _in_our_order(saved: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]
 
     torch.distributed.checkpoint stores names in `params`, possibly in a different order than `param_names`.
     """
-    names, theirs = ours.get("param_names"), saved.get("param_names")
-    if not all(isinstance(key, int) for key in saved["params"]):
-        theirs = saved["params"]
+    names, theirs = _names(ours), _names(saved)
     if not names or not theirs or len(set(names)) < len(names) or set(names) != set(theirs):
         return saved
     ids = dict(zip(theirs, saved["params"], strict=True))
     return saved | {"params": [ids[name] for name in names], "param_names": list(names)}
 
 
-def _check_groups(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Raise a ValueError if the saved groups do not fit this optimizer's, in number, parameters or structure."""
-    ours = optimizer.param_groups
+def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Raise a ValueError if the saved groups do not fit ours, in number, parameters or structure."""
     if len(saved) != len(ours):
         raise ValueError(
             f"the checkpoint has {len(saved)} parameter groups, this optimizer has {len(ours)}: build it from the same "

@@ -22,28 +22,32 @@ def test_the_first_group_is_one_of_hidden_matrices(name: str) -> None:
     )
 
 
-def in_the_old_order(model: torch.nn.Module) -> list[dict[str, object]]:
-    """Return the groups in the order of the parameters, with the embedding first, as version 0.1 made them."""
+def as_in_version_0_1(model: torch.nn.Module) -> list[dict[str, object]]:
+    """Return groups in the order of the parameters, the embedding's first: one for AdamW, one for hidden matrices."""
     hidden, *others = param_groups(model)
-    return [*others, hidden]
+    order = [name for name, _ in model.named_parameters()]
+    adam = sorted((item for group in others for item in group["params"]), key=lambda item: order.index(item[0]))
+    return [{"params": adam, "rule": "adam"}, hidden]
 
 
-def test_a_checkpoint_of_the_old_order_continues_bit_for_bit_with_its_scheduler() -> None:
+def test_a_checkpoint_of_other_groups_continues_bit_for_bit_with_its_scheduler() -> None:
     def schedule_of(opt: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         return lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
 
     model, other = decoder(), decoder(seed=1)
-    old = Cosmos(in_the_old_order(model), lr=1e-2, adam_lr=3e-2, rank=4)
+    old = Cosmos(as_in_version_0_1(model), lr=1e-2, adam_lr=3e-2, rank=4, weight_decay=0.1)
     old_schedule = schedule_of(old)
     assert old.param_groups[0]["rule"] == "adam"
     for step in range(3):
         train(model, old, range(step, step + 1))
         old_schedule.step()
-    new = Cosmos(other, lr=1e-2, adam_lr=3e-2, rank=4)
-    schedule = schedule_of(new)
+    new = Cosmos(other, lr=1e-2, adam_lr=3e-2, rank=4, weight_decay=0.1)
+    assert len(new.param_groups) == 3
     other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="did not put hidden matrices first"):
+    with pytest.warns(UserWarning, match="other groups of the same parameters"):
         new.load_state_dict(copy.deepcopy(old.state_dict()))
+    schedule = schedule_of(new)  # it sets the first rates again
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
     schedule.load_state_dict(old_schedule.state_dict())
     for step in range(3, 6):
         assert train(model, old, range(step, step + 1)) == train(other, new, range(step, step + 1))
@@ -51,3 +55,14 @@ def test_a_checkpoint_of_the_old_order_continues_bit_for_bit_with_its_scheduler(
         schedule.step()
         assert [(g["rule"], g["lr"]) for g in old.param_groups] == [(g["rule"], g["lr"]) for g in new.param_groups]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_groups_that_need_other_state_are_not_merged() -> None:
+    model = decoder()
+    hidden, *others = param_groups(model)
+    apart = [{**hidden, "params": hidden["params"][:1], "rank": 2}, {**hidden, "params": hidden["params"][1:]}, *others]
+    new = Cosmos(apart, rank=4)
+    before = [list(group["params"]) for group in new.param_groups]
+    with pytest.raises(ValueError, match="the checkpoint has 3 parameter groups, this optimizer has 4"):
+        new.load_state_dict(Cosmos(param_groups(model), rank=4).state_dict())
+    assert [list(group["params"]) for group in new.param_groups] == before

@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --no-compile -c constraints.txt torch
 	$(PY) -m pip install -q --no-compile -c constraints.txt -e '.[lab,data,test]'
+	$(PY) -m pip install -q --no-compile -c constraints.txt --no-deps timm  # it asks for torchvision, a CUDA build
 	touch $@
 
 lint: $(STAMP)

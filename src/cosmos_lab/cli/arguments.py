@@ -60,7 +60,8 @@ class ExportCommand:
     """A checkpoint for transformers."""
 
     out: str = "exported"  # Folder for transformers' from_pretrained.
-    tokenizer: str | None = None  # A tokenizer.json to put beside the weights.
+    tokenizer: str | None = None  # A tokenizer.json to put beside the weights (None: that of the data trained on).
+    step: int | None = None  # Export the checkpoint of this step (None: the newest).
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class EvaluateCommand:
     data: str | None = None  # Validate on these shards instead of the run's own.
     tokens: int | None = None  # Validation tokens (None: as many as in training).
     seq_len: int | None = None  # Length of the context (None: as in training).
+    step: int | None = None  # Evaluate the checkpoint of this step (None: the newest).
     device: Literal["auto", "cpu", "cuda"] = "auto"  # Device to compute on.
     out: str | None = None  # JSON file to write the numbers to.
 

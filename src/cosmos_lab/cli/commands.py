@@ -194,14 +194,14 @@ def data_command(arguments: list[str]) -> None:
 
 def export_command(arguments: list[str]) -> None:
     """Export a model to transformers: cosmos-lab export RUN -o DIR."""
-    from cosmos_lab.run.checkpoint import load_trained
-    from cosmos_lab.run.export import export_llama
+    from cosmos_lab.run.export import export_run
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
     asked = flags.parse(flags.ExportCommand(), rest, prog="cosmos-lab export RUN")
     if len(runs) > 1:
         raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with its own -o")
-    print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
+    code = export_run(runs[0], asked.out, tokenizer=asked.tokenizer, step=asked.step)
+    print(f"wrote {asked.out}; this loads it and generates:\n\n{code}")
 
 
 def evaluate_command(arguments: list[str]) -> None:
@@ -211,9 +211,8 @@ def evaluate_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
     asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...")
-    results = [
-        evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
-    ]
+    options = {name: getattr(asked, name) for name in ("data", "tokens", "seq_len", "step", "device")}
+    results = [evaluate(run, **options) for run in runs]
     if asked.out:
         write_json(Path(asked.out), results)
     print(format_positions(results))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -61,7 +62,12 @@ def test_compare_runs_the_grid_asked_for(
     assert [(row["optimizer"], row["lr"], row["seeds"]) for row in result["rows"]] == [
         ("adam", 1e-2, [3]), ("cosmos", 1e-3, [3]), ("cosmos", 2e-3, [3]),
     ]  # fmt: skip
-    assert "best" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "best" in out and "3 of 3 runs done" in out
+    edge = "highest, 2e-3" if result["rows"][2]["best"] else "lowest, 1e-3"
+    assert f"The best rate is at the edge of the rates tried for cosmos ({edge}): one beyond" in out
+    assert "2 of 3  tiny-cosmos-lr0.001-s3  running" in out
+    assert re.search(r"^1 of 3 runs ended, about \d+:\d\d left$", out, re.MULTILINE)
 
 
 def test_compare_runs_only_the_rows_and_fields_asked_for(
@@ -83,7 +89,10 @@ def test_compare_runs_only_the_rows_and_fields_asked_for(
 def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch", "1", "--accumulation", "1", "--seq-len", "16", "--iterations", "1", "--vocab-size", "64"]
     assert main(["profile", "tiny", *sizes, "--tables", "memory", "--optimizers", "adam", "--device", "cpu"]) == 0
-    assert "forward_backward_s" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Memory and time of one iteration of tiny: batch 1, accumulation 1\noptimizer  peak GiB" in out
+    assert "forward + backward s" in out and "_" not in out
+    assert sum(line.startswith("adam ") for line in out.splitlines()) == 1
 
 
 def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,7 +209,7 @@ def loading_code(folder: Path) -> str:
         return "\n".join(["import torch", *code, f"print({first}[0].tolist())  # token ids"])
     return "\n".join([
         code[0] + ", AutoTokenizer", *code[1:], f"tokenizer = AutoTokenizer.from_pretrained({place})",
-        'prompt = tokenizer("The", return_tensors="pt")',
+        'prompt = tokenizer("The", return_tensors="pt", add_special_tokens=False)',
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=True)[0]))",
     ])  # fmt: skip
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 NOT_IDENTITY = {"identity": False}  # the field changes no result: a finished run with another value is reused
 
 
@@ -191,9 +189,12 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
         name, equals, text = option.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"{flag} takes name=value, for example ns_steps=4; got {option!r}")
-        if text.startswith("torch.") and isinstance(getattr(torch, text[6:], None), torch.dtype):
-            parsed[name] = getattr(torch, text[6:])
-            continue
+        if text.startswith("torch."):
+            import torch  # here, because it takes seconds and few options need it
+
+            if isinstance(getattr(torch, text[6:], None), torch.dtype):
+                parsed[name] = getattr(torch, text[6:])
+                continue
         try:
             parsed[name] = ast.literal_eval(text.title() if text in ("true", "false", "none") else text)
         except (ValueError, SyntaxError):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cosmos_lab.config import RunConfig
 
 _CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
+_NOT_ENDED = ("waiting", "running", "not started")  # statuses in a table of runs
 _EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
 
 
@@ -111,8 +112,11 @@ class TableDisplay:
 
     def __init__(self, runs: Sequence[RunConfig], show: bool = True) -> None:
         self.show = show
-        self.rows = [{"run": run.run_name, "status": "waiting", "of": run.training.steps} for run in runs]
+        self.rows: list[dict[str, Any]] = [
+            {"run": run.run_name, "status": "waiting", "of": run.training.steps, "from": None, "at": 0} for run in runs
+        ]
         self._live: Any = None
+        self._since: float | None = None
 
     def __enter__(self) -> TableDisplay:
         if self.show and has_rich():
@@ -132,20 +136,36 @@ class TableDisplay:
         cells, record = self.rows[row], record or {}
         changed = cells["status"] != status
         cells["status"] = status
+        if status == "running" and self._since is None:
+            self._since = time.monotonic()
         if "step" in record:
-            cells["step"] = f"{record['step']}/{cells['of']}"
+            cells["step"], cells["at"] = f"{record['step']}/{cells['of']}", record["step"]
+            cells["from"] = record["step"] if cells["from"] is None else cells["from"]
         for column, field, form in _CELLS:
             if record.get(field) is not None:
                 cells[column] = format(record[field], form)
         if self._live is not None:
             self._live.update(self._table())
         elif changed and self.show:
-            print("  ".join(str(cells[c]) for c in self.COLUMNS if c in cells), flush=True)
+            numbers = [str(cells[c]) for c in self.COLUMNS if c in cells]
+            print("  ".join([f"{row + 1} of {len(self.rows)}", *numbers]), flush=True)
+            if self._since is not None and status not in _NOT_ENDED:
+                print(self._progress(), flush=True)
+
+    def _progress(self) -> str:
+        """Say how many runs have ended, and how long the others will take at the speed of this call's steps so far."""
+        left = [cells for cells in self.rows if cells["status"] in ("waiting", "running")]
+        text = f"{sum(cells['status'] not in _NOT_ENDED for cells in self.rows)} of {len(self.rows)} runs ended"
+        done = sum(cells["at"] - cells["from"] for cells in self.rows if cells["from"] is not None)
+        if not left or not done or self._since is None:
+            return text
+        seconds_each = (time.monotonic() - self._since) / done
+        return f"{text}, about {clock(seconds_each * sum(cells['of'] - cells['at'] for cells in left))} left"
 
     def _table(self) -> Any:
         from rich.table import Table
 
-        table = Table(*self.COLUMNS)
+        table = Table(*self.COLUMNS, caption=self._progress())
         for cells in self.rows:
             table.add_row(*(str(cells.get(column, "")) for column in self.COLUMNS))
         return table

@@ -12,6 +12,8 @@ from cosmos_optim.plan_table import Plan, plan
 from cosmos_optim.rates import Rates, rates_from_adamw
 from cosmos_optim.routing.param_groups import mark, param_groups
 
+__version__ = "0.1.0"  # as in pyproject.toml; a test compares them
+
 __all__ = [
     "OPTIMIZERS",
     "SOAP",

@@ -1,12 +1,17 @@
 """The command line: what it does, and that every mistake ends in one clear line and exit code 2."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import cosmos_lab
+import cosmos_optim
 from cosmos_lab.cli import commands
 from cosmos_lab.cli.arguments import CompareCommand, CompareOptions, parse, parse_extra, parse_lrs
 from cosmos_lab.cli.main import main
@@ -57,7 +62,12 @@ def test_compare_runs_the_grid_asked_for(
     assert [(row["optimizer"], row["lr"], row["seeds"]) for row in result["rows"]] == [
         ("adam", 1e-2, [3]), ("cosmos", 1e-3, [3]), ("cosmos", 2e-3, [3]),
     ]  # fmt: skip
-    assert "best" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "best" in out and "3 of 3 runs done" in out
+    edge = "highest, 2e-3" if result["rows"][2]["best"] else "lowest, 1e-3"
+    assert f"The best rate is at the edge of the rates tried for cosmos ({edge}): one beyond" in out
+    assert "2 of 3  tiny-cosmos-lr0.001-s3  running" in out
+    assert re.search(r"^1 of 3 runs ended, about \d+:\d\d left$", out, re.MULTILINE)
 
 
 def test_compare_runs_only_the_rows_and_fields_asked_for(
@@ -79,13 +89,19 @@ def test_compare_runs_only_the_rows_and_fields_asked_for(
 def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch", "1", "--accumulation", "1", "--seq-len", "16", "--iterations", "1", "--vocab-size", "64"]
     assert main(["profile", "tiny", *sizes, "--tables", "memory", "--optimizers", "adam", "--device", "cpu"]) == 0
-    assert "forward_backward_s" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Memory and time of one iteration of tiny: batch 1, accumulation 1\noptimizer  peak GiB" in out
+    assert "forward + backward s" in out and "_" not in out
+    assert sum(line.startswith("adam ") for line in out.splitlines()) == 1
 
 
 def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in (*RECIPES, "profile-memory"))
+    groups = [part.splitlines() for part in out.split("\n\n")]
+    assert groups[1][0].startswith("Begin here") and groups[1][1].startswith("  tiny")
+    assert [lines[0].split()[0] for lines in groups[2:]] == ["Comparisons", "Comparisons", "Profiles:"]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +114,14 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
         (["train", "tiny", "--scale", "7"], r"--scale must be in (0, 1]; got 7.0"),
         (["train", "tiny", "--warmup", "2"], "--warmup is a share"),
         (["train", "llama-130m"], "missing shard"),
+        (
+            ["train", "tiny", "--stepz", "3"],
+            "there is no flag --stepz; did you mean --steps? `cosmos-lab train tiny --he",
+        ),
+        (["train", "tiny", "--learning-rate", "3"], "there is no flag --learning-rate; did you mean --lr?"),
+        (["train", "tiny", "--batch_size=8"], "there is no flag --batch-size; did you mean --batch?"),
+        (["train", "tiny", "--quux", "3"], "there is no flag --quux; `cosmos-lab train tiny --help` lists the flags"),
+        (["compare", "tiny", "--learning-rates", "3"], "there is no flag --learning-rates; did you mean --lrs?"),
         (["compare", "tiny", "--lr", "1"], "a comparison takes --lrs, not --lr"),
         (["compare", "tiny", "--lr=1e-3"], "a comparison takes --lrs, not --lr"),  # which is the recipe's own
         (["compare", "tiny", "--optimizers", "adam,cosmoss"], "unknown optimizer 'cosmoss'; did you mean cosmos"),
@@ -136,12 +160,6 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_flag_is_named_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "tiny", "--stepz", "3"])
-    assert stop.value.code == 2 and "--stepz" in "".join(capsys.readouterr())
-
-
 def test_without_tyro_one_line_names_the_extra_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,9 +169,27 @@ def test_without_tyro_one_line_names_the_extra_to_install(
     assert capsys.readouterr().err == f"cosmos-lab: {message}\n"
 
 
-def test_without_arguments_torch_is_not_imported() -> None:
-    code = "import sys; from cosmos_lab.cli.main import main; main([]); sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("arguments", [[], ["--version"], ["recipes"]])
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
+    code = f"import sys; from cosmos_lab.cli.main import main; main({arguments}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_one_version_is_in_the_package_the_lab_and_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert cosmos_optim.__version__ == cosmos_lab.__version__ == project["version"]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"cosmos-lab {project['version']}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "tiny", "--help"]])
+def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str]) -> None:
+    """As `cosmos-lab --help | head -1` closes it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run([sys.executable, "-m", "cosmos_lab", *arguments], stdout=closed, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_flags_set_the_fields_of_their_dataclass() -> None:
@@ -178,8 +214,14 @@ def test_every_field_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["train"], ("RECIPE", "cosmos-lab train tiny --help")),
-        (["compare"], ("RECIPE", "cosmos-lab compare tiny --help")),
+        (
+            ["train"],
+            ("RECIPE", "cosmos-lab train tiny --help", "model options", "schedule options", "--seq-len", "--lr"),
+        ),
+        (
+            ["compare"],
+            ("RECIPE", "cosmos-lab compare tiny --help", "compare options", "--optimizers", "--lrs", "--batch"),
+        ),
         (["profile"], ("MODEL", "cosmos-lab profile llama-1b --help")),
         (["report"], ("RUNS", "--title")),
         (["export"], ("RUN", "--tokenizer")),

@@ -45,6 +45,23 @@ def test_the_table_shows_status_and_numbers_of_every_run(
         assert text in out
 
 
+def test_the_table_tells_how_many_runs_ended_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of runs that were finished before this call, or of the part before a resume, took no time now."""
+    now = [0.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    table = TableDisplay([RunConfig().replace(name=name, steps=100) for name in "abc"], show=False)
+    table.update(0, "done", {"step": 100})
+    table.update(1, "running")
+    assert table._progress() == "1 of 3 runs ended"
+    table.update(1, "running", {"step": 50, "about": "resumed"})
+    now[0] = 40.0
+    table.update(1, "running", {"step": 70})
+    assert table._progress() == "1 of 3 runs ended, about 4:20 left"  # 130 steps of 2 s
+    table.update(1, "done", {"step": 100})
+    table.update(2, "failed")
+    assert table._progress() == "3 of 3 runs ended"
+
+
 def test_the_time_left_comes_from_the_speed_so_far() -> None:
     show = TrainDisplay(RunConfig().replace(steps=100))
     assert show._eta({"step": 1, "time": 10.0}) is None

@@ -45,6 +45,10 @@ def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
     assert slow["spread"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
     text = format_result(result).splitlines()
     assert text[0].split()[:3] == ["run", "best", "final_val_loss"] and "*" in text[2] and "*" not in text[1]
+    assert text[4:] == [
+        "5 of 5 runs done",
+        "The best rate is at the edge of the rates tried for adam (highest, 1e-2): one beyond it may be better (--lrs)",
+    ]
 
 
 def test_a_comparison_ends_with_a_report_and_says_where(
@@ -266,7 +270,8 @@ def test_the_same_call_continues_after_its_minutes(
         assert json.loads((Path(tiny_run.logging.out) / "compare.json").read_text()) == result
         out = capsys.readouterr().out
         assert f"{3 - done} of 3 runs would not end within --minutes 1e-09: the same command continues" in out
-        assert out.splitlines()[-2].endswith("not started")
+        assert out.splitlines()[-3].endswith("not started")
+        assert out.splitlines()[-2] == f"{done} of 3 runs done"  # no word about the edge of a sweep that goes on
     result = compare(runs, minutes=60.0)
     assert [row["status"] for row in result["rows"]] == [["done"]] * 3
     assert "--minutes" not in capsys.readouterr().out

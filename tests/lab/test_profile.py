@@ -190,6 +190,6 @@ def test_profiles_have_the_paper_s_settings() -> None:
 
 def test_rows_are_formatted_as_an_aligned_table() -> None:
     assert format_rows([{"optimizer": "adam", "mfu": 0.4512, "tokens_per_s": 123456.7}]).splitlines() == [
-        "optimizer     mfu  tokens_per_s",
-        "adam       45.1 %       123,457",
+        "optimizer     MFU  tokens/s",
+        "adam       45.1 %   123,457",
     ]

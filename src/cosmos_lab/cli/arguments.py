@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 from cosmos_lab.config import RunConfig, parse_options
@@ -11,6 +12,14 @@ from cosmos_lab.data.prepare import Settings
 from cosmos_lab.io import require
 
 T = TypeVar("T")
+# What other training scripts call our flags.
+_OTHER_NAMES = {
+    "batch-size": "batch", "block-size": "seq-len", "context-length": "seq-len", "dataset": "data",
+    "dtype": "precision", "grad-clip": "clip", "learning-rate": "lr", "learning-rates": "lrs",
+    "lr-scheduler": "schedule", "max-grad-norm": "clip", "max-iters": "steps", "max-seq-length": "seq-len",
+    "max-steps": "steps", "output-dir": "out", "save-every": "checkpoint-every", "eval-every": "val-every",
+    "warmup-steps": "warmup", "wd": "weight-decay",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ class ExportCommand:
     """A checkpoint for transformers."""
 
     out: str = "exported"  # Folder for transformers' from_pretrained.
-    tokenizer: str | None = None  # A tokenizer.json to put beside the weights.
+    tokenizer: str | None = None  # A tokenizer.json to put beside the weights (None: that of the data trained on).
+    step: int | None = None  # Export the checkpoint of this step (None: the newest).
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ class EvaluateCommand:
     data: str | None = None  # Validate on these shards instead of the run's own.
     tokens: int | None = None  # Validation tokens (None: as many as in training).
     seq_len: int | None = None  # Length of the context (None: as in training).
+    step: int | None = None  # Evaluate the checkpoint of this step (None: the newest).
     device: Literal["auto", "cpu", "cuda"] = "auto"  # Device to compute on.
     out: str | None = None  # JSON file to write the numbers to.
 
@@ -79,12 +90,34 @@ def parse(default: T, arguments: Sequence[str], *, prog: str, description: str |
 
     Without a ``description``, the help shows the docstring of the dataclass.
     """
+    _check_flags(default, arguments, prog)
     tyro = require("tyro", "the commands need the package tyro: pip install 'cosmos-optim[lab]'")
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     parsed: T = tyro.cli(
         type(default), default=default, args=list(arguments), prog=prog, description=description, config=flat
     )
     return parsed
+
+
+def _check_flags(default: Any, arguments: Sequence[str], prog: str) -> None:
+    """Raise a ValueError for a flag that does not exist, with the one that was meant if it can be told."""
+    known = set(_flags(default))
+    for word in arguments:
+        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        ours = name in known or name.removeprefix("no-") in known or name.startswith("tyro-") or name == "help"
+        if not word.startswith("--") or ours:
+            continue
+        meant = _OTHER_NAMES.get(name)
+        close = [meant] if meant in known else difflib.get_close_matches(name, known, n=2)
+        hint = f"; did you mean {' or '.join(f'--{flag}' for flag in close)}?" if close else ";"
+        raise ValueError(f"there is no flag --{name}{hint} `{prog} --help` lists the flags")
+
+
+def _flags(default: Any) -> Iterator[str]:
+    """Yield the flags that the fields of a dataclass, and of those within it, become."""
+    for part in fields(default):
+        value = getattr(default, part.name)
+        yield from _flags(value) if is_dataclass(value) else [part.name.replace("_", "-")]
 
 
 def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:

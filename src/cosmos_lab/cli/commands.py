@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 from cosmos_lab.cli import arguments as flags
-from cosmos_lab.recipes import RECIPES, Recipe, get_recipe
-
-HELP = ("-h", "--help")
+from cosmos_lab.cli.recipe_list import HELP, recipes_command
+from cosmos_lab.config import RunConfig
+from cosmos_lab.recipes import Recipe, get_recipe
 
 
 def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
@@ -36,10 +37,19 @@ def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, rest
 
 
-def _take_recipe(arguments: list[str], command: str, flags_shown: str = "[flags]") -> tuple[Recipe, str, list[str]]:
-    """Return the recipe that the first argument names (shrunk by ``--scale``), its description, and the rest."""
-    hints = f"`cosmos-lab recipes` lists the recipes, `cosmos-lab {command} tiny --help` the flags"
-    name, rest = _take(arguments, "the recipe", f"cosmos-lab {command} RECIPE [--scale S] {flags_shown}\n{hints}")
+def _take_recipe(arguments: list[str], command: str, default: Any) -> tuple[Recipe, str, list[str]]:
+    """Return the recipe that the first argument names (shrunk by ``--scale``), its description, and the rest.
+
+    Help without a recipe shows the flags of ``default``.
+    """
+    usage = f"cosmos-lab {command} RECIPE [--scale S]"
+    if arguments and arguments[0] in HELP:
+        about = (
+            "`cosmos-lab recipes` lists the recipes; --scale S shrinks model, batch and tokens together. "
+            f"A recipe has its own defaults: `cosmos-lab {command} tiny --help` shows those of tiny."
+        )
+        flags.parse(default, ["--help"], prog=usage, description=about)
+    name, rest = _take(arguments, "the recipe", f"{usage} [flags]; `cosmos-lab recipes` lists the recipes")
     text, rest = _take_flag(rest, "--scale")
     try:
         scale = 1.0 if text is None else float(text)
@@ -56,7 +66,7 @@ def train_command(arguments: list[str]) -> None:
     from cosmos_lab.run.run_folder import finished
     from cosmos_lab.run.train import train
 
-    recipe, about, rest = _take_recipe(arguments, "train")
+    recipe, about, rest = _take_recipe(arguments, "train", RunConfig())
     optimizer, rest = _take_flag(rest, "--optimizer")
     default = recipe.config if optimizer is None else recipe.start(optimizer)
     config = flags.parse(default, rest, prog=f"cosmos-lab train {recipe.name}", description=about)
@@ -76,7 +86,7 @@ def compare_command(arguments: list[str]) -> None:
     from cosmos_lab.grid.compare import compare
     from cosmos_lab.optimizers import optimizer_class
 
-    recipe, about, rest = _take_recipe(arguments, "compare", "[--optimizers a,b] [--lrs ...] [flags]")
+    recipe, about, rest = _take_recipe(arguments, "compare", flags.CompareCommand())
     default = flags.CompareCommand(run=recipe.config)
     asked = flags.parse(default, rest, prog=f"cosmos-lab compare {recipe.name}", description=about)
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
@@ -194,14 +204,14 @@ def data_command(arguments: list[str]) -> None:
 
 def export_command(arguments: list[str]) -> None:
     """Export a model to transformers: cosmos-lab export RUN -o DIR."""
-    from cosmos_lab.run.checkpoint import load_trained
-    from cosmos_lab.run.export import export_llama
+    from cosmos_lab.run.export import export_run
 
     runs, rest = _words(arguments, "the run folder", "cosmos-lab export RUN -o DIR")
     asked = flags.parse(flags.ExportCommand(), rest, prog="cosmos-lab export RUN")
     if len(runs) > 1:
         raise ValueError(f"export takes one run folder; got {', '.join(runs)}: export each with its own -o")
-    print(export_llama(load_trained(Path(runs[0])), asked.out, asked.tokenizer))
+    code = export_run(runs[0], asked.out, tokenizer=asked.tokenizer, step=asked.step)
+    print(f"wrote {asked.out}; this loads it and generates:\n\n{code}")
 
 
 def evaluate_command(arguments: list[str]) -> None:
@@ -211,9 +221,8 @@ def evaluate_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
     asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...")
-    results = [
-        evaluate(run, data=asked.data, tokens=asked.tokens, seq_len=asked.seq_len, device=asked.device) for run in runs
-    ]
+    options = {name: getattr(asked, name) for name in ("data", "tokens", "seq_len", "step", "device")}
+    results = [evaluate(run, **options) for run in runs]
     if asked.out:
         write_json(Path(asked.out), results)
     print(format_positions(results))
@@ -224,19 +233,6 @@ def demo_command(arguments: list[str]) -> None:
     from cosmos_lab.demo import DemoConfig, demo
 
     demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
-
-
-def recipes_command(arguments: list[str]) -> None:
-    """List the recipes: cosmos-lab recipes."""
-    from cosmos_lab.display import format_table
-    from cosmos_lab.profile.config import PROFILES
-
-    if words := [word for word in arguments if word not in HELP]:
-        raise ValueError(f"recipes takes no arguments; got {' '.join(words)}: `cosmos-lab train tiny --help` shows one")
-    recipes = sorted((make() for make in RECIPES.values()), key=lambda r: (r.source == "this project", r.name))
-    rows = [(r.name, str(len(r.grid)), r.source, r.title) for r in recipes]
-    rows += [(name, "", "profile", (make.__doc__ or "").splitlines()[0]) for name, make in PROFILES.items()]
-    print(format_table(("recipe", "runs", "source", "what it shows"), rows, left=(0, 2, 3)))
 
 
 _ALL = (

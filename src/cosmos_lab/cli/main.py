@@ -10,8 +10,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO, cast
+
+from cosmos_lab import __version__
 
 _format_warning = warnings.formatwarning
 
@@ -23,9 +25,10 @@ USAGE = """usage: cosmos-lab COMMAND ...
   report RUNS -o DIR    an HTML page about finished runs        cosmos-lab report runs -o report
   data prepare SOURCE   token shards from text                  cosmos-lab data prepare c4 --out data
   evaluate RUN...       validation loss by position             cosmos-lab evaluate runs/my-run
-  export RUN -o DIR     a Hugging Face LLaMA checkpoint         cosmos-lab export runs/my-run -o my-llama
+  export RUN -o DIR     a checkpoint for transformers           cosmos-lab export runs/my-run -o my-model
   demo                  four optimizers in a few minutes, no GPU and no data needed
-  recipes               the list of recipes
+  recipes               the list of recipes, and where to begin
+  --version             the version
 
 Each command explains its flags with --help. Every recipe takes --scale S to shrink model, batch and tokens together."""
 
@@ -36,6 +39,7 @@ def run_and_leave() -> NoReturn:
     A process of a distributed run leaves without Python's shutdown: torch's caches keep the threads of gloo alive, and
     a thread that releases a tensor during the shutdown aborts the process, although the run is done.
     """
+    sys.stdout = cast(TextIO, PipeSafeStream(sys.stdout))  # to the end: Python flushes it once more when it leaves
     try:
         code = main()
     except SystemExit:
@@ -58,30 +62,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if given else 2
-    from cosmos_lab.cli.commands import COMMANDS  # imports torch, which takes seconds
-    from cosmos_lab.run.launch import Shared
+    if given[0] in ("-V", "--version", "version"):
+        print(f"cosmos-lab {__version__}")
+        return 0
     from cosmos_lab.run.stopping import Stopped
 
     command, rest = given[0], given[1:]
-    if command not in COMMANDS:
+    work = _find(command)
+    if work is None:
+        from cosmos_lab.cli.commands import COMMANDS  # _find has imported it
+
         close = difflib.get_close_matches(command, COMMANDS, n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
-    before = sys.stdout
     warnings.formatwarning = _one_line
-    if command in ("train", "compare", "demo"):
-        sys.stdout = cast(TextIO, PipeSafeStream(sys.stdout))
     try:
-        COMMANDS[command](rest)
-    except BrokenPipeError:  # the reader of our output is gone
-        return 0
+        work(rest)
     except ModuleNotFoundError as error:
         hint = "" if "pip install" in str(error) else "; the lab's packages come with pip install 'cosmos-optim[lab]'"
         return _fail(f"{error}{hint}")
     except (ValueError, OSError, ImportError) as error:
-        if isinstance(error, Shared) and os.environ.get("RANK", "0") != "0":
-            return 2
-        return _fail(str(error))
+        return 2 if _told_by_another(error) else _fail(str(error))
     except Stopped as stop:
         if os.environ.get("RANK", "0") != "0":  # only the first process prints
             return stop.code
@@ -90,8 +91,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
     finally:
-        sys.stdout, warnings.formatwarning = before, _format_warning
+        warnings.formatwarning = _format_warning
     return 0
+
+
+def _find(command: str) -> Callable[[list[str]], None] | None:
+    """Return the function of a command, or None; all but `recipes` import torch, which takes seconds."""
+    if command == "recipes":
+        from cosmos_lab.cli.recipe_list import recipes_command
+
+        return recipes_command
+    from cosmos_lab.cli.commands import COMMANDS
+
+    return COMMANDS.get(command)
+
+
+def _told_by_another(error: Exception) -> bool:
+    """Tell whether the first process of a distributed run prints this error."""
+    if os.environ.get("RANK", "0") == "0":
+        return False
+    from cosmos_lab.run.launch import Shared
+
+    return isinstance(error, Shared)
 
 
 class PipeSafeStream:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.display import format_table
+from cosmos_lab.display import format_table, rate
 from cosmos_lab.results.ranking import Group, best_of, group_runs
 from cosmos_lab.results.reading import Run, read_run
 
@@ -24,7 +24,11 @@ def table_of(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str]
     found = [_read(run, failures or {}) for run in runs]
     groups = group_runs(found)
     best = best_of(groups, metric, lambda group: group.optimizer)
-    rows = [_row(group, metric, failures or {}) | {"best": group in best.values()} for group in groups]
+    rows = [
+        _row(group, metric, failures or {})
+        | {"best": group in best.values(), "edge": _edge(group, groups) if group in best.values() else None}
+        for group in groups
+    ]
     return {
         "recipe": runs[0].logging.recipe,
         "metric": metric,
@@ -58,6 +62,16 @@ def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
                 values.append(about[name])
         found[name] = values[0] if len(values) == 1 else values or None
     return found
+
+
+def _edge(group: Group, groups: Sequence[Group]) -> str | None:
+    """Say if a group's rate is the lowest or the highest of its method, once all of its runs have ended."""
+    tried = [other for other in groups if other.method == group.method]
+    rates = {other.lr for other in tried if other.lr is not None}
+    ended = all(run.status in ("done", "diverged") for other in tried for run in other.runs)
+    if not ended or len(rates) < 2 or group.lr not in (min(rates), max(rates)):
+        return None
+    return "lowest" if group.lr == min(rates) else "highest"
 
 
 def _label(group: Group) -> str:
@@ -118,6 +132,13 @@ def format_result(result: Mapping[str, Any]) -> str:
         )
     head = ("run", "best", result["metric"], "val ppl", "step ms", "optimizer ms", "state MiB", "")
     table = format_table(head, lines, left=(0, 7))
+    statuses = [status for row in result["rows"] for status in row["status"]]
+    table += f"\n{statuses.count('done')} of {len(statuses)} runs done"
+    if edges := [f"{row['optimizer']} ({row['edge']}, {rate(row['lr'])})" for row in result["rows"] if row["edge"]]:
+        table += (
+            f"\nThe best rate is at the edge of the rates tried for {', '.join(edges)}: "
+            "one beyond it may be better (--lrs)"
+        )
     texts = result.get("data")
     if isinstance(texts, list):
         sizes = " and ".join(_text(about) for about in texts)

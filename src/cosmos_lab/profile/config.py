@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cosmos_lab.config import parse_options
-from cosmos_lab.models import resolve
-from cosmos_lab.optimizers import optimizer_class
 
 Table = Literal["memory", "throughput", "mfu"]
 
@@ -39,6 +37,9 @@ class ProfileConfig:
 
     def check(self) -> None:
         """Raise a ValueError naming the field if a value makes no sense."""
+        from cosmos_lab.models import resolve  # these bring torch, which takes seconds: a list of profiles needs none
+        from cosmos_lab.optimizers import optimizer_class
+
         resolve(self.model)
         for name in self.optimizers:
             optimizer_class(name)

@@ -48,10 +48,10 @@ def profile(config: ProfileConfig, log: Log = print) -> dict[str, Any]:
         result[table] = []
         for row in _TABLES[table](profiler, log):
             result[table].append(row)
-            log(f"{table}: {', '.join(f'{name} {_show(name, value)}' for name, value in row.items())}")
+            log(f"{table}: {row['optimizer']} measured ({len(result[table])} of {len(config.optimizers)})")
             if config.out:
                 write_json(Path(config.out), finite(result))  # at once, in case the machine is taken away
-        log(format_rows(result[table]))
+        log(f"\n{_TITLES[table].format(**result['config'])}\n{format_rows(result[table])}")
     profiler.remove_optimizer()
     return result
 
@@ -158,6 +158,16 @@ def mfu_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
 
 
 _TABLES = {"memory": memory_rows, "throughput": throughput_rows, "mfu": mfu_rows}
+_TITLES = {
+    "memory": "Memory and time of one iteration of {model}: batch {batch}, accumulation {accumulation}",
+    "throughput": "Largest batch of {model} under {memory_cap_gb:g} GiB, and its speed: accumulation {accumulation}",
+    "mfu": "Steps of {model} of at least {tokens_per_step:,} tokens",
+}
+_HEADINGS = {
+    "peak_gb": "peak GiB", "reserved_gb": "reserved GiB", "state_gb": "state GiB", "seconds": "iteration s",
+    "forward_backward_s": "forward + backward s", "optimizer_s": "optimizer s", "tokens_per_s": "tokens/s",
+    "mfu": "MFU", "largest_batch": "largest batch", "samples_per_s": "samples/s", "micro_batch": "micro-batch",
+}  # fmt: skip
 
 
 def _show(name: str, value: Any) -> str:
@@ -171,6 +181,8 @@ def _show(name: str, value: Any) -> str:
 
 
 def format_rows(rows: list[Row]) -> str:
-    """Format rows as an aligned table."""
+    """Format rows as an aligned table, with headings in words."""
     head = list(dict.fromkeys(name for row in rows for name in row))
-    return format_table(head, [[_show(name, row.get(name)) for name in head] for row in rows])
+    return format_table(
+        [_HEADINGS.get(name, name) for name in head], [[_show(name, row.get(name)) for name in head] for row in rows]
+    )

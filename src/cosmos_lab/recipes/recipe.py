@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.models import resolve
 from cosmos_lab.recipes.variants import Variant, label, plain, select, with_fields, with_rates
 
 RECIPES: dict[str, Callable[[], Recipe]] = {}
@@ -107,6 +106,8 @@ def shrink(config: RunConfig, scale: float) -> RunConfig:
     """
     if not 0 < scale <= 1:
         raise ValueError(f"--scale must be in (0, 1]; got {scale}")
+    from cosmos_lab.models import resolve  # brings torch, which takes seconds: a list of recipes needs none
+
     model = resolve(config.model.model)
     edge, root = scale ** (1 / 3), scale**0.5
     width = max(2, round(model.width * edge / model.head_dim)) * model.head_dim

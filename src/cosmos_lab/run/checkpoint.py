@@ -208,15 +208,23 @@ def _fill(
     _set_random_state(own["random"], world)
 
 
-def load_trained(run: Path) -> Decoder:
-    """Load the model of a run folder, with the weights of its newest checkpoint."""
+def trained_checkpoint(run: Path, step: int | None = None) -> Path:
+    """Return the newest checkpoint of a run folder, or that of ``step``."""
     if not run.is_dir():
         raise ValueError(f"there is no run folder {run}")
-    newest = latest(run / "checkpoints")
-    if newest is None:
+    found = {step_of(path): path for path in _steps(run / "checkpoints")}
+    if not found:
         if not (run / "config.json").is_file():
             raise ValueError(f"{run} is not a run folder, which has a config.json: give one of those inside")
         raise ValueError(f"{run} has no checkpoint; train with --checkpoint-every above 0")
+    if step is not None and step not in found:
+        raise ValueError(f"{run} has no checkpoint of --step {step}; it has {', '.join(map(str, found))}")
+    return found[max(found) if step is None else step]
+
+
+def load_trained(run: Path, step: int | None = None) -> Decoder:
+    """Load the model of a run folder, with the weights of its newest checkpoint or of that of ``step``."""
+    newest = trained_checkpoint(run, step)
     try:
         meta = integrity.check(newest)
     except Damaged as error:

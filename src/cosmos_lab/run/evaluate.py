@@ -14,14 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cosmos_lab.config import RunConfig
 from cosmos_lab.data import validation_batches
 from cosmos_lab.display import format_table
-from cosmos_lab.io import read_json
 from cosmos_lab.run import build
-from cosmos_lab.run.checkpoint import latest, load_trained, step_of
+from cosmos_lab.run.checkpoint import load_trained, step_of, trained_checkpoint
 from cosmos_lab.run.launch import pick_bf16, pick_device
-from cosmos_lab.run.run_folder import CONFIG
+from cosmos_lab.run.run_folder import read_config
 
 _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
 
@@ -29,9 +27,9 @@ _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
 @torch.no_grad()
 def evaluate(
     run: str | Path, *, data: str | None = None, tokens: int | None = None, seq_len: int | None = None,
-    device: str = "auto",
+    step: int | None = None, device: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute the loss of a run's newest checkpoint on its validation tokens, in total and by position.
+    """Compute the loss of a run's newest checkpoint, or of that of ``step``, in total and by position.
 
     ``data`` are other shards than those of training; ``tokens`` and ``seq_len`` are as in training if None.
 
@@ -41,13 +39,9 @@ def evaluate(
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be positive; got {value}; leave it out to use the run's")
     folder = Path(run)
-    model = load_trained(folder)
-    newest = latest(folder / "checkpoints")
-    assert newest is not None  # it was loaded just now
-    about = read_json(folder / CONFIG)
-    if not isinstance(about, dict) or "config" not in about:
-        raise ValueError(f"{folder} has no readable {CONFIG}, which says how it was trained; give the whole run folder")
-    config = RunConfig.from_flat(about["config"])
+    step = step_of(trained_checkpoint(folder, step))
+    model = load_trained(folder, step)
+    config = read_config(folder)
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
     target = pick_device(device)
     bf16 = pick_bf16(config.training.precision, target)
@@ -69,7 +63,7 @@ def evaluate(
     parts = [(a, b) for a, b in itertools.pairwise([0, *edges]) if b > a]
     return {
         "run": folder.name,
-        "step": step_of(newest),
+        "step": step,
         "tokens": windows * length,
         "val_loss": sum(means) / length,
         "positions": [{"first": a + 1, "last": b, "loss": sum(means[a:b]) / (b - a)} for a, b in parts],

@@ -19,6 +19,14 @@ read_metrics, read_summary = reading.read_metrics, reading.read_summary
 _LOCK = ".lock"
 
 
+def read_config(folder: Path) -> RunConfig:
+    """Return the config that a run folder was made with."""
+    about = read_json(folder / CONFIG)
+    if not isinstance(about, dict) or "config" not in about:
+        raise ValueError(f"{folder} has no readable {CONFIG}, which says how it was trained; give the whole run folder")
+    return RunConfig.from_flat(about["config"])
+
+
 def finished(config: RunConfig) -> dict[str, Any] | None:
     """Return the summary if the run is finished; raise a ValueError if its folder holds a run of another config."""
     if config.logging.resume == "never" and (config.folder / CONFIG).exists():

@@ -89,22 +89,22 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
-    if ours_now is not optimizer.param_groups:
-        optimizer.param_groups[:] = ours_now
-        warnings.warn(
-            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
-            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
-            stacklevel=3,
-        )
-    saved = [_in_our_order(group, ours) for ours, group in zip(optimizer.param_groups, saved, strict=True)]
+    saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
     loaded: dict[Tensor, dict[str, Any]] = {}
     without_state = []
-    for ours, group in zip(optimizer.param_groups, saved, strict=True):
+    for ours, group in zip(ours_now, saved, strict=True):
         for key, p in zip(group["params"], ours["params"], strict=True):
             if key in state_dict["state"]:
                 loaded[p] = _checked_state(optimizer, p, {**ours, **group}, state_dict["state"][key])
             elif not p.is_meta:
                 without_state.append((p, ours))
+    if ours_now is not optimizer.param_groups:  # only now: an error above changes nothing
+        warnings.warn(
+            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
+            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
+            stacklevel=3,
+        )
+        optimizer.param_groups[:] = ours_now
     for ours, group in zip(optimizer.param_groups, saved, strict=True):
         names = ours.get("param_names") or group.get("param_names")
         ours.update({k: v for k, v in group.items() if k not in ("params", "param_names")})

@@ -66,3 +66,14 @@ def test_groups_that_need_other_state_are_not_merged() -> None:
     with pytest.raises(ValueError, match="the checkpoint has 3 parameter groups, this optimizer has 4"):
         new.load_state_dict(Cosmos(param_groups(model), rank=4).state_dict())
     assert [list(group["params"]) for group in new.param_groups] == before
+
+
+def test_an_error_in_a_checkpoint_of_other_groups_changes_nothing() -> None:
+    model = decoder()
+    old, new = Cosmos(as_in_version_0_1(model), rank=4), Cosmos(model, rank=4)
+    before = [list(group["params"]) for group in new.param_groups]
+    saved = copy.deepcopy(old.state_dict())
+    saved["state"][saved["param_groups"][1]["params"][0]]["M"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match="state 'M' has shape"):
+        new.load_state_dict(saved)
+    assert [list(group["params"]) for group in new.param_groups] == before

@@ -90,6 +90,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
     saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
+    _check_names(ours_now, saved)
     loaded: dict[Tensor, dict[str, Any]] = {}
     without_state = []
     for ours, group in zip(ours_now, saved, strict=True):
@@ -204,6 +205,22 @@ def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved:
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")
+
+
+def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Raise a ValueError if a saved parameter is one of ours, but in another place: its state would go to another.
+
+    Names that we do not have are no error: wrappers of modules change names, and state is then loaded by position.
+    """
+    known = {name for group in ours for name in _names(group)}
+    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        for here, there in zip(_names(a), _names(b), strict=False):
+            if here != there and there in known:
+                raise ValueError(
+                    f"group {i} has {there!r} in the checkpoint where it has {here!r} here, and {there!r} has another "
+                    "place here: build the optimizer with the same overrides and groups, and the same parameters "
+                    "frozen. If the model was renamed, delete param_names from the checkpoint's groups"
+                )
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:

@@ -89,22 +89,23 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
-    if ours_now is not optimizer.param_groups:
-        optimizer.param_groups[:] = ours_now
-        warnings.warn(
-            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
-            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
-            stacklevel=3,
-        )
-    saved = [_in_our_order(group, ours) for ours, group in zip(optimizer.param_groups, saved, strict=True)]
+    saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
+    _check_names(ours_now, saved)
     loaded: dict[Tensor, dict[str, Any]] = {}
     without_state = []
-    for ours, group in zip(optimizer.param_groups, saved, strict=True):
+    for ours, group in zip(ours_now, saved, strict=True):
         for key, p in zip(group["params"], ours["params"], strict=True):
             if key in state_dict["state"]:
                 loaded[p] = _checked_state(optimizer, p, {**ours, **group}, state_dict["state"][key])
             elif not p.is_meta:
                 without_state.append((p, ours))
+    if ours_now is not optimizer.param_groups:  # only now: an error above changes nothing
+        warnings.warn(
+            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
+            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
+            stacklevel=3,
+        )
+        optimizer.param_groups[:] = ours_now
     for ours, group in zip(optimizer.param_groups, saved, strict=True):
         names = ours.get("param_names") or group.get("param_names")
         ours.update({k: v for k, v in group.items() if k not in ("params", "param_names")})
@@ -204,6 +205,22 @@ def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved:
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")
+
+
+def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Raise a ValueError if a saved parameter is one of ours, but in another place: its state would go to another.
+
+    Names that we do not have are no error: wrappers of modules change names, and state is then loaded by position.
+    """
+    known = {name for group in ours for name in _names(group)}
+    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        for here, there in zip(_names(a), _names(b), strict=False):
+            if here != there and there in known:
+                raise ValueError(
+                    f"group {i} has {there!r} in the checkpoint where it has {here!r} here, and {there!r} has another "
+                    "place here: build the optimizer with the same overrides and groups, and the same parameters "
+                    "frozen. If the model was renamed, delete param_names from the checkpoint's groups"
+                )
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:

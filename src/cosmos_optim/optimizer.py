@@ -418,7 +418,8 @@ def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapp
         )
     if not any("initial_lr" in group for group in groups):  # a scheduler may let all rates meet at its floor
         warnings.warn(
-            f"all groups run at lr={value:g}, but {built}: scale each group's own rate by the same factor {one}",
+            # Without the value, so that Python shows the same text only once, not at every step of a schedule.
+            f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",
             stacklevel=2,
         )
 

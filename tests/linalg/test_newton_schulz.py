@@ -247,3 +247,13 @@ def test_the_result_is_the_same_if_it_overwrites_the_argument() -> None:
     result = iterate(X, table, TorchProducts(), out=X)
     assert result.data_ptr() == X.data_ptr()
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("deflated", [False, True])
+def test_the_smallest_numbers_give_no_nan(deflated: bool) -> None:
+    for count in range(1, 16):
+        X = torch.zeros(15)
+        X[:count] = 2.0**-149
+        for shape in ((5, 3), (3, 5), (15, 1)):
+            Y = newton_schulz(X.view(shape), NewtonSchulz(deflated=deflated))
+            assert Y.isfinite().all() and torch.linalg.matrix_norm(Y, 2) < 1.5

@@ -66,3 +66,47 @@ def test_groups_that_need_other_state_are_not_merged() -> None:
     with pytest.raises(ValueError, match="the checkpoint has 3 parameter groups, this optimizer has 4"):
         new.load_state_dict(Cosmos(param_groups(model), rank=4).state_dict())
     assert [list(group["params"]) for group in new.param_groups] == before
+
+
+def test_an_error_in_a_checkpoint_of_other_groups_changes_nothing() -> None:
+    model = decoder()
+    old, new = Cosmos(as_in_version_0_1(model), rank=4), Cosmos(model, rank=4)
+    before = [list(group["params"]) for group in new.param_groups]
+    saved = copy.deepcopy(old.state_dict())
+    saved["state"][saved["param_groups"][1]["params"][0]]["M"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match="state 'M' has shape"):
+        new.load_state_dict(saved)
+    assert [list(group["params"]) for group in new.param_groups] == before
+
+
+def layers() -> torch.nn.Sequential:
+    """Return three layers of one shape, so that the state of any of them fits the others."""
+    return torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(3)))
+
+
+def test_state_is_not_loaded_into_another_parameter_if_other_layers_are_frozen() -> None:
+    model = layers()
+    model[2].weight.requires_grad_(False)
+    saved = Cosmos(model).state_dict()
+    model[2].weight.requires_grad_(True)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="has '1.weight' in the checkpoint where it has '2.weight' here"):
+        Cosmos(model).load_state_dict(saved)
+
+
+def test_state_is_not_loaded_into_another_parameter_if_the_overrides_are_others() -> None:
+    model = layers()
+    saved = Cosmos(param_groups(model, overrides={"2.weight": "adam"})).state_dict()
+    other = Cosmos(param_groups(model, overrides={"1.weight": "adam"}))
+    with pytest.raises(ValueError, match="'1.weight' has another place here.*same overrides"):
+        other.load_state_dict(saved)
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    other.load_state_dict(saved)  # by position, as the error offers
+
+
+def test_names_that_a_wrapper_changed_are_loaded_by_position() -> None:
+    model, wrapped = layers(), layers()
+    saved = Cosmos(model).state_dict()
+    wrapped[1] = torch.nn.ModuleDict({"_checkpoint_wrapped_module": wrapped[1]})
+    Cosmos(wrapped).load_state_dict(saved)

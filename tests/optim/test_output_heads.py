@@ -173,3 +173,9 @@ def test_lists_of_heads_are_heads_and_an_mlp_in_a_head_has_one_output() -> None:
     assert heads == {
         "embed.weight", "class_embed.0.weight", "class_embed.1.weight", "bbox_predictor.layers.1.weight",
     }  # fmt: skip
+
+
+def test_a_key_with_a_hyphen_or_a_space_is_read_in_words() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head-1": nn.Linear(4, 3), "task head": nn.Linear(4, 2)})
+    assert {name for name, rule in rules(model).items() if rule == "adam"} >= {"head-1.weight", "task head.weight"}
+    assert rules(model)["body.weight"] == "cosmos"

@@ -52,8 +52,20 @@ def test_a_loop_that_writes_one_rate_gets_a_warning_with_both_rates() -> None:
     model, opt = pickle.loads(pickle.dumps((fresh, Cosmos(fresh, lr=1e-3, adam_lr=4e-3, rank=4))))
     for group in opt.param_groups:
         group["lr"] = 3e-3
-    with pytest.warns(UserWarning, match="all groups run at lr=0.003.*lr=0.001.*adam_lr=0.004"):
+    with pytest.warns(UserWarning, match="all groups run at one lr.*lr=0.001.*adam_lr=0.004"):
         train(model, opt, range(1))
+
+
+def test_a_loop_that_writes_another_rate_at_each_step_gets_one_warning() -> None:
+    model = decoder()
+    opt = Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for step in range(3):
+            for group in opt.param_groups:
+                group["lr"] = 1e-3 * (step + 1)
+            train(model, opt, range(1))
+    assert len(found) == 1
 
 
 def test_schedules_that_scale_rates_or_meet_at_a_floor_are_quiet() -> None:

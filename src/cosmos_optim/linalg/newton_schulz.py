@@ -313,7 +313,8 @@ def newton_schulz(
         norm_sq = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).square()
     norm = norm_sq.sqrt().to(torch.promote_types(X.dtype, torch.float32))
     # Divide before the cast, because 1e18 and 1e-30 do not fit in the narrower type.
-    Y = torch.where(norm > 0, X / norm, torch.zeros_like(norm))
+    # Below the smallest normal number, the norm is rounded so much that X / norm may be too long to converge.
+    Y = torch.where(norm > 0, X / norm.clamp_min(torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
     is_wide = shape[-2] < shape[-1]
     Y = (Y.mT if is_wide else Y).reshape(-1, max(shape[-2:]), min(shape[-2:]))
     Y = (Y * scale).to(dtype)

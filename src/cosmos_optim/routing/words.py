@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-EDGE = re.compile(r"[._]+|(?<=[a-z])(?=[A-Z])")
+EDGE = re.compile(r"[\W_]+|(?<=[a-z])(?=[A-Z])")
 NUMBER = re.compile(r"\d+$")
 
 # A parameter that is a table of vectors, one for each position, token or code. In `token_mixing` a token is no table:

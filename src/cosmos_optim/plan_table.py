@@ -15,6 +15,7 @@ from cosmos_optim.hyperparameters import ROUTING, check_arguments, choose_rule, 
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
 from cosmos_optim.routing.fused import fused_hint
+from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import two_sided
@@ -42,6 +43,7 @@ class Plan:
     """The rule, rate, decay and state of every parameter of a model. Printing it gives a table."""
 
     rows: tuple[PlanRow, ...]
+    hint: str = ""
 
     @property
     def state_bytes(self) -> int:
@@ -83,7 +85,7 @@ class Plan:
         sums = [f"{name}: {_tensors(count)}, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip
         total = f"total: {_tensors(len(self.rows))}, {self.parameters:,} parameters, {human(self.state_bytes)} of state"
-        hints = dict.fromkeys(f"hint: {row.hint}" for row in self.rows if row.hint)
+        hints = dict.fromkeys(f"hint: {hint}" for hint in (self.hint, *(row.hint for row in self.rows)) if hint)
         return "\n".join([texts[0], rule, *texts[1:], rule, *sums, total, *hints])
 
 
@@ -100,15 +102,18 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         hyper: arguments of that optimizer, and `overrides`, `head` and `decay` as `param_groups` takes them.
 
     >>> layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
-    >>> print(plan(nn.ModuleDict({"embed": nn.Embedding(100, 16), "layers": layers}), rank=4, weight_decay=0.1))
-    parameter                shape  rule    because    rank      lr  decay     state
-    --------------------------------------------------------------------------------
-    embed.weight          100 x 16  adam    embedding         0.002      0  12.5 KiB
-    layers.0-2.weight x3   16 x 16  cosmos  linear        4  0.0005    0.1  4.89 KiB
-    --------------------------------------------------------------------------------
-    adam: 1 tensor, 1,600 parameters, 12.5 KiB of state
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(100, 16), "layers": layers, "head": nn.Linear(16, 100)})
+    >>> print(plan(model, rank=4, weight_decay=0.1))
+    parameter                shape  rule    because      rank      lr  decay     state
+    ----------------------------------------------------------------------------------
+    embed.weight          100 x 16  adam    embedding           0.002      0  12.5 KiB
+    layers.0-2.weight x3   16 x 16  cosmos  linear          4  0.0005    0.1  4.89 KiB
+    head.weight           100 x 16  adam    output head         0.002    0.1  12.5 KiB
+    head.bias                  100  adam    vector              0.002      0     804 B
+    ----------------------------------------------------------------------------------
+    adam: 3 tensors, 3,300 parameters, 25.8 KiB of state
     cosmos: 3 tensors, 768 parameters, 4.89 KiB of state
-    total: 4 tensors, 2,368 parameters, 17.4 KiB of state
+    total: 6 tensors, 4,068 parameters, 30.7 KiB of state
     """
     if isinstance(model, MatrixOptimizer):
         return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)
@@ -124,7 +129,16 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         group = complete(group, rule_named(name), options, kind.soap_lr)
         row = _row(parameter.name, parameter.p, name, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=fused_hint(parameter, route)))
-    return Plan(tuple(rows))
+    return Plan(tuple(rows), _head_hint(model, routing.get("head"), rows))
+
+
+def _head_hint(model: nn.Module, head: nn.Module | str | None, rows: Sequence[PlanRow]) -> str:
+    """Return advice if no output head was found, which may be right: a backbone has none."""
+    matrices = [row for row in rows if row.rank is not None]
+    if len(matrices) < 2 or find_output_heads(model, head) or any(row.tied for row in rows):
+        return ""
+    last = matrices[-1].name.rpartition(".")[0]
+    return f"no output head was found. If the model has one, name it: param_groups(model, head={last!r})"
 
 
 def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimizer], dict[str, Any]]:

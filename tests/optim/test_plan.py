@@ -187,3 +187,11 @@ def test_a_plan_on_the_meta_device_and_of_an_optimizer_show_the_same_rates() -> 
         a = plan(Tied(), lr=3e-4, weight_decay=0.1)
     b = plan(Cosmos(Tied(), lr=3e-4, weight_decay=0.1))
     assert {(r.name, r.lr, r.weight_decay) for r in a.rows} == {(r.name, r.lr, r.weight_decay) for r in b.rows}
+
+
+def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    hint = "hint: no output head was found. If the model has one, name it: param_groups(model, head='2')"
+    assert hint in str(plan(layers))
+    assert "hint" not in str(plan(layers, head="2"))
+    assert "output head was" not in str(plan(decoder())) + str(plan(Tied()))

@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
 # Names with a meaning here. In a group whose rule has no such setting they are errors; any other key is left alone.
 OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
 ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "head_dim")  # of optimizers, not keys of groups
-ROUTING = ("overrides", "head", "decay")  # arguments of `param_groups`
+ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay"}
 # torch's optimizers have these in every group, so frameworks write them into every group. Muon has them for AdamW.
 OF_EVERY_GROUP = ("params", "lr", "rule", "betas", "eps")

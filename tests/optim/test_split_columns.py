@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, Muon
+from cosmos_optim.engine.batching import Entry
+from cosmos_optim.engine.gradients import block_max
+from cosmos_optim.rules import RULES
 from tests.optim.helpers import gradient, matrix, small_rank
 
 STEPS = 3
@@ -90,3 +93,25 @@ def test_a_checkpoint_with_other_blocks_is_refused(kind: type[torch.optim.Optimi
         kind([{"params": [p], **ROWS}]).load_state_dict(saved)
     with pytest.raises(ValueError, match="was saved with split_sizes=4, here it has split_sizes=2"):
         kind([{"params": [p], **COLUMNS, "split_sizes": 2}]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("settings", [ROWS, COLUMNS, COLUMNS | {"layout": "in_out"}, {"split_sizes": (3, 5)}])
+def test_the_largest_gradient_is_found_for_each_block(settings: dict[str, Any]) -> None:
+    """Equal blocks are read as one tensor, without a copy; a block without gradient is only decayed."""
+    p = matrix((8, 8))
+    opt = Muon([{"params": [p], **settings}], lr=0.1)
+    p.grad = gradient((8, 8), 0)
+    views = opt._layouts[p].blocks(p.grad)
+    views[0].zero_()
+    together = opt._layouts[p].stacked_blocks(p.grad)
+    if settings["split_sizes"] == 4:
+        assert together is not None and together.data_ptr() == p.grad.data_ptr()
+        assert all(torch.equal(x, y) for x, y in zip(together, views, strict=True))
+    else:
+        assert together is None
+    found = block_max([Entry(p, p.grad, opt.state[p], opt._layouts[p], opt.param_groups[0], RULES["muon"])])
+    assert found.tolist() == [float(x.abs().max()) for x in views]
+    before = p.detach().clone()
+    opt.step()
+    first, second = opt._layouts[p].blocks(p.detach() - before)
+    assert not first.any() and second.all()

@@ -166,14 +166,23 @@ class Layout:
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
         """Return the (m, n) matrices of a local tensor shaped like the parameter, as views if it is contiguous."""
-        if self.kind == "conv":
-            cut = [tensor.flatten(1)]
-        else:
-            x = tensor.mT if self.kind == "in_out" else tensor
-            cut = list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
+        cut = self._matrices(tensor)
         if self.splits:
             cut = self.split(cut[0], self.split_dim)
         return [x.mT for x in cut] if self.flipped else cut
+
+    def _matrices(self, tensor: Tensor) -> list[Tensor]:
+        """Return the matrices of a local tensor, rows by columns, before they are cut into blocks."""
+        if self.kind == "conv":
+            return [tensor.flatten(1)]
+        x = tensor.mT if self.kind == "in_out" else tensor
+        return list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
+
+    def stacked_blocks(self, tensor: Tensor) -> Tensor | None:
+        """Return the blocks of a fused weight as one tensor (blocks, rows, columns); None if they differ in size here."""
+        (x,), dim = self._matrices(tensor), self.split_dim
+        shapes = {block.shape for block in self.split(x, dim)}
+        return x.unflatten(dim, (len(self.sizes_mn), -1)).movedim(dim, 0) if len(shapes) == 1 and x.numel() else None
 
     def split(self, x: Tensor, dim: int) -> list[Tensor]:
         """Return the blocks of a fused weight, or of its state, that this process stores, whole or in part."""

@@ -102,6 +102,19 @@ def test_what_does_not_fit_is_an_error_with_a_name() -> None:
             param_groups(model, split_heads=wrong)
     with pytest.raises(TypeError, match=re.escape("give param_groups(model, split_heads=...)")):
         Cosmos(model, split_heads=4)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="split_heads=4: AdamW updates each element by itself"):
+        param_groups(model, "adam", split_heads=4)
+
+
+def test_a_declared_number_of_heads_counts_in_the_rows_of_the_queries() -> None:
+    """Narrow attention has smaller heads than the model's width suggests. Other sizes of values are left whole."""
+    model = named({"a.q": (16, 8), "a.k": (16, 8), "a.v": (16, 8), "a.o": (8, 16)})
+    model.config = SimpleNamespace(hidden_size=16, num_attention_heads=2)
+    assert cuts(model, True) == cuts(model, 4)
+    model.add_module("b", named({"q": (16, 8), "k": (16, 8), "v": (16, 16), "o": (16, 16)}))
+    assert {name: cut for name, cut in cuts(model, True).items() if name.startswith("b.")} == {
+        "b.q": {}, "b.k": {}, "b.v": {}, "b.o": {}
+    }  # fmt: skip
 
 
 def test_an_override_of_the_rule_or_rate_keeps_the_heads() -> None:
@@ -119,6 +132,29 @@ def test_the_plan_counts_heads_and_mark_keeps_them() -> None:
     wanted = Cosmos(param_groups(model, split_heads=4), rank=2)
     assert [g["param_names"] for g in held.param_groups] == [g["param_names"] for g in wanted.param_groups]
     assert held.state_bytes() == wanted.state_bytes() == plan(model, rank=2, split_heads=4).state_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("LlamaForCausalLM", {"q_proj": 128, "k_proj": 128, "v_proj": 128, "o_proj": -128}),
+     ("GPT2LMHeadModel", {"c_attn": 64, "c_proj": -64}), ("ModernBertForMaskedLM", {"Wqkv": 64, "Wo": -64}),
+     ("BertForMaskedLM", {"query": 64, "key": 64, "value": 64, "dense": -64}),
+     ("T5EncoderModel", {"q": 64, "k": 64, "v": 64, "o": -64}),
+     ("RecurrentGemmaForCausalLM", {"q_proj": 256, "k_proj": 256, "v_proj": 256, "o_proj": -256})],
+)  # fmt: skip
+def test_models_of_transformers_declare_their_heads(name: str, expected: dict[str, int]) -> None:
+    """Sizes of heads by layer, negative for columns. Layers of MLPs with the same names stay whole."""
+    pytest.importorskip("transformers")
+    from tests.routing.transformers_models import build
+
+    model = build(name)
+    found: dict[str, int] = {}
+    for path, cut in cuts(model, True).items():
+        if cut:
+            assert re.search("att|temporal", path, re.IGNORECASE)
+            size = cut["split_sizes"]
+            found[path.rpartition(".")[2]] = -size if "split_side" in cut else size
+    assert found == expected
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

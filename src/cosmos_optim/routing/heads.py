@@ -2,7 +2,7 @@
 
 Queries, keys and values hold the heads in their rows, the output projection in its columns. A layer counts by its whole
 name and by its neighbours: only beside queries, keys and values is `c_proj` or `dense` an output projection. Attention
-with other parts, such as compressed keys and values, is left as it is.
+with other parts, such as compressed keys and values or values of another size than keys, is left as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ KEY = frozenset({"k", "k_proj", "key", "key_proj", "wk", "to_k", "k_lin"})
 VALUE = frozenset({"v", "v_proj", "value", "value_proj", "wv", "to_v", "v_lin"})
 FUSED_HEADS = FUSED | {"query_key_value"}
 OUTPUT = frozenset({
-    "o", "o_proj", "out_proj", "wo", "to_out", "to_out.0", "out_lin", "c_proj", "proj", "dense", "output.dense",
+    "o", "o_proj", "out_proj", "wo", "Wo", "to_out", "to_out.0", "out_lin", "c_proj", "proj", "projection", "dense",
+    "output.dense",
 })  # fmt: skip
 # Names under which attention, or a model's config, declares the size of a head, or else what to compute it from.
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "d_kv")
@@ -57,9 +58,9 @@ def find_heads(model: nn.Module, parameters: Sequence[ModelParameter], split_hea
             columns.setdefault(owner, []).append(parameter)
     found: dict[str, Heads] = {}
     for owner, held in rows.items():
-        names = {layer for layer, _ in held}
-        if names & FUSED_HEADS or all(names & part for part in (QUERY, KEY, VALUE)):
-            size = _size(model, _place(held[0][1])[0], split_heads)
+        query, key, value = (_rows(held, names) for names in (QUERY, KEY, VALUE))
+        if _rows(held, FUSED_HEADS) or (query and key and key == value):
+            size = _size(model, _place(held[0][1])[0], query, split_heads)
             found |= {parameter.name: Heads(size, "output") for _, parameter in held}
             found |= {parameter.name: Heads(size, "input") for parameter in columns.get(owner, ())}
     if not found:
@@ -88,7 +89,9 @@ def with_heads(parameter: ModelParameter, route: Route, heads: Heads | None, ask
         )
     side = {} if heads.side == "output" else {"split_side": heads.side}
     settings = {**route.settings, "split_sizes": heads.size, **side}
-    return replace(route, why=f"{route.why}, {length // heads.size} heads of {heads.size} {unit}", settings=settings)
+    count = length // heads.size
+    cut = f"{count} {'head' if count == 1 else 'heads'} of {heads.size} {unit}"
+    return replace(route, why=f"{route.why}, {cut}", settings=settings)
 
 
 def _place(parameter: ModelParameter) -> tuple[str, str]:
@@ -113,12 +116,17 @@ def _attention(owner: str) -> str:
     return outer if inner else owner
 
 
-def _size(model: nn.Module, owner: str, split_heads: bool | int) -> int:
+def _rows(held: Sequence[tuple[str, ModelParameter]], names: frozenset[str]) -> int:
+    """Return the rows of the first layer with one of these names, or 0."""
+    return next((parameter.p.shape[0] for layer, parameter in held if layer in names), 0)
+
+
+def _size(model: nn.Module, owner: str, query_rows: int, split_heads: bool | int) -> int:
     """Return the size of a head in the module that owns the queries: declared there or above, or else the given one."""
     parts = owner.split(".") if owner else []
     above = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts), -1, -1))
-    sizes = (_declared(module) or _declared(getattr(module, "config", None)) for module in above)
-    declared = next((size for size in sizes if size), None)
+    holders = (holder for module in above for holder in (module, getattr(module, "config", None)))
+    declared = next((size for size in (_declared(holder, query_rows) for holder in holders) if size), None)
     if split_heads is True:
         if declared is None:
             raise ValueError(
@@ -134,8 +142,8 @@ def _size(model: nn.Module, owner: str, split_heads: bool | int) -> int:
     return split_heads
 
 
-def _declared(holder: object) -> int | None:
-    """Return the size of a head that a module or config declares, or None."""
+def _declared(holder: object, query_rows: int) -> int | None:
+    """Return the size of a head that a module or config declares, or that follows from its number of heads, or None."""
 
     def number(names: Sequence[str]) -> int | None:
         values = (getattr(holder, name, None) for name in names)
@@ -143,5 +151,5 @@ def _declared(holder: object) -> int | None:
 
     if (size := number(HEAD_SIZES)) is not None:
         return size
-    width, count = number(WIDTHS), number(HEAD_COUNTS)
+    width, count = query_rows or number(WIDTHS), number(HEAD_COUNTS)
     return width // count if width and count and width % count == 0 else None

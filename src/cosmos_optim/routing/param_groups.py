@@ -108,6 +108,8 @@ def routes(
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
     if overrides and not isinstance(overrides, Mapping):
         raise TypeError(f"overrides must map patterns to rules or settings, got {overrides!r}")
+    if split_heads and rule == "adam":
+        raise ValueError(f"split_heads={split_heads!r}: AdamW updates each element by itself, so heads change nothing")
     if decay not in DECAYS:
         raise ValueError(f"decay={decay!r} is not valid: one of {DECAYS}")
     asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}

@@ -179,7 +179,7 @@ class Layout:
         return list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
 
     def stacked_blocks(self, tensor: Tensor) -> Tensor | None:
-        """Return the blocks of a fused weight as one tensor (blocks, rows, columns); None if they differ in size here."""
+        """Return the blocks of a fused weight as one tensor (blocks, rows, columns); None if they differ in size."""
         (x,), dim = self._matrices(tensor), self.split_dim
         shapes = {block.shape for block in self.split(x, dim)}
         return x.unflatten(dim, (len(self.sizes_mn), -1)).movedim(dim, 0) if len(shapes) == 1 and x.numel() else None

@@ -89,7 +89,7 @@ def mark(
     [('cosmos', '1.weight'), ('adam', '0.weight')]
     """
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-    options = {"overrides": overrides, "head": head, "decay": decay, "split_heads": split_heads}
+    options: dict[str, Any] = {"overrides": overrides, "head": head, "decay": decay, "split_heads": split_heads}
     for parameter, route in routes(model, rule, frozen=True, **options):
         found = {"name": parameter.name, "rule": route.rule, **route.settings}
         for name in (parameter.name, *parameter.aliases):

@@ -54,7 +54,10 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     hyper |= more
     own: Any = getattr(build, "func", build)  # of a partial
     # The paper has one weight decay for all parameters.
-    params = cosmos_optim.param_groups(model, rule=own.rule, overrides=_overrides(model, options), decay="all")
+    params = cosmos_optim.param_groups(
+        model, rule=own.rule, overrides=_overrides(model, options), decay="all",
+        split_heads=hyper.pop("split_heads", False),
+    )  # fmt: skip
     hyper |= {"betas": (options.beta1, options.beta2), "eps": options.eps, "weight_decay": options.weight_decay}
     try:
         return build(params, lr=options.lr, **hyper)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
-STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows", "row_beta2", "normalize")
+STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
 SLOTS = frozenset(("step",)).union(*(rule.State._fields for rule in RULES.values()))
 

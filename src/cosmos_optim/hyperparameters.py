@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.layout import LAYOUTS
+from cosmos_optim.engine.layout import LAYOUTS, SPLIT_SIDES
 from cosmos_optim.linalg.coefficients import COEFFICIENTS
 from cosmos_optim.rules import RULES, Rule
 from cosmos_optim.rules.muon import SCALINGS
@@ -24,12 +24,12 @@ from cosmos_optim.rules.rule import two_sided
 # The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
     "weight_decay": 0.0, "maximize": False, "nonfinite": "skip", "missing": "skip", "stochastic_rounding": False,
-    "side": "auto", "split_sizes": None, "layout": "matrix",
+    "side": "auto", "split_sizes": None, "split_side": "output", "layout": "matrix",
 }  # fmt: skip
 # Names with a meaning here. In a group whose rule has no such setting they are errors; any other key is left alone.
 OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
 ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "head_dim")  # of optimizers, not keys of groups
-ROUTING = ("overrides", "head", "decay")  # arguments of `param_groups`
+ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay"}
 # torch's optimizers have these in every group, so frameworks write them into every group. Muon has them for AdamW.
 OF_EVERY_GROUP = ("params", "lr", "rule", "betas", "eps")
@@ -101,7 +101,9 @@ def _is_float_dtype(value: Any) -> bool:
 
 
 def _is_sizes(value: Any) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value))
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(size, int) for size in value)
+    return value is None or (isinstance(value, int) and not is_bool(value))
 
 
 _NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
@@ -131,7 +133,8 @@ CHECKS: dict[str, Check] = {
     "missing": _one_of("skip", "zero"),
     "side": _one_of("auto", "input", "smaller"),
     "layout": _one_of(*LAYOUTS),
-    "split_sizes": _check(_is_sizes, "a list of the rows of each block"),
+    "split_sizes": _check(_is_sizes, "the size of each block: one number, or a list"),
+    "split_side": _one_of(*SPLIT_SIDES),
 }
 
 

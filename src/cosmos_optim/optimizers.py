@@ -62,7 +62,8 @@ class Cosmos(MatrixOptimizer):
         ns_coefficients: "ns5" or "polar-express".
         ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
         momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
-        split_sizes: rows of each block of a fused weight; each block is updated as its own matrix.
+        split_sizes: rows of each block of a fused weight, or one number for equal blocks; each block is updated as its
+            own matrix. In a group, `split_side="input"` cuts columns instead.
         maximize: ascend instead of descend.
         nonfinite: "skip" skips a step with a NaN or inf gradient; "raise" raises an error that names the parameter.
         missing: "skip" ignores a parameter with gradient None; "zero" treats it as zero.
@@ -85,7 +86,7 @@ class Cosmos(MatrixOptimizer):
         nesterov: bool = True, row_beta2: float | None = 0.95, two_sided: bool = False, side: str = "auto",
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
-        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
         cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
@@ -113,7 +114,7 @@ class CosmosPaper(Cosmos):
         nesterov: bool = False, row_beta2: float | None = None, two_sided: bool = False, side: str = "auto",
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
-        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
         cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
@@ -149,7 +150,7 @@ class Muon(MatrixOptimizer):
         momentum: float = 0.95, nesterov: bool = True, scaling: str = "paper", normalize: bool = False,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
-        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
         cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
@@ -186,7 +187,7 @@ class NorMuon(MatrixOptimizer):
         momentum: float = 0.95, beta2: float = 0.95, nesterov: bool = True,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
-        momentum_dtype: torch.dtype | None = None, split_sizes: Sequence[int] | None = None,
+        momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
         cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
@@ -223,7 +224,7 @@ class SOAP(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "auto",
-        betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: Sequence[int] | None = None,
+        betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
         cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
@@ -258,7 +259,7 @@ class GaLore(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 1e-2, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         rank: int = 128, update_gap: int = 200, scale: float = 0.25,
-        betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: Sequence[int] | None = None,
+        betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
         cuda_graphs: bool = True,
     ) -> None:  # fmt: skip

@@ -99,7 +99,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     Args:
         model: a model, possibly on the meta device, or an optimizer of this package.
         rule: a name in OPTIMIZERS: a rule, or "cosmos-paper".
-        hyper: arguments of that optimizer, and `overrides`, `head` and `decay` as `param_groups` takes them.
+        hyper: arguments of that optimizer, and `overrides`, `head`, `decay` and `split_heads` of `param_groups`.
 
     >>> layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
     >>> model = nn.ModuleDict({"embed": nn.Embedding(100, 16), "layers": layers, "head": nn.Linear(16, 100)})

@@ -5,7 +5,7 @@ import torch
 
 from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.models import build
-from cosmos_lab.optimizers import build_optimizer
+from cosmos_lab.optimizers import build_optimizer, settings
 
 
 @pytest.mark.parametrize("head_dim", [32, 64])
@@ -57,3 +57,14 @@ def test_norms_run_at_their_separate_rate_with_embedding_and_head(optimizer: str
     for name, parameter in model.named_parameters():
         outer = parameter.ndim < 2 or name in ("embed.weight", "head.weight")
         assert rate[parameter] == (4e-3 if outer else 1e-3), name
+
+
+def test_split_heads_is_an_option_that_cuts_attention_by_the_heads_of_the_model() -> None:
+    model = build("tiny", width=64, depth=1, mlp=96, vocab_size=64, head_dim=16)
+    optimizer = build_optimizer(model, OptimizerOptions("cosmos", rank=8, options=("split_heads=true",)))
+    cuts = {name: (group["split_sizes"], group["split_side"]) for group in optimizer.param_groups
+            for name in group["param_names"] if group["split_sizes"]}  # fmt: skip
+    assert cuts == {f"blocks.0.attn.{x}.weight": (16, "input" if x == "o" else "output") for x in "qkvo"}
+    assert "cosmos.split_side" in settings(OptimizerOptions("cosmos", options=("split_heads=true",)), "tiny")
+    with pytest.raises(ValueError, match="split_heads=True: AdamW"):
+        build_optimizer(model, OptimizerOptions("adam", options=("split_heads=true",)))

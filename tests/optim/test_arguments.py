@@ -74,7 +74,7 @@ def test_every_option_is_visible_keyword_only_and_documented(name: str) -> None:
     made = OPTIMIZERS[name]
     parameters = dict(inspect.signature(made).parameters)
     assert list(parameters)[:4] == ["params", "lr", "adam_lr", "weight_decay"]
-    some = {"layout", "side", "split_sizes"}  # group keys that are not arguments of every optimizer
+    some = {"layout", "side", "split_sizes", "split_side"}  # group keys that are not arguments of every optimizer
     assert {*COMMON, *RULES[made.rule].defaults, *RULES["adam"].defaults, "cuda_graphs"} - some <= set(parameters)
     assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
     text, shared = made.__doc__ or "", re.findall(r"([\w\s,]+): as in `Cosmos`", made.__doc__ or "")

@@ -15,6 +15,7 @@ from tests.optim.helpers import gradient, matrix
 @pytest.mark.parametrize(
     ("make", "key", "value"),
     [(Cosmos, "rank", 3), (Cosmos, "rule", "muon"), (Cosmos, "side", "smaller"), (Cosmos, "split_sizes", (4, 4)),
+     (Cosmos, "split_sizes", 4), (Cosmos, "split_side", "input"),
      (Cosmos, "layout", "in_out"), (Cosmos, "row_beta2", None), (Cosmos, "momentum_dtype", torch.bfloat16),
      (AdamMini, "block_rows", 2), (Muon, "normalize", True), (Cosmos, "rule", "no such rule")],
 )  # fmt: skip

@@ -44,6 +44,14 @@ COSMOS: list[tuple[tuple[int, ...], dict[str, Any], tuple[Any, Any]]] = [
     ((5, 2, 2, 2), {"layout": "conv"}, (S(0), S(0))),
     ((40, 4), {}, (S(0), S(0))),  # so long that Gram matrices are summed
     ((4, 40), {}, (S(1), S(1))),
+    ((12, 5), {"split_sizes": 4}, (TENSOR_FIRST, S(0))),
+    ((12, 9), {"split_sizes": 4, "rank": 5}, (S(0), S(1))),  # transposed, because a head has fewer rows than the basis
+    ((9, 12), {"split_sizes": 4, "split_side": "input"}, (S(0), S(0))),
+    ((9, 12), {"split_sizes": 4, "split_side": "input"}, (S(1), S(1))),
+    ((9, 12), {"split_sizes": 6, "split_side": "input"}, (S(1), S(1))),
+    ((9, 12), {"split_sizes": 4, "split_side": "input"}, (S(0), S(1))),
+    ((9, 12), {"split_sizes": (7, 5), "split_side": "input"}, (S(1), R)),
+    ((12, 9), {"split_sizes": 4, "split_side": "input", "layout": "in_out"}, (S(0), S(1))),
 ]
 SOAPS = [
     ((9, 6), {"rule": "soap"}, (S(0), S(1))),
@@ -51,6 +59,9 @@ SOAPS = [
     ((10, 4), {"rule": "soap-two-sided", "split_sizes": (5, 5)}, (S(0), S(1))),
     ((2, 6, 5), {"rule": "soap-two-sided"}, (S(0), S(1))),
     ((6, 9), {"rule": "soap-two-sided", "layout": "in_out", "frequency": 2}, (S(1), S(0))),
+    ((10, 12), {"rule": "soap", "split_sizes": 4, "split_side": "input"}, (S(0), S(1))),
+    ((6, 12), {"rule": "soap-two-sided", "split_sizes": 6, "split_side": "input"}, (S(0), S(1))),
+    ((12, 6), {"rule": "soap-two-sided", "split_sizes": 6, "split_side": "input", "layout": "in_out"}, (S(0), S(0))),
 ]
 
 

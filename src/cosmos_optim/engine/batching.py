@@ -18,9 +18,9 @@ from cosmos_optim.rules import RULES, Rule
 STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Settings that decide which kernels run. Others are numbers that a step reads (lr, weight_decay, maximize), or keys of
 # other code, which may change at every step.
-SETTINGS = frozenset(("rule", "nonfinite", "missing", "stochastic_rounding", "side", "split_sizes", "layout")).union(
-    *(rule.defaults for rule in RULES.values())
-)
+SETTINGS = frozenset((
+    "rule", "nonfinite", "missing", "stochastic_rounding", "side", "split_sizes", "split_side", "layout"
+)).union(*(rule.defaults for rule in RULES.values()))  # fmt: skip
 
 
 class Entry(NamedTuple):

@@ -274,7 +274,11 @@ def block_max(entries: Sequence[Entry]) -> Tensor:
         if count == 1:
             grads.append(g)
         elif e.layout.splits:
-            grads += e.layout.blocks(g)
+            together = e.layout.stacked_blocks(g)  # blocks of columns would each cost a launch: they are not dense
+            if together is None:
+                grads += e.layout.blocks(g)
+            else:
+                stacks.append((len(grads), together))
         elif count:
             stacks.append((len(grads), g.flatten(0, -3)))
     held = [g for g in grads if g.numel()]

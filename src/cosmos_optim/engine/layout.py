@@ -1,9 +1,9 @@
 """Cut a parameter into matrices (its blocks), and allocate its state.
 
 A parameter is one matrix, a stack of them (3-D experts), a flattened convolution, a transposed weight (stored as
-(in, out)), or row blocks of a fused weight. A `Layout` cuts any tensor shaped like the parameter into 2-D views, and
-allocates and cuts the state that a rule asks for. A `Location` says where the matrices of a stack are, and runs a rule
-there. These classes handle whole tensors; `sharding` has those for shards.
+(in, out)), or blocks of rows or columns (parts of a fused weight, heads of attention). A `Layout` cuts any tensor
+shaped like the parameter into 2-D views, and allocates and cuts the state that a rule asks for. A `Location` says where
+the matrices of a stack are, and runs a rule there. These classes handle whole tensors; `sharding` has those for shards.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 LAYOUTS = ("matrix", "conv", "in_out")
+SPLIT_SIDES = ("output", "input")
 
 Tensors = dict[str, Tensor]
 # take_step(algebra, G, state, t, slice of the stack's matrices) -> (D, new state)
@@ -69,7 +70,9 @@ class Layout:
     (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
     side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input side,
         but the rows if there are fewer of them than the basis would have columns.
-    split_sizes: rows of each block of a fused weight.
+    split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
+    split_side: the side that `split_sizes` cuts: "output" (rows) or "input" (columns), however the weight is stored.
+    split_axis: that side of the matrices that the rule gets, "m" or "n".
     """
 
     is_sharded = False
@@ -90,20 +93,23 @@ class Layout:
             )
         rows, n = self._matrix_shape()
         self.batch = 1 if self.kind == "conv" else math.prod(self.shape[:-2])
-        self.splits = self._check_splits(group.get("split_sizes"), rows)
-        sizes = self.splits or (rows,)
+        self.split_dim = int(group.get("split_side", "output") == "input")
+        self.splits = self._check_splits(group.get("split_sizes"), (rows, n)[self.split_dim])
         self.flipped = self.flips(group)
-        self.sizes_mn = [((n, m) if self.flipped else (m, n)) for m in sizes]
+        self.split_axis = "mn"[self.split_dim ^ self.flipped]
+        sizes = self._stored_sizes()
+        self.sizes_mn = [(columns, rows) for rows, columns in sizes] if self.flipped else sizes
         self.blocks_mn = self.sizes_mn * self.batch
 
     def flips(self, group: Settings) -> bool:
         """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
 
-        "auto" does if the basis would have more columns than the gradient has rows: some would hold nothing.
+        "auto" does if the basis would have more columns than the gradient has rows: some would hold nothing. Blocks of
+        different sizes are never transposed, because their bases could differ in width.
         """
-        if self.rule.elementwise or self.splits is not None:
+        if self.rule.elementwise or len(sizes := set(self._stored_sizes())) > 1:
             return False
-        (rows, n), side = self._matrix_shape(), group.get("side", "auto")
+        (rows, n), side = sizes.pop(), group.get("side", "auto")
         if side == "auto":
             return self.rule.name == "cosmos" and rows < min(group["rank"], n)
         return side == "smaller" and rows < n
@@ -113,7 +119,22 @@ class Layout:
             return self.shape[0], math.prod(self.shape[1:])
         return (self.shape[-1], self.shape[-2]) if self.kind == "in_out" else (self.shape[-2], self.shape[-1])
 
-    def _check_splits(self, sizes: Sequence[int] | None, rows: int) -> tuple[int, ...] | None:
+    def _stored_sizes(self) -> list[tuple[int, int]]:
+        """Return the rows and columns of each block of a matrix, before any transpose for `side`."""
+        rows, n = self._matrix_shape()
+        if self.splits is None:
+            return [(rows, n)]
+        return [(rows, size) if self.split_dim else (size, n) for size in self.splits]
+
+    def _check_splits(self, sizes: int | Sequence[int] | None, length: int) -> tuple[int, ...] | None:
+        side = "input columns" if self.split_dim else "output rows"
+        if isinstance(sizes, int):
+            if sizes < 1 or length % sizes:
+                raise ValueError(
+                    f"split_sizes={sizes} does not divide the {length} {side} of parameter {self.name!r} of shape "
+                    f"{self.shape}: give the size of one block, or a list of the size of each"
+                )
+            sizes = [sizes] * (length // sizes)
         if not sizes:
             return None
         if self.batch != 1:
@@ -121,10 +142,10 @@ class Layout:
                 f"split_sizes={list(sizes)} cannot cut parameter {self.name!r} of shape {self.shape}, a stack of "
                 "matrices: leave split_sizes out, or make its blocks separate parameters"
             )
-        if sum(sizes) != rows or min(sizes) < 1:
+        if sum(sizes) != length or min(sizes) < 1:
             raise ValueError(
                 f"split_sizes={list(sizes)} do not cut parameter {self.name!r} of shape {self.shape}: "
-                f"they must be positive and add up to its {rows} output rows"
+                f"they must be positive and add up to its {length} {side}"
             )
         return tuple(sizes)
 
@@ -145,19 +166,28 @@ class Layout:
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
         """Return the (m, n) matrices of a local tensor shaped like the parameter, as views if it is contiguous."""
-        if self.kind == "conv":
-            cut = [tensor.flatten(1)]
-        else:
-            x = tensor.mT if self.kind == "in_out" else tensor
-            cut = list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
+        cut = self._matrices(tensor)
         if self.splits:
-            return self.split_rows(cut[0])
+            cut = self.split(cut[0], self.split_dim)
         return [x.mT for x in cut] if self.flipped else cut
 
-    def split_rows(self, x: Tensor) -> list[Tensor]:
-        """Return the row blocks of a fused weight that this process stores, whole or in part."""
+    def _matrices(self, tensor: Tensor) -> list[Tensor]:
+        """Return the matrices of a local tensor, rows by columns, before they are cut into blocks."""
+        if self.kind == "conv":
+            return [tensor.flatten(1)]
+        x = tensor.mT if self.kind == "in_out" else tensor
+        return list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
+
+    def stacked_blocks(self, tensor: Tensor) -> Tensor | None:
+        """Return the blocks of a fused weight as one tensor (blocks, rows, columns); None if they differ in size."""
+        (x,), dim = self._matrices(tensor), self.split_dim
+        shapes = {block.shape for block in self.split(x, dim)}
+        return x.unflatten(dim, (len(self.sizes_mn), -1)).movedim(dim, 0) if len(shapes) == 1 and x.numel() else None
+
+    def split(self, x: Tensor, dim: int) -> list[Tensor]:
+        """Return the blocks of a fused weight, or of its state, that this process stores, whole or in part."""
         assert self.splits is not None
-        return list(x.split(self.splits, dim=0))
+        return list(x.split(self.splits, dim))
 
     # -- one number for each block ------------------------------------------------------------------------------------
 
@@ -193,13 +223,13 @@ class Layout:
         if self.splits is None:
             lead = () if self.kind == "conv" else self.shape[:-2]
             return self._slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
-        rows = first.axes.startswith("m")
-        if any(s.shape[1:] != first.shape[1:] or (not rows and s.shape != first.shape) for s in slots):
+        is_cut = first.axes.startswith(self.split_axis)
+        if any(s.shape[1:] != first.shape[1:] or (not is_cut and s.shape != first.shape) for s in slots):
             raise ValueError(
                 f"parameter {self.name!r}: split_sizes={list(self.splits)} give its blocks state {name!r} of different "
                 "widths; lower rank to at most the smallest block"
             )
-        if rows:
+        if is_cut:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
 
@@ -231,7 +261,8 @@ class Layout:
                 lead = tensor.dim() - len(slot.axes.lstrip("b"))
                 cut[name] = list(tensor.flatten(0, lead - 1).unbind(0)) if lead else [tensor]
             else:
-                cut[name] = self.split_rows(tensor) if slot.axes.startswith("m") else list(tensor.unbind(0))
+                is_cut = slot.axes.startswith(self.split_axis)
+                cut[name] = self.split(tensor, 0) if is_cut else list(tensor.unbind(0))
         return [{name: views[i] for name, views in cut.items()} for i in range(len(self.blocks_mn))]
 
     def location(self, i: int) -> Location:

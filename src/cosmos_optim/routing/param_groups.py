@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cosmos_optim.routing.heads import find_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unnamed
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
@@ -30,7 +31,8 @@ NOT_DECAYED = frozenset({"embedding", "norm", "bias", "scale", "state space", "v
 
 def param_groups(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", beside: Optimizer | None = None,
+    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    beside: Optimizer | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sort a model's parameters into groups for `Cosmos` and its peers.
 
@@ -46,6 +48,8 @@ def param_groups(
             names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
         head: the output head, as a module or its name, if it cannot be found automatically.
         decay: "matrices", or "all" to decay embeddings, norms, biases and scales too.
+        split_heads: True updates each head of attention as its own matrix: rows of queries, keys and values, columns of
+            the output projection. Their size is read from the module or its config; or give it, such as 64.
         beside: an optimizer; its parameters are left out, so that layers unfrozen later can be added to it.
 
     >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 32), nn.Linear(32, 16))
@@ -59,7 +63,7 @@ def param_groups(
     if not isinstance(beside, Optimizer | None):
         raise TypeError(f"beside must be an optimizer, got a {type(beside).__name__}")
     held = {id(p) for group in beside.param_groups for p in group["params"]} if beside is not None else set()
-    for parameter, route in routes(model, rule, overrides=overrides, head=head, decay=decay):
+    for parameter, route in routes(model, rule, overrides=overrides, head=head, decay=decay, split_heads=split_heads):
         if id(parameter.p) in held:
             continue
         key = (route.rule, repr(sorted(route.settings.items())))
@@ -71,7 +75,7 @@ def param_groups(
 
 def mark(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices",
+    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
 ) -> nn.Module:  # fmt: skip
     """Route a model's parameters once, leave each route on its parameter, and return the model.
 
@@ -85,7 +89,8 @@ def mark(
     [('cosmos', '1.weight'), ('adam', '0.weight')]
     """
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-    for parameter, route in routes(model, rule, overrides=overrides, head=head, decay=decay, frozen=True):
+    options: dict[str, Any] = {"overrides": overrides, "head": head, "decay": decay, "split_heads": split_heads}
+    for parameter, route in routes(model, rule, frozen=True, **options):
         found = {"name": parameter.name, "rule": route.rule, **route.settings}
         for name in (parameter.name, *parameter.aliases):
             path, _, attribute = name.rpartition(".")
@@ -95,13 +100,16 @@ def mark(
 
 def routes(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", frozen: bool = False,
+    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    frozen: bool = False,
 ) -> list[tuple[ModelParameter, Route]]:  # fmt: skip
     """Return every trainable parameter with its route, and if `frozen`, also the others that are recognized."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
     if overrides and not isinstance(overrides, Mapping):
         raise TypeError(f"overrides must map patterns to rules or settings, got {overrides!r}")
+    if split_heads and rule == "adam":
+        raise ValueError(f"split_heads={split_heads!r}: AdamW updates each element by itself, so heads change nothing")
     if decay not in DECAYS:
         raise ValueError(f"decay={decay!r} is not valid: one of {DECAYS}")
     asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
@@ -114,7 +122,9 @@ def routes(
     tied = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[ModelParameter, Route]] = []
     unknown: list[ModelParameter] = []
-    for parameter in _model_parameters(model):
+    parameters = _model_parameters(model)
+    split = find_heads(model, parameters, split_heads)
+    for parameter in parameters:
         _refuse_flat(parameter)
         names = (parameter.name, *parameter.aliases)
         matches = [pattern for pattern in asked if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
@@ -123,15 +133,17 @@ def routes(
             continue
         is_head = parameter.module_path in heads
         route = route_of(parameter, rule, is_embedding=id(parameter.p) in tied, is_head=is_head)
+        override = asked[matches[0]] if matches else {}
         if matches:
-            route = _overridden(parameter, route, matches[0], asked[matches[0]])
+            route = _overridden(parameter, route, matches[0], override)
         if route is not None:
+            route = with_heads(parameter, route, split.get(parameter.name), override)
             found.append((parameter, route if decay == "all" else _without_decay(route)))
         elif parameter.p.requires_grad:
             unknown.append(parameter)
     _refuse_unknown(unknown, rule)
     if unused := [pattern for pattern in asked if pattern not in used]:
-        known = [parameter.name for parameter in _model_parameters(model)][:3]
+        known = [parameter.name for parameter in parameters][:3]
         raise ValueError(f"overrides that match no parameter: {unused}; names look like {known}")
     return found
 

@@ -102,18 +102,19 @@ class ShardedLayout(Layout):
         """Where each block is. All ranks must read this together, because it creates missing process groups."""
         return [self._location_of_block(i) if self.cut_sides else LOCAL for i in range(len(self.sizes_mn))]
 
-    def _block_of(self, rows: Cut, i: int) -> Cut:
-        """Return the cut of the rows of block i, given that of all rows."""
-        return replace(rows, low=sum(self.splits[:i]), high=sum(self.splits[: i + 1])) if self.splits else rows
+    def _block_of(self, whole: Cut, i: int) -> Cut:
+        """Return the cut of the rows (or columns) of block i, given that of all rows (or columns)."""
+        return replace(whole, low=sum(self.splits[:i]), high=sum(self.splits[: i + 1])) if self.splits else whole
 
     def _location_of_block(self, i: int) -> ShardedLocation:
-        rows, cols = self._block_of(self.matrix_cuts["m"], i), self.matrix_cuts["n"]
+        block = {self.split_axis: self._block_of(self.matrix_cuts[self.split_axis], i)}
+        rows, cols = (block.get(side, self.matrix_cuts[side]) for side in "mn")
         if not self.needs_owners:
             return sharded_location(self.mesh, rows, cols)
         state: list[tuple[str, tuple[Cut, ...]]] = []
         for name, (slot, all_cuts) in self.state_cuts.items():
             cuts = [rows, cols] if slot.axes == "*" else all_cuts[self._lead(slot) :]
-            if slot.axes.startswith("m"):
+            if slot.axes.startswith(self.split_axis):
                 cuts[0] = self._block_of(cuts[0], i)
             state.append((name, tuple(cuts)))
         return sharded_location(self.mesh, rows, cols, tuple(state))
@@ -137,9 +138,9 @@ class ShardedLayout(Layout):
             return grad
         return grad.redistribute(self.mesh, self.placements)
 
-    def split_rows(self, x: Tensor) -> list[Tensor]:
-        rows = [self._block_of(self.matrix_cuts["m"], i) for i in range(len(self.sizes_mn))]
-        return list(x.split(self._part_shape(rows), dim=0))
+    def split(self, x: Tensor, dim: int) -> list[Tensor]:
+        cuts = [self._block_of(self.matrix_cuts[self.split_axis], i) for i in range(len(self.sizes_mn))]
+        return list(x.split(self._part_shape(cuts), dim))
 
     # -- one number for each block ------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class ShardedLayout(Layout):
     def _lead(self, slot: Slot) -> int:
         """Return how many leading dimensions of a state tensor count matrices: a batch, or blocks of a fused weight."""
         if self.splits:
-            return 0 if slot.axes.startswith("m") else 1
+            return 0 if slot.axes.startswith(self.split_axis) else 1
         return len(slot.axes) - len(slot.axes.lstrip("b"))
 
     def placements_of(self, slot: Slot) -> tuple[Placement, ...]:

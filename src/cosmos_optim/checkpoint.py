@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "layout", "block_rows", "row_beta2", "normalize")
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
-SLOTS = frozenset(("step",)).union(*(rule.State._fields for rule in RULES.values()))
+SLOTS = frozenset(("step", "M_scale")).union(*(rule.State._fields for rule in RULES.values()))
 
 
 def structure(group: Settings) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
+    _warn_of_momentum(ours_now, saved)
     if ours_now is not optimizer.param_groups:
         optimizer.param_groups[:] = ours_now
         warnings.warn(
@@ -204,6 +205,17 @@ def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved:
         if differ:
             theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
             raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")
+
+
+def _warn_of_momentum(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Warn if the checkpoint's momentum is stored as int8 and ours is not, or the other way round."""
+    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        if differing(a, b, ("momentum_dtype",)) and torch.int8 in (a["momentum_dtype"], b["momentum_dtype"]):
+            warnings.warn(
+                f"group {i} was saved with momentum_dtype={b['momentum_dtype']}, which replaces {a['momentum_dtype']}: "
+                "the momentum stays as it was saved",
+                stacklevel=4,
+            )
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:

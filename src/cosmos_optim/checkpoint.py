@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
-SLOTS = frozenset(("step",)).union(*(rule.State._fields for rule in RULES.values()))
+SLOTS = frozenset(("step", "M_scale")).union(*(rule.State._fields for rule in RULES.values()))
 
 
 def structure(group: Settings) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
+    _warn_of_momentum(ours_now, saved)
     saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
     _check_names(ours_now, saved)
     loaded: dict[Tensor, dict[str, Any]] = {}
@@ -221,6 +222,17 @@ def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
                     "place here: build the optimizer with the same overrides and groups, and the same parameters "
                     "frozen. If the model was renamed, delete param_names from the checkpoint's groups"
                 )
+
+
+def _warn_of_momentum(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Warn if the checkpoint's momentum is stored as int8 and ours is not, or the other way round."""
+    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        if differing(a, b, ("momentum_dtype",)) and torch.int8 in (a["momentum_dtype"], b["momentum_dtype"]):
+            warnings.warn(
+                f"group {i} was saved with momentum_dtype={b['momentum_dtype']}, which replaces {a['momentum_dtype']}: "
+                "the momentum stays as it was saved",
+                stacklevel=4,
+            )
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:

@@ -128,7 +128,7 @@ CHECKS: dict[str, Check] = {
     "squares": _one_of("gradient", "momentum"),
     "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
     "ns_dtype": _check(_is_float_dtype, "a floating-point torch.dtype, or None to choose by device"),
-    "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16),
+    "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
     "nonfinite": _one_of("skip", "raise"),
     "missing": _one_of("skip", "zero"),
     "side": _one_of("auto", "input", "smaller"),
@@ -240,7 +240,9 @@ def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
     meant = key if key in OURS or key in ONLY_ARGUMENTS else near_miss(key)
     if meant is not None:
         hint = f" (did you mean {meant!r}?)" if meant != key else ""
-        raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}; it has {sorted(defaults)}")
+        having = sorted(other.name for other in RULES.values() if meant in other.defaults)
+        others = f" (the rules {having} have {meant!r})" if having and meant not in defaults else ""
+        raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}; it has {sorted(defaults)}{others}")
 
 
 def _gamma(lr: float | Tensor, adam_lr: float | Tensor, soap_lr: float) -> float:

@@ -61,7 +61,8 @@ class Cosmos(MatrixOptimizer):
         ns_steps: Newton-Schulz iterations.
         ns_coefficients: "ns5" or "polar-express".
         ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
-        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state.
+        momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state, and torch.int8 quarters
+            it, with one scale for each 128 elements of a row.
         split_sizes: rows of each block of a fused weight, or one number for equal blocks; each block is updated as its
             own matrix. In a group, `split_side="input"` cuts columns instead.
         maximize: ascend instead of descend.

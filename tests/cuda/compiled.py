@@ -127,6 +127,7 @@ def launch_products() -> None:
     from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
     from cosmos_optim.cuda.kernels.update import update_
     from cosmos_optim.cuda.pointer_list import MatrixList
+    from cosmos_optim.linalg.quantization import quantize
 
     G, M, W = (MatrixList.of([torch.randn(ROWS, COLS) for _ in range(BATCH)]) for _ in range(3))
     U, Y, S = torch.randn(BATCH, COLS, RANK), torch.randn(BATCH, ROWS, RANK), torch.randn(BATCH, RANK, RANK)
@@ -137,6 +138,12 @@ def launch_products() -> None:
     block_max = momentum_(M, G, 0.1, (half, wide), RANK, None, x_max)[2]
     parts = split_both(Y)[1]
     residual(M, G, 0.9, 0.1, parts, wide, block_max)
+    for rank in (RANK, 256):  # an M of 8 bits, also with the most columns
+        codes, scales = quantize(torch.randn(BATCH, ROWS, COLS))
+        state = MatrixList.momentum({"M": list(codes), "M_scale": list(scales)})
+        bases, P = split_both(torch.randn(BATCH, COLS, rank)), split_both(torch.randn(BATCH, ROWS, rank))[1]
+        block_max = momentum_(state, G, 0.1, bases, rank, None, x_max)[2]
+        residual(state, G, 0.9, 0.1, P, bases[1], block_max)
     overlap(X, half, RANK)
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)
     power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)

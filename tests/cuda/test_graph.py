@@ -81,6 +81,7 @@ def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
         (Muon, {"normalize": True}),
         (NorMuon, {}),
         (Cosmos, {"momentum_dtype": torch.bfloat16}),
+        (Cosmos, {"momentum_dtype": torch.int8}),
     ],
 )
 def test_recorded_steps_equal_steps_without_a_graph(

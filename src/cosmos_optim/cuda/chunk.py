@@ -28,7 +28,7 @@ class DeviceInputs(NamedTuple):
 
 def run_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: DeviceInputs | None = None) -> None:
     """Take the step of a chunk. A recorded step passes `inputs` instead of host values."""
-    W, M = MatrixList.of(chunk.params), MatrixList.of(chunk.state()["M"])
+    W, M = MatrixList.of(chunk.params), MatrixList.momentum(chunk.state())
     G = MatrixList.of(chunk.grads, None if inputs is None else inputs.addresses)
     if inputs is None:
         lr, decay = signed_lr(chunk.group), decay_of(chunk.group)
@@ -55,8 +55,8 @@ def start_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None) -> None:
 
 
 def thin_state(chunk: Batch) -> dict[str, list[Tensor]]:
-    """Return the state of a chunk except M, by name."""
-    return {name: tensors for name, tensors in chunk.state().items() if name != "M"}
+    """Return the state of a chunk except M and its scales, by name."""
+    return {name: tensors for name, tensors in chunk.state().items() if name not in ("M", "M_scale")}
 
 
 def rank_of(batch: Batch) -> int:

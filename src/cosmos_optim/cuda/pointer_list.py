@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,8 @@ _tables: OrderedDict[Any, Tensor] = OrderedDict()
 # inside `keep_tables_in` it is the list of the graph's owner.
 _captured: list[tuple[Tensor, Tensor | None]] = []
 
-_ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+            torch.int8: "int8"}  # fmt: skip
 
 
 class _PinnedMemory:
@@ -86,15 +87,25 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MatrixList:
-    """A list of (m, n) matrices with one dtype and one pair of strides, and the table of their addresses."""
+    """A list of (m, n) matrices with one dtype and one pair of strides, and the table of their addresses.
+
+    scales: if the matrices are integers, the scales of their blocks (see `linalg.quantization`).
+    """
 
     tensors: list[Tensor]
     table: Tensor
+    scales: MatrixList | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], table: Tensor | None = None) -> MatrixList:
         """Return the operand for these tensors, or for similar ones with the addresses in `table`."""
         return cls(list(tensors), addresses(tensors) if table is None else table)
+
+    @classmethod
+    def momentum(cls, state: Mapping[str, list[Tensor]]) -> MatrixList:
+        """Return the operand for M, with its scales if the state has them."""
+        M, scales = state["M"], state.get("M_scale")
+        return cls(M, addresses(M), None if scales is None else cls.of(scales))
 
     @property
     def shape(self) -> tuple[int, int]:

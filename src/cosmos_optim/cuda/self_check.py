@@ -20,8 +20,10 @@ from cosmos_optim.cuda.kernels.launch import on_device, power_of_two
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.precompile import compile_in_parallel, launches_disabled
 from cosmos_optim.cuda.step import SCHEDULES
+from cosmos_optim.engine.run import load_state
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.rules.rule import Rule
+from cosmos_optim.linalg.quantization import quantize
+from cosmos_optim.rules.rule import Rule, as_stored
 
 # A wrong kernel has a far larger error. Tests check tighter bounds.
 CLOSE = 1e-2
@@ -31,39 +33,49 @@ NARROW = 1024
 _results: dict[Hashable, bool] = {}
 
 
-def kernels_work(p: Tensor, rule: Rule, rank: int) -> bool:
-    """Return whether the schedule of a rule works for matrices like p (m, n); run the comparison once per kind."""
+def kernels_work(p: Tensor, rule: Rule, rank: int, quantized: bool = False) -> bool:
+    """Return whether the schedule of a rule works for matrices like p (m, n); run the comparison once per kind.
+
+    quantized: whether the momentum is stored as int8.
+    """
     (m, n), rank = p.shape, min(rank, 255)
     is_narrow, is_wide, is_odd = min(m, n) <= NARROW, m < n, bool(max(p.stride()) * p.element_size() % 16)
-    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd)
+    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd, quantized)
     if key not in _results:
         if launches_disabled():  # a kernel that was not launched cannot be compared
             return True
         short = 272 if is_narrow else 1040
         m, n = (short, short + 48 + is_odd) if is_wide else (short + 48, short + is_odd)
         work = partial(step_error, rule, rank, m, n, p.device, p.dtype)
+        if quantized:
+            work = partial(work, momentum_dtype=torch.int8)
         compile_in_parallel(p.device, [work])
         _results[key] = _within_bound(work, rule, p.device)
     return _results[key]
 
 
-def step_error(rule: Rule, rank: int, m: int, n: int, device: torch.device, dtype: torch.dtype) -> float:
+def step_error(
+    rule: Rule, rank: int, m: int, n: int, device: torch.device, dtype: torch.dtype,
+    momentum_dtype: torch.dtype | None = None,
+) -> float:  # fmt: skip
     """Return the largest relative error of update and state after one step by kernels."""
-    settings = {**rule.defaults, **({"rank": rank, "gamma": 0.25} if "rank" in rule.defaults else {})}
+    ranked = {"rank": rank, "gamma": 0.25} if "rank" in rule.defaults else {}
+    settings = {**rule.defaults, **ranked, "momentum_dtype": momentum_dtype}
     arguments, t = rule.arguments(settings), torch.full((2, 1, 1), 3.0, dtype=torch.float32, device=device)
     G, state = random_state(rule, settings, m, n, device)
     # In float32: the error of plain torch in float16 can exceed the bound, 1.3e-2 if the basis has most columns.
     exact = rule.arguments({**settings, "ns_dtype": torch.float32})
     D, expected = rule.direction(G, state, t, alg=Algebra(m, n), **exact)
 
-    W, grads, M = ([x.clone() for x in stack.to(d)] for stack, d in (
-        (torch.zeros_like(G), torch.float32), (G, dtype), (state.M, torch.float32)))  # fmt: skip
+    W, grads = ([x.clone() for x in stack.to(d)] for stack, d in ((torch.zeros_like(G), torch.float32), (G, dtype)))
+    parts = (state.M,) if momentum_dtype is not torch.int8 else quantize(state.M)
+    stored = {name: [x.clone() for x in part] for name, part in zip(("M", "M_scale"), parts, strict=False)}
     thin = {k: v for k, v in state._asdict().items() if k != "M"}
     found = SCHEDULES[rule.name](
-        MatrixList.of(W), MatrixList.of(grads), rule.State(M=MatrixList.of(M), **thin), t, lr=1.0, decay=0.0,
+        MatrixList.of(W), MatrixList.of(grads), rule.State(M=MatrixList.momentum(stored), **thin), t, lr=1.0, decay=0.0,
         grad_max=G.abs().amax((1, 2)), **arguments,
     )  # fmt: skip
-    pairs = [(torch.stack(W), -D), (torch.stack(M), expected.M)]
+    pairs = [(torch.stack(W), -D), (load_state(stored, torch.float32)["M"], expected.M)]
     pairs += [(getattr(found, k), getattr(expected, k)) for k, v in thin.items() if v is not None]
     return max(relative_error(x, y) for x, y in pairs)
 
@@ -77,7 +89,8 @@ def random_state(rule: Rule, settings: dict[str, Any], m: int, n: int, device: t
 
     G = draw(m, n).bfloat16().float()  # exact in every dtype
     state = {name: draw(*slot.shape).abs() for name, slot in rule.slots(m, n, settings).items()}
-    state["M"] = 0.5 * G + 0.3 * draw(m, n)
+    state.pop("M_scale", None)
+    state["M"] = as_stored(0.5 * G + 0.3 * draw(m, n), settings["momentum_dtype"])
     if "U" in state:
         r = state["U"].shape[-1]
         state["U"] = torch.linalg.qr(G.mT @ (G @ draw(n, r)))[0].contiguous()

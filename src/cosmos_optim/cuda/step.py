@@ -67,7 +67,7 @@ def cosmos_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
     betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
-    residual_guard: float, ns: NewtonSchulz,
+    residual_guard: float, ns: NewtonSchulz, momentum_dtype: torch.dtype | None = None,
 ) -> CosmosState:
     """Take one step of COSMOS: write W and M, and return the new thin state. See also `rules.cosmos.direction`.
 
@@ -76,6 +76,7 @@ def cosmos_step_(
         grad_max: the largest |g| of each matrix, (B,). A matrix with a zero gradient is only decayed.
         skip: a boolean on the device; if True, nothing is written.
         seeds: (B,) int32; if given, bfloat16 parameters are rounded stochastically.
+        momentum_dtype: not read, because M has it.
     """
     (b1, b2), (M, U_old, S, V, v), r = betas, state, state.U.shape[-1]
     (m, n), guard, a = W.shape, residual_guard, b1 if nesterov else 1.0
@@ -120,7 +121,7 @@ def muon_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
     momentum: float, nesterov: bool, ns: NewtonSchulz, scaling: str = "paper", normalize: bool = False,
-    beta2: float | None = None, eps: float = 0.0,
+    beta2: float | None = None, eps: float = 0.0, momentum_dtype: torch.dtype | None = None,
 ) -> MuonState | NorMuonState:
     """Take one step of Muon, or of NorMuon if `beta2` is given: write W and M, and return the new thin state."""
     M, (m, n), a = state.M, W.shape, momentum if nesterov else 1.0

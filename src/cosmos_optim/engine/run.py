@@ -18,6 +18,7 @@ from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
 from cosmos_optim.engine.rounding import write_
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.quantization import dequantize, quantize
 
 Diagnostics = dict[str, dict[str, float]]
 LocatedJob = tuple[Batch, Job]
@@ -121,7 +122,7 @@ def direction_of(
                     diagnostics.setdefault(matrix.name, {})[key] = value
         return D, {name: tensor for name, tensor in new._asdict().items() if tensor is not None}
 
-    G, state = load(stack.grads, dtype), {name: load(x, dtype) for name, x in stack.state().items()}
+    G, state = load(stack.grads, dtype), load_state(stack.state(), dtype)
     return location.run(take_step, location.algebra(stack.m, stack.n), G, state, t)
 
 
@@ -132,8 +133,20 @@ def load(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(list(tensors)).to(dtype)
 
 
+def load_state(state: dict[str, list[Tensor]], dtype: torch.dtype) -> Tensors:
+    """Stack all state for computation in `dtype`; an M of 8 bits is multiplied by its scales."""
+    if "M_scale" in state:
+        rest = {name: tensors for name, tensors in state.items() if name not in ("M", "M_scale")}
+        M = dequantize(load(state["M"], torch.int8), load(state["M_scale"], torch.float32), dtype)
+        return {"M": M, **load_state(rest, dtype)}
+    return {name: load(tensors, dtype) for name, tensors in state.items()}
+
+
 def store_(state: dict[str, list[Tensor]], new: Tensors, skip: Tensor | None) -> None:
     """Write stacked state back to its tensors, unless `skip` is True."""
+    if "M_scale" in state:
+        M, M_scale = quantize(new["M"])  # the definition has rounded M already, so this is exact
+        new = {**new, "M": M, "M_scale": M_scale}
     for name, tensors in state.items():
         value = new[name]
         if skip is not None:

@@ -24,7 +24,7 @@ from cosmos_optim.linalg.algebra import Algebra, norm_sq
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.normalization import bias_correction, normalize_rows, quotient, unit_rms
 from cosmos_optim.linalg.subspace import NOISE, or_one, power_step, take_first_bases
-from cosmos_optim.rules.rule import Rule, Settings, Slot
+from cosmos_optim.rules.rule import Rule, Settings, Slot, as_stored, momentum_slots
 
 DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.98), "eps": 1e-8, "rank": 32, "gamma": None, "nesterov": True, "eps_placement": "outside",
@@ -67,7 +67,8 @@ class TwoSidedState(NamedTuple):
 def direction(
     G: Tensor, state: CosmosState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
     eps_placement: str = "outside", gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95,
-    residual_guard: float = 1e-5, ns: NewtonSchulz = DEFLATED, alg: Algebra | None = None,
+    residual_guard: float = 1e-5, momentum_dtype: torch.dtype | None = None, ns: NewtonSchulz = DEFLATED,
+    alg: Algebra | None = None,
 ) -> tuple[Tensor, CosmosState]:
     """Return the direction D of W <- W - lr D, and the new state: Algorithm 1. t counts steps from 1.
 
@@ -82,7 +83,7 @@ def direction(
     e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
     c1, c2 = bias_correction(b1, t + ahead), bias_correction(b2, t)
 
-    M = torch.lerp(M, G, 1 - b1)                                        # L4   b1 M + (1 - b1) G
+    M = as_stored(torch.lerp(M, G, 1 - b1), momentum_dtype)             # L4   b1 M + (1 - b1) G
     U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)
     GU, C = alg.mm(G, U), alg.un(U, U_old)
     E = alg.tn((1 - b2) * GU, GU)
@@ -105,7 +106,8 @@ def direction(
 def direction_two_sided(
     G: Tensor, state: TwoSidedState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
     eps_placement: str = "outside", gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95,
-    residual_guard: float = 1e-5, ns: NewtonSchulz = DEFLATED, alg: Algebra | None = None,
+    residual_guard: float = 1e-5, momentum_dtype: torch.dtype | None = None, ns: NewtonSchulz = DEFLATED,
+    alg: Algebra | None = None,
 ) -> tuple[Tensor, TwoSidedState]:
     """Return the direction D and the new state: Algorithm 4, with its misprints corrected (docs/algorithm.md)."""
     alg = alg or Algebra(*G.shape[-2:])
@@ -113,7 +115,7 @@ def direction_two_sided(
     e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
     c1, c2 = bias_correction(b1, t + ahead), bias_correction(b2, t)
 
-    M = torch.lerp(M, G, 1 - b1)                                        # L4   b1 M + (1 - b1) G
+    M = as_stored(torch.lerp(M, G, 1 - b1), momentum_dtype)             # L4   b1 M + (1 - b1) G
     U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)
     O = power_step(G.mT, O_old, R, b2, alg.T)                           # L6   QR(b2 O R + (1 - b2) GG'O); paper: R O
     GU, C = alg.mm(G, U), alg.un(U, U_old)
@@ -207,8 +209,8 @@ def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     """Return M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n), and v (m, 1) unless row_beta2 is None."""
     r = min(h["rank"], n)
     rows = {} if h["row_beta2"] is None else {"v": Slot("mo", (m, 1))}
-    M = Slot("mn", (m, n), h["momentum_dtype"])
-    return {"M": M, "U": Slot("nr", (n, r)), "S": Slot("rr", (r, r)), "V": Slot("mr", (m, r)), **rows}
+    M = momentum_slots(m, n, h["momentum_dtype"])
+    return M | {"U": Slot("nr", (n, r)), "S": Slot("rr", (r, r)), "V": Slot("mr", (m, r)), **rows}
 
 
 def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:

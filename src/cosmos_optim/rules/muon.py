@@ -18,7 +18,7 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.normalization import normalize_rows, unit_rms
-from cosmos_optim.rules.rule import Rule, Settings, Slot
+from cosmos_optim.rules.rule import Rule, Settings, Slot, as_stored, momentum_slots
 
 # The paper's sqrt(m) assumes that m is the longer side. The other two are torch.optim.Muon's.
 SCALINGS: dict[str, Callable[[int, int], float]] = {
@@ -52,7 +52,8 @@ class NorMuonState(NamedTuple):
 # fmt: off
 def direction(
     G: Tensor, state: MuonState, t: Tensor | None = None, *, momentum: float = 0.95, nesterov: bool = True,
-    scaling: str = "paper", normalize: bool = False, ns: NewtonSchulz = NS5, alg: Algebra | None = None,
+    momentum_dtype: torch.dtype | None = None, scaling: str = "paper", normalize: bool = False, ns: NewtonSchulz = NS5,
+    alg: Algebra | None = None,
 ) -> tuple[Tensor, MuonState]:
     """Return the direction and the new state: Algorithm 3.
 
@@ -63,7 +64,7 @@ def direction(
     root mean square 1.0000
     """
     alg = alg or Algebra(*G.shape[-2:])
-    M = torch.lerp(state.M, G, 1 - momentum)                                    # L4   mu M + (1 - mu) G
+    M = as_stored(torch.lerp(state.M, G, 1 - momentum), momentum_dtype)         # L4   mu M + (1 - mu) G
     N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M       # L5
     B = alg.polar(N, alg.norm_sq(N), ns)                                        # L6   NS5(N / |N|)
     D = unit_rms(B, alg) if normalize else SCALINGS[scaling](alg.m, alg.n) * B  # L7   sqrt(m) B
@@ -72,11 +73,12 @@ def direction(
 
 def direction_normuon(
     G: Tensor, state: NorMuonState, t: Tensor | None = None, *, momentum: float = 0.95, nesterov: bool = True,
-    beta2: float = 0.95, eps: float = 1e-8, ns: NewtonSchulz = NS5, alg: Algebra | None = None,
+    momentum_dtype: torch.dtype | None = None, beta2: float = 0.95, eps: float = 1e-8, ns: NewtonSchulz = NS5,
+    alg: Algebra | None = None,
 ) -> tuple[Tensor, NorMuonState]:
     """Return the direction and the new state of NorMuon (Li et al. 2025): rows of equal size, then RMS 1."""
     alg = alg or Algebra(*G.shape[-2:])
-    M = torch.lerp(state.M, G, 1 - momentum)
+    M = as_stored(torch.lerp(state.M, G, 1 - momentum), momentum_dtype)
     N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M
     B = alg.polar(N, alg.norm_sq(N), ns)
     D, v = normalize_rows(B, state.v, beta2, eps, alg)
@@ -89,7 +91,7 @@ def direction_normuon(
 
 def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     """Return the momentum."""
-    return {"M": Slot("mn", (m, n), h["momentum_dtype"])}
+    return momentum_slots(m, n, h["momentum_dtype"])
 
 
 def slots_normuon(m: int, n: int, h: Settings) -> dict[str, Slot]:

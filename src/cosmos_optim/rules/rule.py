@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+from cosmos_optim.linalg.quantization import dequantize, quantize, scale_columns
 
 Settings = Mapping[str, Any]
 
@@ -41,7 +42,8 @@ class Rule:
     name: the value of "rule" in a parameter group.
     defaults: default of each hyper-parameter.
     State: the NamedTuple of its state; a field that is None has no tensor.
-    slots: (m, n, settings) -> the state of one matrix. Elementwise rules get m = n = 1.
+    slots: (m, n, settings) -> the state of one matrix. Elementwise rules get m = n = 1. A slot "M_scale" holds the
+        scales of an M of 8 bits; `direction` does not see it, its M is dequantized.
     direction: (G, state, t, *, alg, its own hyper-parameters) -> (D, new state); t (..., 1, 1) counts
         steps since the first non-zero gradient, from 1.
     start: (G, state, *, alg) -> the state with the bases from the first gradient, if the rule has any.
@@ -77,6 +79,19 @@ class Rule:
         if "ns_steps" in self.defaults:
             named["ns"] = NewtonSchulz.of(settings, deflated=self.deflates)
         return named
+
+
+def momentum_slots(m: int, n: int, dtype: torch.dtype | None) -> dict[str, Slot]:
+    """Return M (m, n), and the scales of its blocks if it is stored as integers."""
+    M = {"M": Slot("mn", (m, n), dtype)}
+    return M if dtype is not torch.int8 else M | {"M_scale": Slot("mc", (m, scale_columns(n)), torch.float32)}
+
+
+def as_stored(M: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return M as its slot will hold it: a step uses the momentum that the next one reads, as the kernels do."""
+    if dtype is None:
+        return M
+    return dequantize(*quantize(M), M.dtype) if dtype is torch.int8 else M.to(dtype).to(M.dtype)
 
 
 def two_sided(rule: str) -> str:

@@ -92,6 +92,12 @@ class ShardedLayout(Layout):
         self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.slots(group).items()}  # fmt: skip
+        if "M_scale" in self.state_cuts and "n" in self.cut_sides:
+            raise ValueError(
+                "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "
+                "the rule sees it (layout and side may transpose it): shard its outputs, Shard(0) of an (out, in) "
+                "weight, or give its group momentum_dtype=torch.bfloat16"
+            )
         matrix_state = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])
                         for slot, cuts in self.state_cuts.values() if slot.axes != "*"]  # fmt: skip
         whole = (math.prod(shape) for shape, cuts in matrix_state if not any(cut.mesh_dims for cut in cuts))

@@ -1,6 +1,6 @@
 """M <- M + w (G - M) in place (L4), and G U, M U and the largest |entry| of G and M in the same pass.
 
-Reads G and M once and writes M once. If `skip` is True, M stays as it is.
+Reads G and M once and writes M once. If `skip` is True, M stays as it is. `momentum_int8` does this for an M of 8 bits.
 
 Shapes: G, M (m, n), U (n, r), G U and M U (m, r); B matrices each.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
+from cosmos_optim.cuda.kernels.momentum_int8 import momentum_int8_
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import (
     columns_before_alignment,
@@ -125,6 +126,8 @@ def momentum_(
         skip: a boolean scalar on the device, or None; if True, M is not written.
         grad_max: the largest |entry| of each G or a bound not far above it, (B,); not needed without U.
     """
+    if M.scales is not None:
+        return momentum_int8_(M, G, w, U, r, skip, grad_max)
     (m, n), batch, R = M.shape, len(M), 16 if U is None else U[0].shape[-1]
     source, target = G.source(), M.source()
     same_rows = G.dtype.itemsize == M.dtype.itemsize and source["sm"] == target["sm"]

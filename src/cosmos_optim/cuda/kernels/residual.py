@@ -17,6 +17,7 @@ from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts
 from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
+from cosmos_optim.linalg.quantization import BLOCK
 
 LAUNCH = Launch(64, 64, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=3)
@@ -29,17 +30,31 @@ def buffer_scale(block_max, batch, blocks, BLOCKS: tl.constexpr):
     return ((257 - exponent(x_max)) << 23).to(tl.float32, bitcast=True)
 
 
+@jit
+def load_momentum(
+    state, scales, i, first, m, n, mm, mn, scale_stride, BN: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Load the tile of M that begins at column `first`; if M is codes, times the scales of their block."""
+    value = load_tile(state, i, first + tl.arange(0, BN), m, n, mm, mn).to(tl.float32)
+    if QUANTIZED:
+        at = scales + i * scale_stride + first // BLOCK  # one block: BN divides BLOCK
+        value = value * tl.load(at, mask=(i < m) & (first < n), other=0.0)[:, None]
+    return value
+
+
 @jit(unaligned=("x",))
 def _residual(
-    x, mom, p, u, out, norm_sq_parts, scale, block_max, p_step, u_step, m, n, blocks, sm, sn, mm, mn, a, b,
-    out_stride, om, on,
+    x, mom, scales, p, u, out, norm_sq_parts, scale, block_max, p_step, u_step, m, n, blocks, sm, sn, mm, mn,
+    scale_stride, a, b, out_stride, om, on,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, BLEND: tl.constexpr,
     BLOCKS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    MOMENT: tl.constexpr, M_ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    MOMENT: tl.constexpr, M_ALIGNED: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr,
+    FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix_start(x, batch, ELEMENT, ALIGNED)
     state = matrix_start(mom, batch, MOMENT, M_ALIGNED)
+    scale_start = matrix_start(scales, batch, tl.float32, False)  # not read if M is not quantized
     c = buffer_scale(block_max, batch, blocks, BLOCKS)
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
     if THIN:
@@ -48,13 +63,13 @@ def _residual(
     target = out + batch.to(tl.int64) * out_stride
     squares = tl.zeros((BM, BN), dtype=tl.float32)
     # Triton prefetches only the operands of products, so the code loads the next tile explicitly.
-    next_m = load_tile(state, i, tl.arange(0, BN), m, n, mm, mn).to(tl.float32)
+    next_m = load_momentum(state, scale_start, i, 0, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
     if BLEND:
         next_g = load_tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         value = next_m
-        next_m = load_tile(state, i, j + BN, m, n, mm, mn).to(tl.float32)
+        next_m = load_momentum(state, scale_start, i, first + BN, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
         if BLEND:
             value = a * value + b * next_g
             next_g = load_tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
@@ -90,11 +105,14 @@ def residual(
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
     om, on = (X.stride(1), 1) if m >= n else (1, X.stride(1))
     _residual[(blocks, batch)](
-        **G.rows_source(), mom=M.table, p=X if P is None else P, u=X if U is None else U, out=X,
-        norm_sq_parts=norm_sq_parts, scale=c, block_max=block_max, p_step=0 if P is None else P.stride(0),
-        u_step=0 if U is None else U.stride(0), m=m, n=n, blocks=block_max.shape[1], mm=target["sm"], mn=target["sn"],
-        a=a, b=b, out_stride=X.stride(0), om=om, on=on, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
+        **G.rows_source(), mom=M.table, scales=(M.scales or M).table, p=X if P is None else P,
+        u=X if U is None else U, out=X, norm_sq_parts=norm_sq_parts, scale=c, block_max=block_max,
+        p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
+        blocks=block_max.shape[1], mm=target["sm"], mn=target["sn"],
+        scale_stride=0 if M.scales is None else M.scales.tensors[0].stride(0), a=a, b=b, out_stride=X.stride(0),
+        om=om, on=on, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
         BLEND=(a, b) != (1.0, 0.0), BLOCKS=power_of_two(block_max.shape[1]), MOMENT=target["ELEMENT"],
-        M_ALIGNED=target["ALIGNED"], FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
+        M_ALIGNED=target["ALIGNED"], QUANTIZED=M.scales is not None, BLOCK=BLOCK,
+        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return X, norm_sq_parts, c

@@ -1,0 +1,123 @@
+"""M <- M + w (G - M) for an M of 8 bits (L4), and G U, M U and the largest |entry| of G and M in the same kernel.
+
+The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A program takes one
+block of columns after another. It looks for the largest |entry| of the new M in each row, which gives the scale, and
+then reads the same tiles again, from the cache, and writes their codes. The products use M as it is stored. If `skip`
+is True, neither codes nor scales are written.
+
+Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r); B matrices each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
+from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
+from cosmos_optim.cuda.kernels.tiles import dot_bfloat16_tile, dot_split_tile, exponent, load_tile, matrix_start
+from cosmos_optim.cuda.pointer_list import MatrixList
+from cosmos_optim.linalg.quantization import BLOCK
+
+LAUNCH = Launch(64, 32, warps=4, stages=2)
+
+
+@jit
+def scale_of(largest):
+    """Return the scale of a block with this largest |entry|: a 127th of it, with 17 significant bits."""
+    bits = (largest / 127.0).to(tl.int32, bitcast=True)
+    bits = tl.minimum(tl.maximum(bits, 1 << 23), 248 << 23)  # 2^-126 and 2^121
+    return ((bits + 64) & -128).to(tl.float32, bitcast=True)
+
+
+@jit
+def nearest_code(x):
+    """Round to the nearest integer in -127..127, to even if two are equally near."""
+    rounded = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: its last bit counts ones
+    return tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+
+
+@jit
+def _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w):
+    """Load a tile of G; return it with the new M, not yet rounded."""
+    g = load_tile(start, i, j, m, n, sm, sn).to(tl.float32)
+    new = load_tile(codes, i, j, m, n, mm, mn).to(tl.float32) * old[:, None]
+    return g, new + w * (g - new)
+
+
+@jit(unaligned=("x",), unspecialized=("m",))
+def _momentum_int8(
+    x, mom, scales, u, v, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, scale_stride, w, gain,
+    BM: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, M_ALIGNED: tl.constexpr, SINGLE_PART: tl.constexpr,
+    FLOAT32_DOTS: tl.constexpr,
+):  # fmt: skip
+    """Update M and multiply: u is U in float16 parts for G (x), v is U in bfloat16 parts for M (mom)."""
+    block, batch = tl.program_id(0), tl.program_id(1)
+    i, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
+    start, codes = matrix_start(x, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, tl.int8, M_ALIGNED)
+    row_scales = matrix_start(scales, batch, tl.float32, False) + i * scale_stride
+    write = tl.load(skip) == 0
+    base = batch.to(tl.int64) * n * R
+    acc_g, acc_m = tl.zeros((BM, R), dtype=tl.float32), tl.zeros((BM, R), dtype=tl.float32)
+    e = 0
+    if THIN:
+        e = exponent(tl.load(grad_max + batch))
+    largest = 0.0
+    for first in range(0, n, BLOCK):
+        end = tl.minimum(first + BLOCK, n)
+        old = tl.load(row_scales + first // BLOCK, mask=i < m, other=0.0)
+        row_max = tl.zeros((BM,), dtype=tl.float32)
+        for k in range(first, end, BK):
+            j = k + tl.arange(0, BK)
+            g, new = _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
+            row_max = tl.maximum(row_max, tl.max(tl.abs(new), axis=1))
+        scale = scale_of(row_max)
+        inverse = 1.0 / scale
+        for k in range(first, end, BK):
+            j = k + tl.arange(0, BK)
+            g, new = _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
+            code = nearest_code(new * inverse[:, None])
+            inside = (i[:, None] < m) & (j[None, :] < n) & write
+            # Every thread has read this tile's row for `row_max`, which the code depends on: no write comes too early.
+            tl.store(codes + i[:, None] * mm + j[None, :] * mn, code.to(tl.int8), mask=inside)
+            new = code * scale[:, None]
+            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(g), tl.abs(new))))
+            if THIN:
+                at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
+                u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
+                acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
+                v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
+                acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, False, FLOAT32_DOTS)
+        tl.debug_barrier()  # other warps may hold copies of `old`: all must have read it
+        tl.store(row_scales + first // BLOCK, scale, mask=(i < m) & write)
+    tl.store(block_max + batch * tl.num_programs(0) + block, largest)
+    if THIN:
+        at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
+        inside = (i[:, None] < m) & (c[None, :] < r)
+        tl.store(gu + at, acc_g * gain, mask=inside)
+        tl.store(mu + at, acc_m, mask=inside)
+
+
+def momentum_int8_(
+    M: MatrixList, G: MatrixList, w: float, U: tuple[Tensor, Tensor] | None, r: int, skip: Tensor | None,
+    grad_max: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Do what `momentum.momentum_` does, for codes M with `M.scales`."""
+    assert M.scales is not None
+    (m, n), batch, R = M.shape, len(M), 16 if U is None else U[0].shape[-1]
+    target, how = M.rows_source(), LAUNCH.fit(R)
+    blocks = -(-m // how.rows)
+    GU, MU = (torch.empty(batch, 0 if U is None else m, r, dtype=torch.float32, device=M.device) for _ in range(2))
+    block_max = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
+    _momentum_int8[(blocks, batch)](
+        **G.rows_source(), mom=M.table, scales=M.scales.table, u=block_max if U is None else U[0],
+        v=block_max if U is None else U[1], gu=GU, mu=MU, block_max=block_max,
+        grad_max=block_max if grad_max is None else grad_max, skip=false_flag(M.device) if skip is None else skip,
+        u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"],
+        scale_stride=M.scales.tensors[0].stride(0), w=w, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, BLOCK=BLOCK,
+        R=R, THIN=U is not None, M_ALIGNED=target["ALIGNED"], SINGLE_PART=G.dtype is torch.bfloat16,
+        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
+    )  # fmt: skip
+    return GU, MU, block_max

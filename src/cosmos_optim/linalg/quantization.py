@@ -1,0 +1,61 @@
+"""Store a matrix as integers of 8 bits, with one float32 scale for each block of a row.
+
+A block of `BLOCK` neighbouring elements of a row (the last block of a row may be shorter) has the scale absmax / 127,
+and each element is the nearest multiple of it: x = code * scale, with code in -127..127. An outlier costs the precision
+of its own block only.
+
+A scale has 17 significant bits and a code 7, so their product is exact in float32. Because of this, quantizing a
+dequantized matrix gives the same codes and scales. `cuda.kernels.momentum_int8` does the same on a GPU.
+
+Shapes: X (..., m, n), codes (..., m, n) int8, scales (..., m, ceil(n / BLOCK)) float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 128
+LARGEST_CODE = 127
+# Bounds of a scale: its inverse and 127 times the scale must be finite and normal. A block of zeros has the least.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**121
+# The low bits of a float32 that a scale leaves zero.
+_CLEARED_BITS = 7
+
+
+def scale_columns(n: int) -> int:
+    """Return the number of scales of a row of n elements."""
+    return -(-n // BLOCK)
+
+
+def quantize(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of X, rounded to nearest.
+
+    >>> codes, scales = quantize(torch.tensor([[127.0, -63.6, 0.4]]))
+    >>> codes.tolist(), scales.tolist()
+    ([[127, -64, 0]], [[1.0]])
+    """
+    blocks = _blocks(X)
+    scales = _rounded(blocks.abs().amax(-1) / LARGEST_CODE)
+    codes = (blocks * (1 / scales.to(X.dtype)).unsqueeze(-1)).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+    return codes.to(torch.int8).flatten(-2)[..., : X.shape[-1]].contiguous(), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the matrix of these codes and scales."""
+    blocks = _blocks(codes).to(dtype) * scales.to(dtype).unsqueeze(-1)
+    return blocks.flatten(-2)[..., : codes.shape[-1]]
+
+
+def _blocks(X: Tensor) -> Tensor:
+    """Return (..., m, blocks, BLOCK): the blocks of each row, the last one filled up with zeros."""
+    n = X.shape[-1]
+    return pad(X, (0, scale_columns(n) * BLOCK - n)).unflatten(-1, (scale_columns(n), BLOCK))
+
+
+def _rounded(scales: Tensor) -> Tensor:
+    """Return scales with 17 significant bits, within their bounds, in float32."""
+    half, kept = 1 << (_CLEARED_BITS - 1), -1 << _CLEARED_BITS
+    bits = scales.clamp(LEAST_SCALE, LARGEST_SCALE).float().view(torch.int32)
+    return ((bits + half) & kept).view(torch.float32)

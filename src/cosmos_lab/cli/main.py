@@ -75,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         close = difflib.get_close_matches(command, COMMANDS, n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
+    before = sys.stdout
     warnings.formatwarning = _one_line
+    sys.stdout = cast(TextIO, PipeSafeStream(before))
     try:
         work(rest)
     except ModuleNotFoundError as error:
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
     finally:
-        warnings.formatwarning = _format_warning
+        sys.stdout, warnings.formatwarning = before, _format_warning
     return 0
 
 

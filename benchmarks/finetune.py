@@ -14,7 +14,7 @@ On the GPU (torch, numpy and Triton suffice):
 Every finished run is a file in OUT/runs. OUT/finetune.json has all of them, with all settings. The same command again
 skips what is finished. Estimate, not measured: 45 s for the base, 18 runs of 160 steps at 3 to 6 s, 60 s to compile and
 to unpack: 4 minutes. With `--bases adamw muon cosmos`, which also shows whether an optimizer does better on its own
-base: 54 runs and 3 bases, 10 minutes, in two calls. `--toy` is for a CPU: a tiny model, whatever shards it is given.
+base: 54 runs and 3 bases, 10 minutes, in two calls. `--toy` is for a CPU: a tiny model, on any shards.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def near_miss(key: str, known: Iterable[str] = OURS) -> str | None:
-    """Return the known name that `key` misspells, or None if it is a word of its own.
+    """Return the known name that `key` misspells, or None if it is another word.
 
     A letter more or less, two swapped, or one other letter in a long name is a slip. One other letter in a short name
     is usually another word (role, size, beta1).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,25 @@ def train(model: Any, optimizer: Any, steps: range, loss_of: Callable[[Any, int]
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def assert_continues_exactly(
+    build: Callable[[int], Any], wrap: Callable[[Any], Any], run: Callable[[Any, Any, range], list[float]] = train
+) -> None:
+    """Compare an unbroken run with one that is saved, loaded into new objects and continued.
+
+    build: makes the model from a seed. wrap: makes the optimizer of a model. run: trains and returns the losses.
+    """
+    model = build(0)
+    opt = wrap(model)
+    run(model, opt, range(CUT))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    after = run(model, opt, range(CUT, STEPS))
+    other = build(1)
+    again = wrap(other)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    assert run(other, again, range(CUT, STEPS)) == after
 
 
 def weights(model: nn.Module) -> list[Tensor]:

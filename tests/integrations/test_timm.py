@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.helpers import CUT, STEPS, train
+from tests.integrations.helpers import STEPS, assert_continues_exactly, train
 from tests.integrations.torchvision_stub import import_timm
 
 if importlib.util.find_spec("timm") is None:
@@ -53,16 +52,7 @@ def test_a_run_with_a_scheduler_of_timm_continues_exactly() -> None:
             losses += train(model, opt, range(step, step + 1), image_loss)
         return losses
 
-    model = vit()
-    opt = optimizer(model)
-    run(model, opt, range(CUT))
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    after = run(model, opt, range(CUT, STEPS))
-    other = vit(seed=1)
-    again = optimizer(other)
-    other.load_state_dict(saved[0])
-    again.load_state_dict(saved[1])
-    assert run(other, again, range(CUT, STEPS)) == after
+    assert_continues_exactly(vit, optimizer, run)
 
 
 def test_vectors_and_tokens_are_not_decayed_and_the_head_is_trained_by_adamw() -> None:

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from cosmos_optim import Cosmos
-from tests.integrations.helpers import CUT, STEPS, changed, tiny_llama, train, weights
+from tests.integrations.helpers import STEPS, assert_continues_exactly, changed, tiny_llama, train, weights
 from tests.integrations.torchvision_stub import import_timm
 
 
 def built(model: Any) -> Cosmos:
     return Cosmos(model, lr=2e-3, adam_lr=8e-3, rank=8)
-
-
-def assert_continues_exactly(wrap: Callable[[Any], Any]) -> None:
-    """Compare an unbroken run with one that is saved, loaded into new objects and continued."""
-    model = tiny_llama()
-    opt = wrap(model)
-    train(model, opt, range(CUT))
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    after = train(model, opt, range(CUT, STEPS))
-    other = tiny_llama(seed=1)
-    again = wrap(other)
-    other.load_state_dict(saved[0])
-    again.load_state_dict(saved[1])
-    assert train(other, again, range(CUT, STEPS)) == after
 
 
 def test_schedule_free_continues_exactly() -> None:
@@ -40,7 +24,7 @@ def test_schedule_free_continues_exactly() -> None:
         opt.train()
         return opt
 
-    assert_continues_exactly(wrap)
+    assert_continues_exactly(tiny_llama, wrap)
 
 
 def test_lookahead_of_timm_continues_exactly() -> None:
@@ -49,7 +33,7 @@ def test_lookahead_of_timm_continues_exactly() -> None:
     import_timm()
     from timm.optim import Lookahead
 
-    assert_continues_exactly(lambda model: Lookahead(built(model), k=2))
+    assert_continues_exactly(tiny_llama, lambda model: Lookahead(built(model), k=2))
 
 
 def test_an_ema_of_the_model_follows_and_does_not_disturb() -> None:

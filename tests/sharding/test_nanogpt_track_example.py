@@ -65,7 +65,7 @@ def test_the_inlined_optimizer_steps_as_the_library_does(
     start = [p.detach().clone() for p in ours]
     for a, b in zip(ours, theirs, strict=True):
         b.data.copy_(a)
-    # Two groups with rates of their own, as in the script; gamma=None is then different in each.
+    # Two groups with different rates, as in the script; gamma=None is then different in each.
     groups = [(slice(0, 2), 1e-2, 0.3), (slice(2, 4), 4e-3, 0.0)]
     inlined = train_cosmos.Cosmos([{"params": ours[i], "lr": lr, "weight_decay": wd} for i, lr, wd in groups])
     library = Cosmos([{"params": theirs[i], "lr": lr, "weight_decay": wd} for i, lr, wd in groups])

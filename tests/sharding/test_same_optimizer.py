@@ -108,7 +108,7 @@ def test_one_rank_of_a_mesh_with_two_dimensions_differs() -> None:
 
 
 def same_in_spite_of_local_parts(rank: int) -> bool:
-    """Build with what may differ: local experts, stages of a pipeline on meshes of their own, keys of other code."""
+    """Build with what may differ: local experts, stages of a pipeline on separate meshes, keys of other code."""
     mesh = init_device_mesh("cpu", (4,))
     p = sharded(mesh)
     expert = nn.Parameter(torch.ones(4 + rank, 4, dtype=torch.float64))

@@ -243,7 +243,7 @@ def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
         found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True, mmap=True)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # torch has many for a file that is not one of its own
+    except Exception as error:  # torch raises many kinds for a file that it did not write
         raise Damaged(f"{path} cannot be read ({first_line(error)})") from error
     return found
 

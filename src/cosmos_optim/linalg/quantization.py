@@ -1,8 +1,8 @@
 """Store a matrix as integers of 8 bits, with one float32 scale for each block of a row.
 
 A block of `BLOCK` neighbouring elements of a row (the last block of a row may be shorter) has the scale absmax / 127,
-and each element is the nearest multiple of it: x = code * scale, with code in -127..127. An outlier costs the precision
-of its own block only.
+and each element is the nearest multiple of it: x = code * scale, with code in -127..127. An outlier costs only
+the precision of its block.
 
 A scale has 17 significant bits and a code 7, so their product is exact in float32. Because of this, quantizing a
 dequantized matrix gives the same codes and scales. `cuda.kernels.momentum_int8` does the same on a GPU.

@@ -40,7 +40,7 @@ class _MarkedParameters(dict[str, Any]):
 
 
 def leave_mark(module: nn.Module, attribute: str, mark: Mark) -> None:
-    """Mark the module's parameter of this name, and whatever replaces it."""
+    """Mark the module's parameter of this name, and any parameter that replaces it."""
     held = module._parameters
     if not isinstance(held, _MarkedParameters):
         held = _MarkedParameters(held)

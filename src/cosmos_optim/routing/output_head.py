@@ -31,7 +31,7 @@ NAMES = (
 )  # fmt: skip
 # Names that hidden layers have too: they count only for the last layer of a model.
 LAST_NAMES = frozenset({"output", "output_layer", "out", "fc", "linear", "last_linear"})
-# Modules whose parts are hidden, whatever they are called.
+# Modules whose parts are hidden, under any name.
 HIDDEN = frozenset({"attn", "attention", "mlp", "ffn"})
 # Names under which a model, or its `config`, declares the number of classes.
 CLASSES = ("num_classes", "num_labels")

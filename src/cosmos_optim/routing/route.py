@@ -67,8 +67,8 @@ class ModelParameter:
 class Route:
     """The rule of a parameter, its group settings, and the reason.
 
-    kind: what the parameter is, whatever an override says: "embedding", "output head", "norm", "bias", "scale",
-        "state space", "vector", "scalar", "depthwise convolution", "hidden", or "" if nothing is known.
+    kind: what the parameter is, also if an override gives it another rule: "embedding", "output head", "norm", "bias",
+        "scale", "state space", "vector", "scalar", "depthwise convolution", "hidden", or "" if nothing is known.
     """
 
     rule: str

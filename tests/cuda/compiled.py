@@ -1,7 +1,7 @@
-"""Compile the kernels for an H100 without one, and find prefetched buffers that a product may still read.
+"""Compile the kernels for an H100 without one: find prefetched buffers that a product may still read, and their memory.
 
 Run as a program, because the interpreter of the other tests cannot compile. It prints a JSON object: the name of each
-kernel -> the buffers at risk.
+kernel -> the buffers at risk, and the bytes of shared memory of its largest form.
 """
 
 import json
@@ -92,19 +92,21 @@ def at_risk(ir: str, stages: int) -> list[str]:
     return risks
 
 
-def compiled(work: Callable[[], Any]) -> dict[str, list[str]]:
-    """Return the kernels that `work` would launch, and the buffers at risk in each."""
+def compiled(work: Callable[[], Any]) -> dict[str, dict[str, Any]]:
+    """Return the kernels that `work` would launch, with the buffers at risk and the shared memory of each."""
     import cosmos_optim.cuda.step  # noqa: F401  (its kernels register themselves)
     from cosmos_optim.cuda.kernels.launch import KERNELS
 
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, Any]] = {}
 
     def compile_only(kernel: Any) -> Callable[..., None]:
         plain = kernel.run
 
         def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             made = plain(*args, grid=grid, warmup=True, **kwargs)
-            found.setdefault(kernel.fn.__name__, []).extend(at_risk(made.asm["ttgir"], made.metadata.num_stages))
+            entry = found.setdefault(kernel.fn.__name__, {"at_risk": [], "shared": 0})
+            entry["at_risk"] += at_risk(made.asm["ttgir"], made.metadata.num_stages)
+            entry["shared"] = max(entry["shared"], made.metadata.shared)
 
         return run
 
@@ -115,7 +117,7 @@ def compiled(work: Callable[[], Any]) -> dict[str, list[str]]:
 
 
 def launch_products() -> None:
-    """Launch all kernels that multiply with tensor cores and prefetch, at the default rank."""
+    """Launch the kernels that multiply with tensor cores and prefetch; those on thin factors also at large ranks."""
     from cosmos_optim.cuda.kernels.basis_second_moment import second_moment
     from cosmos_optim.cuda.kernels.momentum import momentum_
     from cosmos_optim.cuda.kernels.power_step import power_sum
@@ -124,13 +126,13 @@ def launch_products() -> None:
     from cosmos_optim.cuda.kernels.residual import residual
     from cosmos_optim.cuda.kernels.split_precision import split, split_both
     from cosmos_optim.cuda.kernels.syrk import SymmetricProducts
-    from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
+    from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
     from cosmos_optim.cuda.kernels.update import update_
     from cosmos_optim.cuda.pointer_list import MatrixList
     from cosmos_optim.linalg.quantization import quantize
 
     G, M, W = (MatrixList.of([torch.randn(ROWS, COLS) for _ in range(BATCH)]) for _ in range(3))
-    U, Y, S = torch.randn(BATCH, COLS, RANK), torch.randn(BATCH, ROWS, RANK), torch.randn(BATCH, RANK, RANK)
+    U, Y = torch.randn(BATCH, COLS, RANK), torch.randn(BATCH, ROWS, RANK)
     half, wide = split_both(U)
     x_max, X = torch.ones(BATCH), torch.randn(BATCH, ROWS, COLS).half()
     project(G, half, RANK, x_max)
@@ -146,9 +148,11 @@ def launch_products() -> None:
         residual(state, G, 0.9, 0.1, P, bases[1], block_max)
     overlap(X, half, RANK)
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)
-    power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)
-    orthonormalize(U, U)
-    second_moment(S, thin_product_parts(U, U), thin_product_parts(Y, Y), 0.9, 0.0)
+    for rank in (RANK, 64, MAX_COLUMNS):
+        U, Y, S = torch.randn(BATCH, COLS, rank), torch.randn(BATCH, ROWS, rank), torch.randn(BATCH, rank, rank)
+        power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)
+        orthonormalize(U, U)
+        second_moment(S, thin_product_parts(U, U), thin_product_parts(Y, Y), 0.9, 0.0)
     summed_in_product[(1,)](X, half, U, COLS, BM=128, BK=64, R=RANK, num_warps=8, num_stages=4)
     used_twice[(1,)](X, U, COLS, BM=128, BK=64, num_warps=8, num_stages=4)
     for size in (2048, 1024):  # both tile shapes

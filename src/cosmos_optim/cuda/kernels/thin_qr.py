@@ -211,6 +211,7 @@ def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -
     # With PARTS at least 32, one kernel serves all k up to 8,192.
     common = {**how, "PARTS": power_of_two(parts, 32), "FLOAT32_DOTS": launch.TARGET.float32_dots,
               "num_warps": warps(R)}  # fmt: skip
+    stages = 3 if R <= 64 else 2  # shared memory holds no third tile of 128 columns
     Y, fallback = Y.contiguous(), fallback.contiguous()
     gram, factor = Y.new_empty(batch, parts, R, R), Y.new_empty(batch, R, R)
     ok = torch.empty(batch, dtype=torch.int32, device=Y.device)
@@ -223,5 +224,5 @@ def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -
     for pass_index, shift in enumerate(shifts):
         _inverse_factor[(batch,)](gram, factor, ok, parts, r, shift, pass_index, R=R, num_warps=warps(R))
         X = Y if pass_index == 0 else Q
-        _apply_factor[grid](X, factor, columns, ok, fallback, Q, gram, k, r, pass_index, **common)
+        _apply_factor[grid](X, factor, columns, ok, fallback, Q, gram, k, r, pass_index, **common, num_stages=stages)
     return Q

@@ -35,7 +35,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def parameters() -> list[nn.Parameter]:
     """Return matrices of three shapes, an embedding of several pieces, and vectors, equal in every call."""
     generator = torch.Generator(CUDA).manual_seed(3)
-    shapes: list[tuple[int, ...]] = [*SHAPES, (9000, 256), (512,), (1024,)]
+    shapes: list[tuple[int, ...]] = [*SHAPES, (20000, 256), (512,), (1024,)]
     return [nn.Parameter(torch.randn(s, generator=generator, device=CUDA).mul_(0.02)) for s in shapes]
 
 
@@ -129,7 +129,7 @@ def test_a_step_keeps_no_more_gpu_memory_than_slots_and_work_buffers() -> None:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             opt.step()
-            assert torch.cuda.max_memory_allocated() - before < 40 << 20  # the pieces of AdamW, and small tensors
+            assert torch.cuda.max_memory_allocated() - before < 60 << 20  # the pieces of AdamW, and small tensors
         else:
             assert not leases
 

@@ -93,9 +93,8 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         for k, (batch, job) in enumerate(alone):
             with Streams.of(batch.device).chunk(k):
                 job()
-        run_elementwise_in_pieces(
-            live, check.skip, work.staging
-        )  # launched last, so that it overlaps with the matrices
+        # Launched last, so that it overlaps with the matrices.
+        run_elementwise_in_pieces(live, check.skip, work.staging)
     run_jobs([(batch, job) for batch, job in work.jobs if batch.location.team is not None])
     write_back(copies)
 

@@ -5,12 +5,14 @@ launch. It reads the learning rates, the flag of a skipped step, the largest |g|
 the device; each step writes them there first. Parameters and state must keep their addresses. Everything else that the
 graph depends on is its key. If the key changes, the step is recorded again once the key is stable for a few steps.
 
-A graph keeps the work buffers of its step allocated (`opt.cuda_graph.bytes`); `cuda_graphs=False` avoids that.
+A graph keeps the work buffers of its step allocated (`opt.cuda_graph.bytes`); `cuda_graphs=False` avoids that. If state
+is in host memory, the graph also holds the copies (see `cuda.staging`), and their slots count as work buffers.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +92,8 @@ class Recording:
 
     def __del__(self) -> None:
         """Wait for copies to host memory: its allocator does not know what a graph writes, and may lend it again."""
-        if self.launches and self.leases and not torch.cuda.is_current_stream_capturing():
+        in_use = self.launches and self.leases and not sys.is_finalizing()
+        if in_use and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.skip.device)
 
 

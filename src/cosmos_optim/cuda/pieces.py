@@ -16,7 +16,7 @@ from cosmos_optim.engine.batching import Entry, by_group
 from cosmos_optim.engine.elementwise import run_elementwise
 
 # State of one piece: a copy of it takes far longer than its launch, and three slots are little memory.
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 16 << 20
 
 
 def reserve_pieces(entries: Sequence[Entry], staging: StagingByDevice) -> None:

@@ -23,6 +23,8 @@ from cosmos_optim.engine.batching import Batch
 
 # The slots of each ring. "rest": two chunks compute, one loads, one stores. "pieces": see `cuda.pieces`.
 SLOTS = {"M": 2, "rest": 4, "pieces": 3}
+# Larger slots are two in any ring: the copies then take far longer than what more of them could hide.
+LARGE_SLOT = 32 << 20
 # A tensor begins at a multiple of this many bytes in a slot, plus its own offset from a multiple of 16.
 ALIGN = 512
 
@@ -199,9 +201,9 @@ class Staging:
 
     def allocate(self) -> None:
         """Allocate the slots."""
-        self.rings = {
-            ring: Ring(CopyStreams.of(self.device, ring), SLOTS[ring], size) for ring, size in self.sizes.items()
-        }
+        for ring, size in self.sizes.items():
+            count = SLOTS[ring] if size <= LARGE_SLOT else 2
+            self.rings[ring] = Ring(CopyStreams.of(self.device, ring), count, size)
 
     @contextmanager
     def forked(self) -> Iterator[None]:

@@ -35,13 +35,13 @@ def median_time(f: Callable[[], Any], device: torch.device, repeat: int = 10, wa
     return statistics.median(time_once(f, device) for _ in range(repeat))
 
 
-def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
-    """Return the bytes of all storages that the states hold, each counted once."""
+def state_bytes(optimizers: list[torch.optim.Optimizer], device: torch.device | None = None) -> int:
+    """Return the bytes of all storages that the states hold, or of those on a kind of device, each counted once."""
     storages = {}
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and (device is None or value.device.type == device.type):
                     storage = value.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -58,6 +58,28 @@ def transient_bytes(step: Callable[[], Any], device: torch.device) -> int | None
     step()
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def transfer_ms(size: int, device: torch.device, part: int = 64 << 20) -> float | None:
+    """Return the milliseconds to copy `size` bytes to the GPU and as many back at the same time, or None on a CPU.
+
+    Pinned memory is copied in parts, on one stream for each direction.
+    """
+    if device.type != "cuda" or not size:
+        return None
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    on_host = [torch.zeros(part, dtype=torch.uint8, pin_memory=True) for _ in streams]
+    on_device = [torch.zeros(part, dtype=torch.uint8, device=device) for _ in streams]
+    pairs = list(zip(streams, (on_device[0], on_host[1]), (on_host[0], on_device[1]), strict=True))
+
+    def copy() -> None:
+        for begin in range(0, size, part):
+            length = min(part, size - begin)
+            for stream, target, source in pairs:
+                with torch.cuda.stream(stream):
+                    target[:length].copy_(source[:length], non_blocking=True)
+
+    return median_time(copy, device, repeat=5, warm=1)
 
 
 def graph_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
@@ -100,15 +122,31 @@ KINDS = {
     "full products": ("gemm", "nvjet", "cutlass", "sm90_xmma"),
     "thin products": ("_project", "_momentum", "_overlap", "_split"),
     "thin factors": (
-        "_second_moment", "_soap_half", "_scale_for_power_step", "_power_sum", "_norm_sq_and_max",
-        "_update_coefficients", "_muon_gain", "_norm_and_weight", "_row_gains", "_row_norm_sq", "_copy_factors",
+        "_second_moment",
+        "_soap_half",
+        "_scale_for_power_step",
+        "_power_sum",
+        "_norm_sq_and_max",
+        "_update_coefficients",
+        "_muon_gain",
+        "_norm_and_weight",
+        "_row_gains",
+        "_row_norm_sq",
+        "_copy_factors",
         "_eigh",
     ),
     "residual and update": ("_residual", "_update"),
     "adam": ("FusedAdam", "fused_adam"),
     "magnitudes of the gradients": ("LpNorm", "lpnorm"),
     "orthonormal columns": (
-        "_column_norms", "_gram", "_inverse_factor", "_apply_factor", "potrf", "trsm", "cholesky", "trtri",
+        "_column_norms",
+        "_gram",
+        "_inverse_factor",
+        "_apply_factor",
+        "potrf",
+        "trsm",
+        "cholesky",
+        "trtri",
     ),
 }
 

@@ -2,7 +2,8 @@
 
 All optimizers are measured in the same process, one after the other. Each has three numbers: the first steps, which
 compile kernels and capture the CUDA graph; the first step of a second optimizer, which computes bases but compiles
-nothing; and the median of many later steps.
+nothing; and the median of many later steps. "resident" is the GPU memory of state and work buffers. "transfer" is the
+time to copy the state that is in host memory to the GPU and as much back, at once, at the bandwidth measured here.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ def measure_optimizer(name: str, args: argparse.Namespace, device: torch.device)
         "transient_bytes": measure.transient_bytes(step, device), "graph_bytes": measure.graph_bytes(step.optimizers),
         "syncs": measure.synchronizations(step, device),
     }  # fmt: skip
+    on_device = measure.state_bytes(step.optimizers, device)
+    result["resident_bytes"] = on_device + result["graph_bytes"] + (result["transient_bytes"] or 0)
+    result["transfer_ms"] = measure.transfer_ms(result["state_bytes"] - on_device, device)
     if args.profile:
         with measure.without_cuda_graphs(step.optimizers):
             result["profile"] = measure.profile(step, device)
@@ -87,23 +91,27 @@ def _host_time(step: Any, device: torch.device) -> float:
 
 def table(rows: list[dict[str, Any]], bound: dict[str, float]) -> str:
     """Format the rows as a text table."""
-    widths = (9, 9, 9, 9, 9, 8, 8, 11, 8, 6)
-    heads = ("median", "min", "max", "first", "warm-up", "host", "state", "transient", "graph", "syncs")
-    units = ("ms", "ms", "ms", "ms", "s", "ms", "GiB", "GiB", "GiB", "")
+    widths = (9, 9, 9, 9, 9, 8, 8, 11, 8, 10, 10, 6)
+    heads = (
+        "median", "min", "max", "first", "warm-up", "host", "state", "transient", "graph", "resident", "transfer",
+        "syncs",
+    )  # fmt: skip
+    units = ("ms", "ms", "ms", "ms", "s", "ms", "GiB", "GiB", "GiB", "GiB", "ms", "")
     lines = [
-        f"{'optimizer':<18}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True)),
-        f"{'':<18}" + "".join(f"{u:>{w}}" for u, w in zip(units, widths, strict=True)),
+        f"{'optimizer':<20}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True)),
+        f"{'':<20}" + "".join(f"{u:>{w}}" for u, w in zip(units, widths, strict=True)),
     ]
     for r in rows:
         transient = "-" if r["transient_bytes"] is None else f"{r['transient_bytes'] / GIB:.2f}"
+        transfer = "-" if r["transfer_ms"] is None else f"{r['transfer_ms']:.2f}"
         syncs = "-" if r["syncs"] is None else str(r["syncs"])
         lines.append(
-            f"{r['name']:<18}{r['median_ms']:>9.2f}{r['min_ms']:>9.2f}{r['max_ms']:>9.2f}{r['first_ms']:>9.1f}"
+            f"{r['name']:<20}{r['median_ms']:>9.2f}{r['min_ms']:>9.2f}{r['max_ms']:>9.2f}{r['first_ms']:>9.1f}"
             f"{r['warm_up_s']:>9.1f}{r['host_ms']:>8.1f}{r['state_bytes'] / GIB:>8.2f}{transient:>11}"
-            f"{r['graph_bytes'] / GIB:>8.2f}{syncs:>6}"
+            f"{r['graph_bytes'] / GIB:>8.2f}{r['resident_bytes'] / GIB:>10.3f}{transfer:>10}{syncs:>6}"
         )
     lines.append(
-        f"{'roofline (cosmos)':<18}{bound['sum_ms']:>9.2f}   arithmetic {bound['arithmetic_ms']:.2f}, "
+        f"{'roofline (cosmos)':<20}{bound['sum_ms']:>9.2f}   arithmetic {bound['arithmetic_ms']:.2f}, "
         f"traffic {bound['traffic_ms']:.2f}"
     )
     return "\n".join(lines)

@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 # Names with a meaning here. In a group whose rule has no such setting they are errors; any other key is left alone.
 OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
-ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "head_dim")  # of optimizers, not keys of groups
+ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "offload", "head_dim")  # of optimizers, not keys of groups
 ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay"}
 # torch's optimizers have these in every group, so frameworks write them into every group. Muon has them for AdamW.
@@ -129,6 +129,7 @@ CHECKS: dict[str, Check] = {
     "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
     "ns_dtype": _check(_is_float_dtype, "a floating-point torch.dtype, or None to choose by device"),
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
+    "offload": _one_of(None, "cpu"),
     "nonfinite": _one_of("skip", "raise"),
     "missing": _one_of("skip", "zero"),
     "side": _one_of("auto", "input", "smaller"),

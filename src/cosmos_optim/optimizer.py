@@ -51,6 +51,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         lr: learning rate of the groups with the optimizer's rule; a group's "lr" overrides it.
         adam_lr: learning rate of the AdamW groups; None means lr.
         cuda_graphs: record the step on a GPU as a CUDA graph (`cuda_graph`), which saves most of the host's time.
+        offload: "cpu" keeps large state of parameters on a GPU in pinned host memory.
         options: hyper-parameters for every group with a rule that has them.
     """
 
@@ -64,10 +65,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, params: nn.Module | Iterable[Any], lr: float | Tensor, *, adam_lr: float | Tensor | None = None,
-        cuda_graphs: bool = True, **options: Any,
+        cuda_graphs: bool = True, offload: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
-        self._options: dict[str, Any] = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, **options}
+        self._options: dict[str, Any] = {
+            "adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options
+        }  # fmt: skip
         hyperparameters.check_options({"lr": lr, **self._options})
         self._layouts: dict[Tensor, Layout] = {}
         self._not_compared: list[Description] = []  # groups that wait for other ranks
@@ -146,9 +149,21 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
             if p.layout is not torch.strided:
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
-            self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group)
+            self._layouts[p] = self._layout_of(name, p, group)
             if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
+
+    def _layout_of(self, name: str, p: Tensor, group: dict[str, Any]) -> Layout:
+        """Return the layout of a parameter. Raise ValueError if its state cannot be where `offload` puts it."""
+        layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
+        layout.offloads = self._options.get("offload") is not None  # older pickles lack it
+        if layout.offloads and layout.is_sharded:
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole parameters "
+                "only: leave offload out. To keep shards in host memory, give fully_shard(..., "
+                "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
+            )
+        return layout
 
     def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
         """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
@@ -215,6 +230,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         Other code's state follows the parameter's dtype if it had it before.
         """
+        self._finish_copies()
         layout, state = self._layouts[p], self.state[p]
         old, layout.dtype = layout.dtype, p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
@@ -226,6 +242,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
             name: value.to(p.device, dtypes[name]) if name in dtypes else checkpoint.converted(value, moved)
             for name, value in state.items()
         }
+        self._place_state(p, group)
+
+    def _place_state(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Move the state of a parameter to where its layout keeps it; pinned memory of a copy is not pinned."""
+        layout = self._layouts[p]
+        if layout.offloads and p.is_cuda and p in self.state:
+            state = self.state[p]
+            slots = {name: slot for name, slot in layout.slots(group).items() if name in state}
+            self.state[p] = state | {name: layout.adopt(state[name], p, slot) for name, slot in slots.items()}
+
+    def _finish_copies(self) -> None:
+        """Wait until state that is in host memory has come back from the GPU, before the host reads it."""
+        if self._options.get("offload") is not None:
+            for device in {state["step"].device for state in self.state.values() if "step" in state}:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -353,26 +385,33 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._graphed = GraphedStep(enabled=self._options["cuda_graphs"])
         return self._graphed
 
-    def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this process; shared storage counts once."""
+    def state_bytes(self, device: str | torch.device | None = None) -> int:
+        """Return the bytes of optimizer state on this process; shared storage counts once.
+
+        device: count only what is there, such as "cuda" for the state that `offload="cpu"` leaves on the GPU.
+        """
         found = ((layout, self.state.get(p, {})) for p, layout in self._layouts.items())
         tensors = ((layout, x) for layout, state in found for x in state.values() if isinstance(x, Tensor))
-        held = (layout.local(x).untyped_storage() for layout, x in tensors)
+        parts = (layout.local(x) for layout, x in tensors)
+        held = (x.untyped_storage() for x in parts if device is None or _is_on(x, torch.device(device)))
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
         self._check_structure()
         self._match_layouts()
+        self._finish_copies()
         saved = super().state_dict()
         return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
+        self._finish_copies()
         checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
+        self._finish_copies()
         names = ("defaults", "state", "param_groups", "_options", "_first_rates")
         kept = {k: v for k, v in self.__dict__.items() if k in names}
         return kept | {"state": dict(self.state)}
@@ -385,9 +424,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._first_rates = state.get("_first_rates", {})  # older pickles lack it
         self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._place_state(p, group)
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)
+
+
+def _is_on(x: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on a device; one without an index means all of its type."""
+    return x.device.type == device.type and device.index in (None, x.device.index)
 
 
 def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> None:

@@ -46,7 +46,7 @@ class Cosmos(MatrixOptimizer):
         adam_lr: learning rate of embeddings, output head, norms and biases.
         weight_decay: decoupled weight decay, multiplied by the group's lr.
 
-    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         rank: dimension of the tracked subspace, at most n.
         gamma: weight of the Muon half; None means lr / min(adam_lr, 2e-3), computed once when a group is added.
         betas: decay of the momentum and of the second moments, for COSMOS and AdamW.
@@ -70,6 +70,8 @@ class Cosmos(MatrixOptimizer):
         missing: "skip" ignores a parameter with gradient None; "zero" treats it as zero.
         stochastic_rounding: round updates of bfloat16 parameters stochastically.
         cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
+        offload: "cpu" keeps the state in pinned host memory and brings it to the GPU in chunks during the step, with
+            the same results; None keeps it on the GPU. It has no effect on parameters on a CPU.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> opt = Cosmos(model, lr=5e-4, adam_lr=2e-3)
@@ -89,7 +91,7 @@ class Cosmos(MatrixOptimizer):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -117,7 +119,7 @@ class CosmosPaper(Cosmos):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -129,7 +131,7 @@ class Muon(MatrixOptimizer):
         lr: learning rate of the hidden matrices; with scaling="paper" the RMS of their update is about lr.
         params, adam_lr, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "muon")`.
 
-    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         momentum: decay of the momentum; the paper's LLaMA runs use 0.9.
         nesterov: use Nesterov's momentum.
         scaling: "paper" is the formula above; "original" and "match_rms_adamw" are those of torch.optim.Muon.
@@ -137,7 +139,7 @@ class Muon(MatrixOptimizer):
         betas: decay of AdamW's two moments.
         eps: added to the root of AdamW's second moment.
         ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
-            stochastic_rounding, cuda_graphs: as in `Cosmos`.
+            stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
 
     >>> opt = Muon(nn.Linear(8, 16), lr=1e-3)
     >>> [(group["rule"], group["lr"]) for group in opt.param_groups]
@@ -153,7 +155,7 @@ class Muon(MatrixOptimizer):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -167,14 +169,14 @@ class NorMuon(MatrixOptimizer):
         lr: learning rate of the hidden matrices: the RMS of their update.
         params, adam_lr, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "normuon")`.
 
-    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         momentum: decay of the momentum.
         beta2: decay of the row second moments.
         nesterov: use Nesterov's momentum.
         betas: decay of AdamW's two moments.
         eps: added to the roots of the second moments, of rows and of AdamW.
         ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
-            stochastic_rounding, cuda_graphs: as in `Cosmos`.
+            stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in NorMuon(layer).state[layer.weight].items()}
@@ -190,7 +192,7 @@ class NorMuon(MatrixOptimizer):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -205,7 +207,7 @@ class SOAP(MatrixOptimizer):
         adam_lr: learning rate of embeddings, output head, norms and biases; None means lr.
         params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "soap")`.
 
-    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         frequency: steps between two updates of the basis. Frequent updates need a warm-up (docs/algorithm.md): after
             few gradients they rotate momentum into directions with a second moment near 0.
         two_sided: keep a basis on each side, as published SOAP does.
@@ -213,7 +215,7 @@ class SOAP(MatrixOptimizer):
         side: the side of a one-sided basis: "auto" and "input" (columns), or "smaller", which saves state.
         betas: decay of the momentum and of the second moments, for SOAP and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
 
     >>> opt = SOAP(nn.Linear(8, 16), lr=2e-3, frequency=10, two_sided=True)
     >>> [group["rule"] for group in opt.param_groups]
@@ -227,7 +229,7 @@ class SOAP(MatrixOptimizer):
         frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "auto",
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -242,13 +244,13 @@ class GaLore(MatrixOptimizer):
         adam_lr: learning rate of embeddings, output head, norms and biases; None means lr.
         params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "galore")`.
 
-    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         rank: columns of Q, at most the shorter side of the matrix.
         update_gap: steps between two updates of Q.
         scale: factor of the update.
         betas: decay of the two moments, for GaLore and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in GaLore(layer, rank=4).state[layer.weight].items()}
@@ -262,7 +264,7 @@ class GaLore(MatrixOptimizer):
         rank: int = 128, update_gap: int = 200, scale: float = 0.25,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -280,12 +282,13 @@ class AdamMini(MatrixOptimizer):
         adam_lr: learning rate of norms and biases; None means lr.
         params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "adam-mini")`.
 
-    Options that rarely need a change; each is also a key of a parameter group, except head_dim and cuda_graphs:
+    Options that rarely need a change; each is also a key of a parameter group, except head_dim, cuda_graphs and
+    offload:
         head_dim: rows of an attention head (64 if None): the block_rows of the queries and keys, found by name.
         block_rows: rows of a block, by default; queries and keys with unusual names need a group that sets it.
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
 
     >>> attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "v_proj": nn.Linear(8, 8, bias=False)})
     >>> [group["block_rows"] for group in AdamMini(attention, head_dim=4).param_groups]
@@ -298,7 +301,7 @@ class AdamMini(MatrixOptimizer):
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         head_dim: int | None = None, block_rows: int = 1, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         given = arguments(locals())
         check_options({"head_dim": head_dim})
@@ -318,10 +321,10 @@ class Adam(MatrixOptimizer):
         adam_lr: overrides lr, for code that passes both to every optimizer.
         params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "adam")`; they may hold vectors too.
 
-    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
+    Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> sorted(Adam(layer, lr=2e-3).state[layer.weight])
@@ -334,7 +337,7 @@ class Adam(MatrixOptimizer):
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool = True, offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 

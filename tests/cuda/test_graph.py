@@ -221,6 +221,7 @@ def test_a_copy_records_its_own_graph(duplicate: Callable[[Cosmos], Cosmos]) -> 
 @pytest.mark.gpu
 def test_training_continues_after_a_recording_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It continues without a graph, after one warning."""
+
     def broken(*_: object) -> None:
         raise RuntimeError("no")
 

@@ -46,6 +46,8 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"rank": True}, "rank=True is not valid: give a number"),
         ({"two_sided": "yes"}, "two_sided='yes' is not valid: give True or False"),
         ({"cuda_graphs": "no"}, "cuda_graphs='no' is not valid: give True or False"),
+        ({"offload": "cuda"}, r"offload='cuda' is not valid: one of \(None, 'cpu'\)"),
+        ({"offload": True}, "offload=True is not valid"),
     ],
 )
 def test_a_wrong_hyper_parameter_is_refused_by_name(kwargs: dict[str, object], message: str) -> None:
@@ -75,7 +77,9 @@ def test_every_option_is_visible_keyword_only_and_documented(name: str) -> None:
     parameters = dict(inspect.signature(made).parameters)
     assert list(parameters)[:4] == ["params", "lr", "adam_lr", "weight_decay"]
     some = {"layout", "side", "split_sizes", "split_side"}  # group keys that are not arguments of every optimizer
-    assert {*COMMON, *RULES[made.rule].defaults, *RULES["adam"].defaults, "cuda_graphs"} - some <= set(parameters)
+    assert {*COMMON, *RULES[made.rule].defaults, *RULES["adam"].defaults, "cuda_graphs", "offload"} - some <= set(
+        parameters
+    )
     assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
     text, shared = made.__doc__ or "", re.findall(r"([\w\s,]+): as in `Cosmos`", made.__doc__ or "")
     if "Arguments and options are those of `Cosmos`" in text:

@@ -74,7 +74,7 @@ def test_a_slip_in_one_of_our_names_is_an_error_with_the_right_name(slip: str, m
     ("make", "key", "value"),
     [(Cosmos, "momentum", 0.9), (Cosmos, "scaling", "paper"), (Cosmos, "frequency", 10), (Muon, "rank", 4),
      (Muon, "gamma", 0.5), (Muon, "two_sided", True), (Adam, "nesterov", True), (Cosmos, "adam_lr", 1e-3),
-     (Muon, "cuda_graphs", False), (Cosmos, "head_dim", 64), (Muon, "beta2", 0.9)],
+     (Muon, "cuda_graphs", False), (Muon, "offload", "cpu"), (Cosmos, "head_dim", 64), (Muon, "beta2", 0.9)],
 )  # fmt: skip
 def test_a_setting_of_another_rule_stays_an_error(make: Any, key: str, value: object) -> None:
     """It would have no effect, and its author expects one."""

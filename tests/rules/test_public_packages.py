@@ -186,9 +186,7 @@ def test_galore_equals_its_package_until_the_projector_changes(shape: Shape, dec
 
 
 @pytest.mark.parametrize("shape", [TALL, WIDE])
-def test_galore_equals_its_package_if_new_projectors_keep_signs(
-    shape: Shape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_galore_equals_its_package_if_new_projectors_keep_signs(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the package's new columns the sign that agrees with the old column, as ours does.
 
     The package keeps the sign that LAPACK gives a new singular vector, while its momentum still has the old sign.

@@ -48,6 +48,11 @@ def refused(rank: int) -> dict[str, str]:
         "other mesh": message(
             lambda: cosmos(DTensor.from_local(torch.ones(4, 6), other, (Shard(0),), run_check=False))
         ),
+        "offload": message(
+            lambda: Cosmos(
+                [("layer.weight", nn.Parameter(placed(whole, mesh, (Shard(0), Replicate()))))], offload="cpu"
+            )
+        ),
         "conv": message(lambda: cosmos(placed(torch.ones(4, 4, 2, 2), mesh, (Shard(1), Replicate())), layout="conv")),
         "flat": message(lambda: Cosmos([{"params": [("layer.weight", flat)], "rule": "adam"}])),
         "fsdp1": message(lambda: Cosmos(FullyShardedDataParallel(nn.Linear(6, 8), device_id=torch.device("cpu")))),
@@ -91,6 +96,7 @@ def test_layouts_that_cannot_run_are_refused_with_name_reason_and_remedy() -> No
         "flat": ("'layer.weight'", "flat partition", "fully_shard"),
         "fsdp1": ("_flat_param", "flat p", "fully_shard"),
         "originals": ("weight", "flat p", "fully_shard"),
+        "offload": ("'layer.weight'", "(8, 6)", "leave offload out", "CPUOffloadPolicy"),
         "meshes": ("'left'", "'right'", "different ranks", "one optimizer for each mesh"),
     }.items():
         for word in words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from cosmos_optim.cuda.first_basis import first_basis
 from cosmos_optim.cuda.kernels.gather import gather, scatter_
 from cosmos_optim.cuda.pointer_list import MatrixList
-from cosmos_optim.cuda.step import SCHEDULES, newton_schulz_memory
+from cosmos_optim.cuda.step import SCHEDULES, keep, newton_schulz_memory
 from cosmos_optim.engine.batching import Batch, decay_of, signed_lr
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 
@@ -26,7 +27,10 @@ class DeviceInputs(NamedTuple):
     decay: Tensor
 
 
-def run_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: DeviceInputs | None = None) -> None:
+def run_chunk(
+    chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: DeviceInputs | None = None,
+    M_done: Callable[[], None] = keep,
+) -> None:  # fmt: skip
     """Take the step of a chunk. A recorded step passes `inputs` instead of host values."""
     W, M = MatrixList.of(chunk.params), MatrixList.momentum(chunk.state())
     G = MatrixList.of(chunk.grads, None if inputs is None else inputs.addresses)
@@ -40,7 +44,7 @@ def run_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: Devic
     stacks = dict(zip(thin, gather(list(thin.values())), strict=True)) if thin else {}
     new = SCHEDULES[chunk.rule.name](
         W, G, chunk.rule.State(M=M, **stacks), steps.float().view(-1, 1, 1), lr=lr, decay=decay,
-        grad_max=grad_max.float(), skip=skip, seeds=steps.int() if rounded else None,
+        grad_max=grad_max.float(), skip=skip, seeds=steps.int() if rounded else None, M_done=M_done,
         **chunk.rule.arguments(chunk.group),
     )  # fmt: skip
     if thin:

@@ -21,20 +21,22 @@ from cosmos_optim.cuda.chunk import (
     start_chunk,
 )
 from cosmos_optim.cuda.kernels.launch import on_device
+from cosmos_optim.cuda.pieces import reserve_pieces, run_elementwise_in_pieces
 from cosmos_optim.cuda.precompile import Precompiler
+from cosmos_optim.cuda.staging import Staging, StagingByDevice
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.cuda.support import supported
 from cosmos_optim.engine.batching import Batch, Entry, batches, settings_key
 from cosmos_optim.engine.gradients import GradientCheck
-from cosmos_optim.engine.layout import LOCAL, Job
+from cosmos_optim.engine.layout import LOCAL, Job, Location
 from cosmos_optim.engine.run import (
     Diagnostics,
     LocatedJob,
     advance,
     direction_of,
-    run_elementwise_groups,
+    located_stacks,
     run_jobs,
-    stack_jobs,
+    run_stack,
     stacked_grad_max,
     write_back,
 )
@@ -50,11 +52,14 @@ class Jobs:
     starts: jobs that compute first bases; every chunk waits for them.
     jobs: chunks and stacks, each with its batch.
     pool_bytes: bytes of temporaries that the largest chunk's products need, by device.
+    start_staging, staging: slots for state that is in host memory, of `starts` and of all other work, by device.
     """
 
     starts: list[tuple[torch.device, Job]] = field(default_factory=list)
     jobs: list[LocatedJob] = field(default_factory=list)
     pool_bytes: dict[torch.device, int] = field(default_factory=dict)
+    start_staging: StagingByDevice = field(default_factory=StagingByDevice)
+    staging: StagingByDevice = field(default_factory=StagingByDevice)
 
 
 def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics | None, graph: GraphedStep) -> None:
@@ -73,16 +78,23 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
                 replay()
         left = [e for e in live if not e.rule.elementwise and e.p not in in_graph]
         work = plan_jobs(left, fresh, check, diagnostics, copies)
-        for where, start in work.starts:  # before the streams fork, so every chunk waits for them
-            with on_device(where):
-                start()
+        reserve_pieces(live, work.staging)
+        with ExitStack() as copies_of_starts:
+            for staging in work.start_staging.values():
+                copies_of_starts.enter_context(staging.forked())
+            for where, start in work.starts:  # before the streams fork, so every chunk waits for them
+                with on_device(where):
+                    start()
+        for staging in work.staging.values():
+            forks.enter_context(staging.forked())
         for where, size in work.pool_bytes.items():  # a model may be on several GPUs
             forks.enter_context(Streams.of(where).forked(size))
         alone = [(batch, job) for batch, job in work.jobs if batch.location.team is None]
         for k, (batch, job) in enumerate(alone):
             with Streams.of(batch.device).chunk(k):
                 job()
-        run_elementwise_groups(live, check.skip)  # launched last, so that it overlaps with the matrices
+        # Launched last, so that it overlaps with the matrices.
+        run_elementwise_in_pieces(live, check.skip, work.staging)
     run_jobs([(batch, job) for batch, job in work.jobs if batch.location.team is not None])
     write_back(copies)
 
@@ -98,32 +110,48 @@ def plan_jobs(
     work, precompiler, assigned = Jobs(), Precompiler(), Counter[object]()
     for batch in batches(entries, fresh, copies):
         work.pool_bytes.setdefault(batch.device, 0)
+        staging, start_staging = work.staging[batch.device], work.start_staging[batch.device]
         if not supported(batch):
-            work.jobs += stack_jobs(batch, check, diagnostics, assigned)
+            for stack, location in located_stacks(batch, assigned):
+                staging.reserve_batch(stack)
+                work.jobs.append((stack, partial(run_staged_stack, stack, location, check, diagnostics, staging)))
             continue
         if batch.fresh and batch.rule.start is not None:
             for chunk in batch.split(bases_in_a_chunk(batch)):
                 precompiler.add(chunk.device, kind_of(chunk, "start"), [partial(start_empty, chunk, check.skip)])
-                work.starts.append((chunk.device, partial(start, chunk, check)))
+                start_staging.reserve_batch(chunk, ("U",))
+                work.starts.append((chunk.device, partial(start, chunk, check, start_staging)))
         batch = batch.started()
         for chunk in batch.split(matrices_in_a_chunk(batch)):
             precompiler.add(chunk.device, kind_of(chunk, "step"), [partial(run_empty, chunk, check.skip)])
             work.pool_bytes[chunk.device] = max(work.pool_bytes[chunk.device], product_bytes(chunk))
-            work.jobs.append((chunk, partial(step, chunk, check, diagnostics)))
+            staging.reserve_batch(chunk)
+            work.jobs.append((chunk, partial(step, chunk, check, diagnostics, staging)))
     precompiler.run()
     return work
 
 
-def start(chunk: Batch, check: GradientCheck) -> None:
-    start_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
+def start(chunk: Batch, check: GradientCheck, staging: Staging) -> None:
+    with staging.place(chunk, ("U",)).loaded() as staged:
+        start_chunk(staged, stacked_grad_max(chunk, check), check.skip)
 
 
-def step(chunk: Batch, check: GradientCheck, diagnostics: Diagnostics | None) -> None:
+def step(chunk: Batch, check: GradientCheck, diagnostics: Diagnostics | None, staging: Staging) -> None:
     """Step a chunk. If diagnostics are on, first compute them with plain torch."""
-    if diagnostics is not None:
-        for one in chunk.split(1):
-            direction_of(one, LOCAL, stacked_grad_max(one, check), diagnostics)
-    run_chunk(chunk, stacked_grad_max(chunk, check), check.skip)
+    placed = staging.place(chunk)
+    with placed.loaded() as staged:
+        if diagnostics is not None:
+            for one in staged.split(1):
+                direction_of(one, LOCAL, stacked_grad_max(one, check), diagnostics)
+        run_chunk(staged, stacked_grad_max(chunk, check), check.skip, M_done=placed.store_M)
+
+
+def run_staged_stack(
+    stack: Batch, location: Location, check: GradientCheck, diagnostics: Diagnostics | None, staging: Staging
+) -> None:  # fmt: skip
+    """Step a stack with plain torch."""
+    with staging.place(stack).loaded() as staged:
+        run_stack(staged, location, check, diagnostics)
 
 
 # -- empty matrices, to compile the kernels --------------------------------------------------------------------------
@@ -140,7 +168,7 @@ def empty_copy(chunk: Batch) -> Batch:
     """Return a chunk of the same kind with uninitialized memory."""
 
     def empty(x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=chunk.device)
 
     x = chunk.matrices[0]
     state = {name: empty(t) for name, t in x.state.items()}

@@ -5,12 +5,14 @@ launch. It reads the learning rates, the flag of a skipped step, the largest |g|
 the device; each step writes them there first. Parameters and state must keep their addresses. Everything else that the
 graph depends on is its key. If the key changes, the step is recorded again once the key is stable for a few steps.
 
-A graph keeps the work buffers of its step allocated (`opt.cuda_graph.bytes`); `cuda_graphs=False` avoids that.
+A graph keeps the work buffers of its step allocated (`opt.cuda_graph.bytes`); `cuda_graphs=False` avoids that. If state
+is in host memory, the graph also holds the copies (see `cuda.staging`), and their slots count as work buffers.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda import pointer_list
 from cosmos_optim.cuda.chunk import DeviceInputs, matrices_in_a_chunk, product_bytes, run_chunk
+from cosmos_optim.cuda.staging import Lease, StagedBatch, Staging
 from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.cuda.support import supported
@@ -50,6 +53,7 @@ class Recording:
     groups: list[dict[str, Any]]
     offsets: list[tuple[int, int]]  # for each matrix: its entry, and its offset in the entry's gradient
     graph: torch.cuda.CUDAGraph = field(default_factory=torch.cuda.CUDAGraph)
+    leases: list[Lease] = field(default_factory=list)  # they keep slots and state in host memory alive
     kept_tables: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     last_addresses: list[int] = field(default_factory=list)
     last_index: list[int] = field(default_factory=list)
@@ -85,6 +89,12 @@ class Recording:
         """Start the graph on the current stream."""
         self.graph.replay()
         self.launches += 1
+
+    def __del__(self) -> None:
+        """Wait for copies to host memory: its allocator does not know what a graph writes, and may lend it again."""
+        in_use = self.launches and self.leases and not sys.is_finalizing()
+        if in_use and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.skip.device)
 
 
 def _pinned(values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -225,27 +235,38 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     maxima = iter(made.grad_max.unbind())
     grad_max_by_parameter = {e.p: [next(maxima) for _ in range(e.layout.count)] for e in entries}
 
-    def run_recorded(chunk: Batch, inputs: DeviceInputs) -> None:
-        values = torch.stack([grad_max_by_parameter[x.entry.p][x.index] for x in chunk.matrices])
-        run_chunk(chunk, values, made.skip, inputs)
+    def run_recorded(placed: StagedBatch, inputs: DeviceInputs) -> None:
+        with placed.loaded() as chunk:
+            values = torch.stack([grad_max_by_parameter[x.entry.p][x.index] for x in chunk.matrices])
+            run_chunk(chunk, values, made.skip, inputs, placed.store_M)
 
-    jobs: list[tuple[int, Job]] = []
-    pool_bytes = 0
+    planned: list[tuple[Batch, DeviceInputs]] = []
+    pool_bytes, staging = 0, Staging(device)
     for batch in batches(inside, set(), []):
         i = number_index[id(batch.group)]
         for chunk in batch.split(matrices_in_a_chunk(batch)):
             begin = len(made.offsets)
             made.offsets += [(position[x.entry.p], x.grad.data_ptr() - x.entry.grad.data_ptr()) for x in chunk.matrices]
             inputs = DeviceInputs(made.addresses[begin : len(made.offsets)], made.numbers[i], made.numbers[i + 1])
-            jobs.append((len(chunk.matrices) * chunk.m * chunk.n, partial(run_recorded, chunk, inputs)))
+            planned.append((chunk, inputs))
             pool_bytes = max(pool_bytes, product_bytes(chunk))
+            staging.reserve_batch(chunk)
     # Largest first: later jobs reuse its buffers, so the graph keeps less memory.
-    _capture(made, [job for _, job in sorted(jobs, key=lambda item: -item[0])], pool_bytes, device)
+    planned.sort(key=lambda item: -len(item[0].matrices) * item[0].m * item[0].n)
+    staging.allocate()
+    staged = [staging.place(chunk) for chunk, _ in planned]
+    for placed in staged:
+        made.leases += placed.leases.values()
+        for tensors in placed.batch.state().values() if placed.leases else ():
+            pointer_list.addresses(tensors)  # before the capture: a table made there is copied again at every replay
+    jobs = [partial(run_recorded, placed, inputs) for placed, (_, inputs) in zip(staged, planned, strict=True)]
+    _capture(made, jobs, pool_bytes, staging)
     return made
 
 
-def _capture(made: Recording, jobs: Sequence[Job], pool_bytes: int, device: torch.device) -> None:
+def _capture(made: Recording, jobs: Sequence[Job], pool_bytes: int, staging: Staging) -> None:
     """Run the jobs under capture, two at a time as a step does."""
+    device = staging.device
     streams, stream = Streams.of(device), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
@@ -256,13 +277,13 @@ def _capture(made: Recording, jobs: Sequence[Job], pool_bytes: int, device: torc
             # thread_local: other threads may pin memory or query events during the capture.
             made.graph.capture_begin(capture_error_mode="thread_local")
             try:
-                with streams.forked(pool_bytes):
+                with staging.forked(), streams.forked(pool_bytes):
                     for k, job in enumerate(jobs):
                         with streams.chunk(k):
                             job()
             finally:
                 made.graph.capture_end()
-            made.bytes = torch.cuda.memory_reserved(device) - before
+            made.bytes = torch.cuda.memory_reserved(device) - before + staging.bytes
     finally:
         if collects:
             gc.enable()

@@ -62,10 +62,15 @@ def on_one_gpu(parts: Tensor) -> Tensor:
     return parts
 
 
+def keep() -> None:
+    """Do nothing with a momentum that stays where it is."""
+
+
 # fmt: off
 def cosmos_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
+    M_done: Callable[[], None] = keep,
     betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
     residual_guard: float, ns: NewtonSchulz, momentum_dtype: torch.dtype | None = None,
 ) -> CosmosState:
@@ -76,6 +81,7 @@ def cosmos_step_(
         grad_max: the largest |g| of each matrix, (B,). A matrix with a zero gradient is only decayed.
         skip: a boolean on the device; if True, nothing is written.
         seeds: (B,) int32; if given, bfloat16 parameters are rounded stochastically.
+        M_done: called when M has been read for the last time; state in host memory goes back there.
         momentum_dtype: not read, because M has it.
     """
     (b1, b2), (M, U_old, S, V, v), r = betas, state, state.U.shape[-1]
@@ -99,6 +105,7 @@ def cosmos_step_(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
         extra_steps=int(nesterov), floor=floor)                                             # L7, L8
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_bf16, M_max)                    #      N - N U U'
+    M_done()
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products
     X_sq = total(X_sq)
@@ -120,6 +127,7 @@ def cosmos_step_(
 def muon_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
+    M_done: Callable[[], None] = keep,
     momentum: float, nesterov: bool, ns: NewtonSchulz, scaling: str = "paper", normalize: bool = False,
     beta2: float | None = None, eps: float = 0.0, momentum_dtype: torch.dtype | None = None,
 ) -> MuonState | NorMuonState:
@@ -129,6 +137,7 @@ def muon_step_(
 
     _, _, M_max = momentum_(M, G, 1 - momentum, None, 1, skip)                              # L4
     X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max)                                # L5   N
+    M_done()
     B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L6   NS5(N / |N|)
 
     b = rows = B_sq = D_sq = v = None

@@ -22,6 +22,11 @@ from cosmos_optim.rules.rule import Rule, Settings, Slot
 LAYOUTS = ("matrix", "conv", "in_out")
 SPLIT_SIDES = ("output", "input")
 
+# Devices with memory worth saving: state of their parameters may be in host memory instead (`offload="cpu"`).
+OFFLOADED_FROM = ("cuda",)
+# A state tensor with smaller blocks stays on the device: a copy of it costs more time than its memory is worth.
+OFFLOAD_BYTES = 64 << 10
+
 Tensors = dict[str, Tensor]
 # take_step(algebra, G, state, t, slice of the stack's matrices) -> (D, new state)
 TakeStep = Callable[[Algebra, Tensor, Tensors, Tensor, slice], tuple[Tensor, Tensors]]
@@ -76,6 +81,7 @@ class Layout:
     """
 
     is_sharded = False
+    offloads = False  # whether large state is in host memory if the parameter is on a GPU
     cut_sides: Set[str] = frozenset()  # the sides, "m" or "n", that are cut over processes
     largest_whole_state = 0  # elements of the largest state tensor of a matrix that is replicated
 
@@ -234,18 +240,44 @@ class Layout:
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
 
     def allocate(self, p: Tensor, h: Settings) -> Tensors:
-        """Allocate zero state for the parameter, on its device."""
+        """Allocate zero state for the parameter."""
         return {name: self.zeros(p, slot) for name, slot in self.slots(h).items()}
 
     def zeros(self, p: Tensor, slot: Slot) -> Tensor:
-        """Allocate one state tensor, in the parameter's memory order if shapes match and views remain possible."""
+        """Allocate one state tensor, in the parameter's memory order if shapes match and views remain possible.
+
+        It is on the parameter's device, or in pinned host memory if it is offloaded.
+        """
+        order = self._memory_order
+        if self._is_offloaded(p, slot):
+            if slot.axes == "*":
+                return torch.zeros_like(p, dtype=slot.dtype, memory_format=order, device="cpu", pin_memory=p.is_cuda)
+            return torch.zeros(slot.shape, dtype=slot.dtype, device="cpu", pin_memory=p.is_cuda)
         if slot.axes == "*":
-            order = torch.contiguous_format if self.flattens else torch.preserve_format
             return torch.zeros_like(p, dtype=slot.dtype, memory_format=order)
         return torch.zeros(slot.shape, dtype=slot.dtype, device=p.device)
 
+    @property
+    def _memory_order(self) -> torch.memory_format:
+        return torch.contiguous_format if self.flattens else torch.preserve_format
+
+    def _is_offloaded(self, p: Tensor, slot: Slot) -> bool:
+        """Return whether a state tensor is in host memory: a large one, with blocks that can be copied in one piece.
+
+        The blocks of a weight that is cut into columns have gaps in memory.
+        """
+        if not self.offloads or p.device.type not in OFFLOADED_FROM:
+            return False
+        like = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+        if like.numel() * like.element_size() < OFFLOAD_BYTES * self.count:
+            return False
+        if self.rule.elementwise or slot.axes != "*":
+            return True
+        like = torch.zeros_like(p, dtype=slot.dtype, memory_format=self._memory_order, device="meta")
+        return all(x.is_contiguous() or x.mT.is_contiguous() for x in self.blocks(like))
+
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
-        """Copy a loaded state tensor to the parameter's device; `slot` is None for a replicated number."""
+        """Copy a state tensor to where this layout keeps it; `slot` is None for a replicated number."""
         if slot is None:
             return value.to(p.device, copy=True)
         return self.zeros(p, slot).copy_(value)

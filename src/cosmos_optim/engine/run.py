@@ -57,10 +57,16 @@ def stack_jobs(
     batch: Batch, check: GradientCheck, diagnostics: Diagnostics | None, assigned: Counter[object]
 ) -> Iterator[LocatedJob]:
     """Return a job for each stack of a batch. `assigned` counts the matrices assigned to each team so far."""
+    for stack, location in located_stacks(batch, assigned):
+        yield stack, partial(run_stack, stack, location, check, diagnostics)
+
+
+def located_stacks(batch: Batch, assigned: Counter[object]) -> Iterator[tuple[Batch, Location]]:
+    """Return the stacks of a batch, each with its location; count its matrices in `assigned`."""
     for stack in batch.stacks():
         location = stack.location.after(assigned[stack.location.team])
         assigned[stack.location.team] += len(stack.matrices)
-        yield stack, partial(run_stack, stack, location, check, diagnostics)
+        yield stack, location
 
 
 def run_jobs(jobs: Sequence[LocatedJob]) -> None:

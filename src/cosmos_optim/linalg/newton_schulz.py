@@ -145,9 +145,7 @@ def gram_count(length: int, width: int, steps: int, dtype: torch.dtype) -> int:
     return -(-steps // GRAM_SPAN[dtype])
 
 
-def choose_gram_steps(
-    length: int, width: int, coefficients: Sequence[Coefficients], dtype: torch.dtype
-) -> set[int]:
+def choose_gram_steps(length: int, width: int, coefficients: Sequence[Coefficients], dtype: torch.dtype) -> set[int]:
     """Return the iterations that form R from X, chosen so that the noise in R grows least between them.
 
     The first polynomials of Polar Express are the steepest. Three of them amplify noise eight times as much as three of

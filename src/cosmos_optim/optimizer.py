@@ -373,7 +373,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
         checkpoint.load(self, state_dict)
+        self._adopt_one_rate()
         self._shared_lr = _one_value(self.param_groups, "lr") or math.nan
+
+    def _adopt_one_rate(self) -> None:
+        """Take the one rate of a checkpoint that a scheduler drove: it is meant, so steps must not refuse it."""
+        written = next((key for key in RATES_WRITTEN if _one_value(self.param_groups, key) is not None), None)
+        if written is None or len(set(self._first_rates.values())) < 2:
+            return
+        built = " and ".join(f"{key}={value:g}" for key, value in self._first_rates.items())
+        one = self.param_groups[0][written]
+        warnings.warn(
+            f"the checkpoint was saved with one rate for all groups, {written}={one:g}, which replaces {built} of this "
+            f"{type(self).__name__}: to train with both, write lr and {written} into each group after loading",
+            stacklevel=3,
+        )
+        self._first_rates = dict.fromkeys(self._first_rates, one)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()

@@ -105,6 +105,31 @@ def test_a_loop_that_writes_one_rate_after_each_step_gets_a_warning() -> None:
                 group["lr"] = 1e-3 / (step + 2)
 
 
+@pytest.mark.parametrize("name", [*SCHEDULERS, "CosineAnnealingLR"])
+def test_a_checkpoint_saved_with_one_rate_replaces_two_rates_with_a_warning_that_says_so(name: str) -> None:
+    model = decoder()
+    make = SCHEDULERS[name][0] if name in SCHEDULERS else lambda opt, lr: lr_scheduler.CosineAnnealingLR(opt, 9)
+    saved, opt = (Cosmos(model, lr=1e-3, adam_lr=adam_lr, rank=4) for adam_lr in (1e-3, 4e-3))
+    make(saved, 0.01)
+    train(model, saved, range(1))
+    with pytest.warns(UserWarning, match="checkpoint was saved with one rate.*replaces lr=0.001 and adam_lr=0.004"):
+        opt.load_state_dict(saved.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(1, 2))
+
+
+def test_a_checkpoint_with_both_rates_and_a_schedule_loads_without_a_warning() -> None:
+    model = decoder()
+    saved, opt = (Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4) for _ in range(2))
+    lr_scheduler.CosineAnnealingLR(saved, 9)
+    train(model, saved, range(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.load_state_dict(saved.state_dict())
+        train(model, opt, range(1, 2))
+
+
 def test_rates_from_adamw_are_half_and_twice_its_rate() -> None:
     rates = rates_from_adamw(2e-3)
     assert (rates.lr, rates.adam_lr) == (1e-3, 4e-3)

@@ -3,6 +3,7 @@
 # make test-integrations the tests of training frameworks, in a .venv-integrations built on first use
 # make test-torch VERSION=2.9.1   the library's tests (all but the lab's) on that torch, in a .venv-torch-2.9.1
 # make soak     MINUTES=30 of random kills, damages and resumes of tiny runs; not part of make test
+# make dist     build the wheel and the sdist, check them, and run the quickstart from the wheel in a new environment
 # make demo     a few minutes of pre-training on CPU, four optimizers side by side
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 VERSION ?= 2.9.1
 TORCH_PY = .venv-torch-$(VERSION)/bin/python
 
-.PHONY: test lint types pytest test-gpu test-torch test-integrations soak demo clean
+.PHONY: test lint types pytest test-gpu test-torch test-integrations soak dist demo clean
 test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
@@ -89,6 +90,20 @@ test-integrations: $(INT_STAMP)
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
 demo: $(STAMP)
 	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
+
+# In environments of their own, so that nothing installed here can hide what the wheel lacks.
+DIST_VENV := build/dist-tools
+WHEEL_VENV := build/dist-wheel
+dist:
+	rm -rf dist $(DIST_VENV) $(WHEEL_VENV)
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install -q build twine
+	$(DIST_VENV)/bin/python -m build -o dist .
+	$(DIST_VENV)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install -q --no-compile -c constraints.txt torch
+	$(WHEEL_VENV)/bin/python -m pip install -q --no-compile -c constraints.txt dist/*.whl
+	cd build && dist-wheel/bin/python ../examples/quickstart.py
 
 clean:
 	rm -rf $(VENV) $(INT_VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -211,9 +211,11 @@ def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved:
 def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     """Raise a ValueError if a saved parameter is one of ours, but in another place: its state would go to another.
 
-    Names that we do not have are no error: wrappers of modules change names, and state is then loaded by position.
+    Names that we do not have are no error: wrappers of modules change names, and state is then loaded by position. If
+    it is not a wrapper that changed them, a warning names the first pair.
     """
     known = {name for group in ours for name in _names(group)}
+    renamed = None
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         for here, there in zip(_names(a), _names(b), strict=False):
             if here != there and there in known:
@@ -222,6 +224,21 @@ def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
                     "place here: build the optimizer with the same overrides and groups, and the same parameters "
                     "frozen. If the model was renamed, delete param_names from the checkpoint's groups"
                 )
+            if renamed is None and not _is_wrapped(here, there):
+                renamed = here, there
+    if renamed:
+        warnings.warn(
+            f"the checkpoint has {renamed[1]!r} where this optimizer has {renamed[0]!r}: its state is loaded by "
+            "position. That is right only if the model was renamed",
+            stacklevel=4,
+        )
+
+
+def _is_wrapped(a: str, b: str) -> bool:
+    """Return whether one name is the other with parts added, as wrappers of modules add them."""
+    fewer, more = sorted((a.split("."), b.split(".")), key=len)
+    rest = iter(more)
+    return all(part in rest for part in fewer)
 
 
 def _warn_of_momentum(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:

@@ -153,7 +153,7 @@ def near_miss(key: str, known: Iterable[str] = OURS) -> str | None:
     """Return the known name that `key` misspells, or None if it is another word.
 
     A letter more or less, two swapped, or one other letter in a long name is a slip. One other letter in a short name
-    is usually another word (role, size, beta1).
+    is usually another word (role, size, beta1), and so is a name with a word more (no_weight_decay).
 
     >>> near_miss("gama"), near_miss("weight_decy"), near_miss("rnak"), near_miss("lr_scale"), near_miss("role")
     ('gamma', 'weight_decay', 'rank', None, None)
@@ -161,7 +161,8 @@ def near_miss(key: str, known: Iterable[str] = OURS) -> str | None:
     known = sorted({*known, *SYNONYMS})
     swapped = [name for name in known if sorted(name) == sorted(key)]
     # One letter more or less in a name of four gives 0.89; a digit more in "eps" 0.857; another letter in eight 0.875.
-    near = swapped or difflib.get_close_matches(key, known, n=1, cutoff=0.86)
+    alike = [name for name in known if abs(len(name) - len(key)) <= 2]
+    near = swapped or difflib.get_close_matches(key, alike, n=1, cutoff=0.86)
     if not near and key.isalpha():  # beta1 and beta3 are not slips for betas
         alike = [name for name in known if len(name) == len(key)]
         near = difflib.get_close_matches(key, alike, n=1, cutoff=0.8)

@@ -8,6 +8,7 @@ Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint ne
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._first_rates: dict[str, float] = {}
+        self._shared_lr: float | None = math.nan  # of all groups at the last step, None if they had several
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
@@ -279,7 +281,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
-        _refuse_one_rate(type(self).__name__, self.param_groups, self._first_rates)
+        _refuse_one_rate(type(self).__name__, self.param_groups, self._first_rates, self._shared_lr)
+        self._shared_lr = _one_value(self.param_groups, "lr")
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
@@ -408,6 +411,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
         self._finish_copies()
         checkpoint.load(self, state_dict)
+        self._adopt_one_rate()
+        self._shared_lr = _one_value(self.param_groups, "lr") or math.nan
+
+    def _adopt_one_rate(self) -> None:
+        """Take the one rate of a checkpoint that a scheduler drove: it is meant, so steps must not refuse it."""
+        written = next((key for key in RATES_WRITTEN if _one_value(self.param_groups, key) is not None), None)
+        if written is None or len(set(self._first_rates.values())) < 2:
+            return
+        built = " and ".join(f"{key}={value:g}" for key, value in self._first_rates.items())
+        one = self.param_groups[0][written]
+        warnings.warn(
+            f"the checkpoint was saved with one rate for all groups, {written}={one:g}, which replaces {built} of this "
+            f"{type(self).__name__}: to train with both, write lr and {written} into each group after loading",
+            stacklevel=3,
+        )
+        self._first_rates = dict.fromkeys(self._first_rates, one)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
@@ -422,6 +441,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
         self._structure, self._not_compared, self._is_built = {}, [], False  # a copy is not compared again
         self._first_rates = state.get("_first_rates", {})  # older pickles lack it
+        self._shared_lr = _one_value(self.param_groups, "lr") or math.nan
         self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
         for group in self.param_groups:
@@ -437,14 +457,18 @@ def _is_on(x: Tensor, device: torch.device) -> bool:
     return x.device.type == device.type and device.index in (None, x.device.index)
 
 
-def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> None:
+def _refuse_one_rate(
+    name: str, groups: Sequence[Mapping[str, Any]], first: Mapping[str, float], before: float | None
+) -> None:
     """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
 
     The error lists one value for each group. It is not repaired here, because schedulers also keep rates themselves.
     A loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
+    Rates that were different, meet and then stay are at a floor (ReduceLROnPlateau's min_lr), which needs no warning.
 
     name: the optimizer's class, for the message.
     first: the rates that the optimizer was built with, "lr" and "adam_lr".
+    before: the rate of all groups at the last step, None if they had several, NaN if there was no step.
     """
     if len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
         return
@@ -463,7 +487,8 @@ def _refuse_one_rate(name: str, groups: Sequence[Mapping[str, Any]], first: Mapp
             f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
             f"{argument.format(f'[{rates}]')} {one}"
         )
-    if not any("initial_lr" in group for group in groups):  # a scheduler may let all rates meet at its floor
+    at_floor = before is None or value == before
+    if not at_floor and not any("initial_lr" in group for group in groups):  # other schedulers may have a floor too
         warnings.warn(
             # Without the value, so that Python shows the same text only once, not at every step of a schedule.
             f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",

@@ -165,7 +165,7 @@ def test_without_tyro_one_line_names_the_extra_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["train", "tiny", "--steps", "3"]) == 2
-    message = "the commands need the package tyro: pip install 'cosmos-optim[lab]'"
+    message = "the commands need the package tyro: pip install tyro, or '.[lab]' in the source folder"
     assert capsys.readouterr().err == f"cosmos-lab: {message}\n"
 
 

@@ -186,6 +186,16 @@ def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
     assert "diverged" in format_result(result)
 
 
+def test_a_variant_with_a_diverged_seed_has_no_mean(tiny_run: RunConfig) -> None:
+    runs = grid(tiny_run, {**ADAM, "seed": 0}, {**ADAM, "seed": 1})
+    quietly(runs)
+    path = runs[1].folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"final_val_loss": float("inf")}))
+    row = table_of(runs, "final_val_loss")["rows"][0]
+    assert row["status"] == ["done", "diverged"]
+    assert row["mean"] is None and row["spread"] is None
+
+
 def test_variants_of_one_optimizer_have_different_labels(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**COSMOS, "rank": 4}, {**COSMOS, "rank": 8, "gamma": 0.1 + 0.2}, {**ADAM, "rank": None})
     result = table_of(runs, "final_val_loss")

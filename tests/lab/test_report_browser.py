@@ -17,7 +17,7 @@ DRIVER = shutil.which("chromedriver")
 if not CHROMIUM or not DRIVER:
     pytest.skip("no Chromium with its driver here: apt-get install chromium chromium-driver", allow_module_level=True)
 webdriver = pytest.importorskip(
-    "selenium.webdriver", reason="selenium is not installed: pip install 'cosmos-optim[test]'"
+    "selenium.webdriver", reason="selenium is not installed: pip install selenium"
 )
 
 FLAGS = (

@@ -27,7 +27,7 @@ OF_OTHERS = (
     "adamw_eps", "adamw_lr", "use_muon", "ns_impl", "algorithm", "flatten", "mu", "update_proj_gap", "proj_type",
     "width_mult", "mup_scale", "fused", "foreach", "capturable", "differentiable", "amsgrad", "name", "names",
     "group_name", "label", "tag", "type", "role", "stage", "size", "index", "id", "step", "num_steps", "max_steps",
-    "dtype", "shape", "eps1", "eps2", "ep", "tp", "pp", "bucket_size", "param_group_id",
+    "dtype", "shape", "no_weight_decay", "eps1", "eps2", "ep", "tp", "pp", "bucket_size", "param_group_id",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -109,4 +110,15 @@ def test_names_that_a_wrapper_changed_are_loaded_by_position() -> None:
     model, wrapped = layers(), layers()
     saved = Cosmos(model).state_dict()
     wrapped[1] = torch.nn.ModuleDict({"_checkpoint_wrapped_module": wrapped[1]})
-    Cosmos(wrapped).load_state_dict(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Cosmos(wrapped).load_state_dict(saved)
+        Cosmos(torch.nn.ModuleDict({"module": model})).load_state_dict(saved)
+
+
+def test_a_parameter_with_a_name_that_is_unknown_here_is_loaded_by_position_with_a_warning() -> None:
+    model, other = layers(), layers()
+    saved = Cosmos(model).state_dict()
+    named = torch.nn.ModuleDict({"0": other[0], "1": other[1], "added": other[2]})
+    with pytest.warns(UserWarning, match=r"has '2.weight' where this optimizer has 'added.weight'.*only if.*renamed"):
+        Cosmos(named).load_state_dict(saved)

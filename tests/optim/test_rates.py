@@ -80,6 +80,56 @@ def test_schedules_that_scale_rates_or_meet_at_a_floor_are_quiet() -> None:
     assert opt.param_groups[0]["lr"] > 0
 
 
+def test_rates_that_meet_at_the_floor_of_a_plateau_schedule_are_quiet_also_after_a_resume() -> None:
+    """This scheduler leaves no mark in the groups."""
+    model = decoder()
+    opt, again = (Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4) for _ in range(2))
+    schedule = lr_scheduler.ReduceLROnPlateau(opt, factor=0.1, patience=0, min_lr=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            train(model, opt, range(step, step + 1))
+            schedule.step(1.0)
+        assert {group["lr"] for group in opt.param_groups} == {1e-5}
+        again.load_state_dict(opt.state_dict())
+        train(model, again, range(6, 8))
+
+
+def test_a_loop_that_writes_one_rate_after_each_step_gets_a_warning() -> None:
+    model = decoder()
+    opt = Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4)
+    with pytest.warns(UserWarning, match="all groups run at one lr"):
+        for step in range(3):
+            train(model, opt, range(step, step + 1))
+            for group in opt.param_groups:
+                group["lr"] = 1e-3 / (step + 2)
+
+
+@pytest.mark.parametrize("name", [*SCHEDULERS, "CosineAnnealingLR"])
+def test_a_checkpoint_saved_with_one_rate_replaces_two_rates_with_a_warning_that_says_so(name: str) -> None:
+    model = decoder()
+    make = SCHEDULERS[name][0] if name in SCHEDULERS else lambda opt, lr: lr_scheduler.CosineAnnealingLR(opt, 9)
+    saved, opt = (Cosmos(model, lr=1e-3, adam_lr=adam_lr, rank=4) for adam_lr in (1e-3, 4e-3))
+    make(saved, 0.01)
+    train(model, saved, range(1))
+    with pytest.warns(UserWarning, match="checkpoint was saved with one rate.*replaces lr=0.001 and adam_lr=0.004"):
+        opt.load_state_dict(saved.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(1, 2))
+
+
+def test_a_checkpoint_with_both_rates_and_a_schedule_loads_without_a_warning() -> None:
+    model = decoder()
+    saved, opt = (Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4) for _ in range(2))
+    lr_scheduler.CosineAnnealingLR(saved, 9)
+    train(model, saved, range(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.load_state_dict(saved.state_dict())
+        train(model, opt, range(1, 2))
+
+
 def test_rates_from_adamw_are_half_and_twice_its_rate() -> None:
     rates = rates_from_adamw(2e-3)
     assert (rates.lr, rates.adam_lr) == (1e-3, 4e-3)

@@ -91,7 +91,7 @@ def parse(default: T, arguments: Sequence[str], *, prog: str, description: str |
     Without a ``description``, the help shows the docstring of the dataclass.
     """
     _check_flags(default, arguments, prog)
-    tyro = require("tyro", "the commands need the package tyro: pip install 'cosmos-optim[lab]'")
+    tyro = require("tyro", "the commands need the package tyro: pip install tyro, or '.[lab]' in the source folder")
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     parsed: T = tyro.cli(
         type(default), default=default, args=list(arguments), prog=prog, description=description, config=flat

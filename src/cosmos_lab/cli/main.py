@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         work(rest)
     except ModuleNotFoundError as error:
-        hint = "" if "pip install" in str(error) else "; the lab's packages come with pip install 'cosmos-optim[lab]'"
+        more = "; the lab's packages come with pip install '.[lab]' in the source folder"
+        hint = "" if "pip install" in str(error) else more
         return _fail(f"{error}{hint}")
     except (ValueError, OSError, ImportError) as error:
         return 2 if _told_by_another(error) else _fail(str(error))

@@ -73,7 +73,7 @@ def in_validation(name: str) -> bool:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
     """Train a byte-level BPE of `vocab_size` ids with id 0 for the end of a document."""
-    message = "training a tokenizer needs the package `tokenizers`: pip install 'cosmos-optim[lab]'"
+    message = "training a tokenizer needs the package `tokenizers`: pip install tokenizers"
     library = require("tokenizers", message)
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -53,7 +53,7 @@ class Encoder:
 
 def load_encoder(name: str) -> Encoder:
     """Load "t5", "gpt2", the path of a tokenizer.json, or a tokenizer by its name on the hub."""
-    message = "preparing data needs the package `tokenizers`: pip install 'cosmos-optim[lab]'"
+    message = "preparing data needs the package `tokenizers`: pip install tokenizers"
     Tokenizer = require("tokenizers", message).Tokenizer
     path = Path(name).expanduser()
     if path.is_file():

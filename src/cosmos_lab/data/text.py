@@ -191,7 +191,7 @@ def _json_texts(path: Path, lines: io.TextIOWrapper, field: str) -> Iterator[str
 
 def _parquet(path: Path, field: str) -> Iterator[tuple[str, int]]:
     """Yield the texts of one column, each with its share of the file's bytes."""
-    message = f"{path.name} needs the package `pyarrow`: pip install 'cosmos-optim[lab,data]', or give .jsonl"
+    message = f"{path.name} needs the package `pyarrow`: pip install pyarrow, or give .jsonl"
     arrow, parquet = require("pyarrow", message), require("pyarrow.parquet", message)
     try:
         with parquet.ParquetFile(path) as table:
@@ -237,7 +237,7 @@ def _hub_stream(data: HubData, name: str, split: Literal["train", "val"] | None)
 
 
 def _load(data: HubData, split: str) -> Any:
-    install = "pip install 'cosmos-optim[lab,data]', or prepare local text files"
+    install = "pip install datasets, or prepare local text files"
     datasets = require("datasets", f"{data.name} comes through the package `datasets`: {install}")
     try:
         return datasets.load_dataset(data.name, data.config, split=split, streaming=True)

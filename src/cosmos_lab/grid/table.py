@@ -88,8 +88,9 @@ def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, An
     runs, config = group.runs, group.runs[0].config["config"]
     finished = [run.stats if run.finished else {} for run in runs]
     values = [stats.get(metric) for stats in finished]
-    known = [value for value in values if value is not None]
-    whole = len(known) == len(values)
+    spread = group.stat(metric)
+    if None in values or (spread and spread.n < len(values)):  # no mean over a part of the seeds
+        spread = None
     fields = {name: config[name] for name in group.differs if name in config}
     return {
         "label": _label(group),
@@ -100,8 +101,8 @@ def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, An
         "runs": [run.name for run in runs],
         "status": [run.status for run in runs],
         "values": values,
-        "mean": statistics.fmean(known) if whole else None,
-        "spread": statistics.stdev(known) if len(known) > 1 and whole else None,
+        "mean": spread.mean if spread else None,
+        "spread": spread.deviation if spread and spread.n > 1 else None,
         **{
             key: [stats.get(key) for stats in finished]
             for key in ("final_val_ppl", "step_ms", "optimizer_ms", "state_bytes")

@@ -52,7 +52,7 @@ def _figures(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> 
     try:
         from cosmos_lab.report.figures import draw_all
     except ImportError as error:
-        remark = f"No PNG and SVG figures: {error}; pip install 'cosmos-optim[lab]' brings matplotlib."
+        remark = f"No PNG and SVG figures: {error}; pip install matplotlib, or '.[lab]' in the source folder."
         _log.warning(remark)
         return remark
     draw_all([spec for task in specs for spec in task if isinstance(spec, Section)], folder)

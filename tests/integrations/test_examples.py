@@ -1,0 +1,38 @@
+"""The examples of frameworks run as users run them, and learn."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+# Example, the packages that it needs, and flags that make it small.
+EXAMPLES = {
+    "transformers_trainer": (("transformers", "accelerate"), ["--width", "32", "--depth", "1", "--steps", "30"]),
+    "peft_lora": (("transformers", "peft"), ["--width", "32", "--base-steps", "30", "--steps", "30", "--lr", "0.01"]),
+    "lightning_gpt": (("lightning",), ["--width", "32", "--depth", "1", "--steps", "20", "--lr", "0.004"]),
+    "torchtitan_llama": (("torchtitan",), ["--width", "32", "--depth", "1", "--steps", "20", "--lr", "0.004"]),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_prints_its_plan_and_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    packages, flags = EXAMPLES[name]
+    for package in packages:
+        pytest.importorskip(package)
+    losses = importlib.import_module(f"examples.{name}").main(flags)
+    assert sum(losses[-2:]) < sum(losses[:2])
+    shown = capsys.readouterr().out
+    assert "cosmos" in shown and "total:" in shown and "loss" in shown
+
+
+def test_the_trainer_example_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
+    packages, _ = EXAMPLES["transformers_trainer"]
+    for package in packages:
+        pytest.importorskip(package)
+    example = importlib.import_module("examples.transformers_trainer")
+    small = ["--width", "16", "--depth", "1", "--output", str(tmp_path)]
+    first = example.main([*small, "--steps", "20"])
+    again = example.main([*small, "--steps", "30", "--resume"])
+    assert again[: len(first)] == first and len(again) == len(first) + 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.rules import RULES
+from cosmos_optim.rules.adam import SCALES
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.rules.rule import Settings, Slot
 
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
+# Dtypes of the state, and what they are of. A checkpoint with other values replaces ours.
+STORED = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
-SLOTS = frozenset(("step", "M_scale")).union(*(rule.State._fields for rule in RULES.values()))
+SLOTS = frozenset(("step", "M_scale", *SCALES)).union(*(rule.State._fields for rule in RULES.values()))
 
 
 def structure(group: Settings) -> dict[str, Any]:
     """Return the settings that decide what state a group has, also its dtype."""
-    return {key: group[key] for key in (*STRUCTURE, "momentum_dtype") if key in group}
+    return {key: group[key] for key in (*STRUCTURE, *STORED) if key in group}
 
 
 def differing(a: Settings, b: Settings, keys: Iterable[str]) -> list[str]:
@@ -89,7 +92,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
-    _warn_of_momentum(ours_now, saved)
+    _warn_of_dtypes(ours_now, saved)
     saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
     _check_names(ours_now, saved)
     loaded: dict[Tensor, dict[str, Any]] = {}
@@ -127,14 +130,16 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
 def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group in the terms of this version.
 
-    Rule "muon-norm" is now rule "muon" with `normalize=True`; older "muon" groups lack that key. `nesterov` used to be
-    the number of steps to look ahead, with 1 for Nesterov's momentum.
+    Rule "muon-norm" is now rule "muon" with `normalize=True`; older "muon" groups lack that key. Older "adam" groups
+    lack `adam_dtype`: their moments are in float32. `nesterov` used to be the number of steps to look ahead, with 1 for Nesterov's momentum.
     """
     group = dict(group)
     if group.get("rule") == "muon-norm":
         group |= {"rule": "muon", "normalize": True}
     elif group.get("rule") == "muon":
         group.setdefault("normalize", False)
+    elif group.get("rule") == "adam":
+        group.setdefault("adam_dtype", None)
     steps = group.get("nesterov", False)
     if not isinstance(steps, bool):
         if steps not in (0, 1):
@@ -224,15 +229,14 @@ def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
                 )
 
 
-def _warn_of_momentum(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Warn if the checkpoint's momentum is stored as int8 and ours is not, or the other way round."""
+def _warn_of_dtypes(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Warn if the checkpoint's momentum or moments are stored as int8 and ours are not, or the other way round."""
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        if differing(a, b, ("momentum_dtype",)) and torch.int8 in (a["momentum_dtype"], b["momentum_dtype"]):
-            warnings.warn(
-                f"group {i} was saved with momentum_dtype={b['momentum_dtype']}, which replaces {a['momentum_dtype']}: "
-                "the momentum stays as it was saved",
-                stacklevel=4,
-            )
+        for key in differing(a, b, STORED):
+            if torch.int8 in (a[key], b[key]):
+                warnings.warn(
+                    f"group {i} was saved with {key}={b[key]}, which replaces {a[key]}: {STORED[key]}", stacklevel=4
+                )
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:

@@ -129,6 +129,7 @@ CHECKS: dict[str, Check] = {
     "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
     "ns_dtype": _check(_is_float_dtype, "a floating-point torch.dtype, or None to choose by device"),
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
+    "adam_dtype": _one_of(None, torch.float32, torch.int8),
     "nonfinite": _one_of("skip", "raise"),
     "missing": _one_of("skip", "zero"),
     "side": _one_of("auto", "input", "smaller"),

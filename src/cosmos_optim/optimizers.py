@@ -63,6 +63,8 @@ class Cosmos(MatrixOptimizer):
         ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
         momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state, and torch.int8 quarters
             it, with one scale for each 128 elements of a row.
+        adam_dtype: dtype of AdamW's two moments; None means float32, and torch.int8 quarters them in tensors of more than
+            4,096 elements, with one scale for each 128 elements of a row.
         split_sizes: rows of each block of a fused weight, or one number for equal blocks; each block is updated as its
             own matrix. In a group, `split_side="input"` cuts columns instead.
         maximize: ascend instead of descend.
@@ -88,8 +90,8 @@ class Cosmos(MatrixOptimizer):
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -116,8 +118,8 @@ class CosmosPaper(Cosmos):
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -136,7 +138,7 @@ class Muon(MatrixOptimizer):
         normalize: scale every update to RMS lr (the paper's normalization ablation); `scaling` is then ignored.
         betas: decay of AdamW's two moments.
         eps: added to the root of AdamW's second moment.
-        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
+        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, adam_dtype, split_sizes, maximize, nonfinite, missing,
             stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> opt = Muon(nn.Linear(8, 16), lr=1e-3)
@@ -152,8 +154,8 @@ class Muon(MatrixOptimizer):
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -173,7 +175,7 @@ class NorMuon(MatrixOptimizer):
         nesterov: use Nesterov's momentum.
         betas: decay of AdamW's two moments.
         eps: added to the roots of the second moments, of rows and of AdamW.
-        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
+        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, adam_dtype, split_sizes, maximize, nonfinite, missing,
             stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
@@ -189,8 +191,8 @@ class NorMuon(MatrixOptimizer):
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -213,7 +215,7 @@ class SOAP(MatrixOptimizer):
         side: the side of a one-sided basis: "auto" and "input" (columns), or "smaller", which saves state.
         betas: decay of the momentum and of the second moments, for SOAP and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> opt = SOAP(nn.Linear(8, 16), lr=2e-3, frequency=10, two_sided=True)
     >>> [group["rule"] for group in opt.param_groups]
@@ -226,8 +228,8 @@ class SOAP(MatrixOptimizer):
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "auto",
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -248,7 +250,7 @@ class GaLore(MatrixOptimizer):
         scale: factor of the update.
         betas: decay of the two moments, for GaLore and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in GaLore(layer, rank=4).state[layer.weight].items()}
@@ -261,8 +263,8 @@ class GaLore(MatrixOptimizer):
         self, params: Params, lr: Rate = 1e-2, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         rank: int = 128, update_gap: int = 200, scale: float = 0.25,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -285,7 +287,7 @@ class AdamMini(MatrixOptimizer):
         block_rows: rows of a block, by default; queries and keys with unusual names need a group that sets it.
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "v_proj": nn.Linear(8, 8, bias=False)})
     >>> [group["block_rows"] for group in AdamMini(attention, head_dim=4).param_groups]
@@ -297,8 +299,8 @@ class AdamMini(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         head_dim: int | None = None, block_rows: int = 1, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         given = arguments(locals())
         check_options({"head_dim": head_dim})
@@ -321,7 +323,7 @@ class Adam(MatrixOptimizer):
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> sorted(Adam(layer, lr=2e-3).state[layer.weight])
@@ -333,8 +335,8 @@ class Adam(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 

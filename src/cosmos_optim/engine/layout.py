@@ -78,6 +78,7 @@ class Layout:
     is_sharded = False
     cut_sides: Set[str] = frozenset()  # the sides, "m" or "n", that are cut over processes
     largest_whole_state = 0  # elements of the largest state tensor of a matrix that is replicated
+    first_element = (0, 0)  # row and column of this process's first element; the last dimension is a row
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
@@ -209,9 +210,22 @@ class Layout:
     def slots(self, h: Settings) -> dict[str, Slot]:
         """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks."""
         if self.rule.elementwise:
-            return {name: self._slot("*", self.shape, slot.dtype) for name, slot in self.rule.slots(1, 1, h).items()}
+            slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, h)
+            return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
         each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
         return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
+
+    @property
+    def width(self) -> int:
+        """The elements of a row, which is the last dimension of the parameter."""
+        return self.shape[-1] if self.shape else 1
+
+    def _elementwise_slot(self, slot: Slot) -> Slot:
+        """Return a slot of the parameter's shape, or one with the slot's columns instead of the parameter's."""
+        if slot.axes == "*":
+            return self._slot("*", self.shape, slot.dtype)
+        lead = self.shape[:-1]
+        return self._slot("b" * len(lead) + slot.axes[-1], (*lead, slot.shape[-1]), slot.dtype)
 
     def _slot(self, axes: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Slot:
         return Slot(axes, shape, dtype or torch.promote_types(self.dtype, torch.float32))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cosmos_optim.cuda.adam import run_adam
 from cosmos_optim.cuda.chunk import (
     DeviceInputs,
     bases_in_a_chunk,
@@ -32,7 +33,6 @@ from cosmos_optim.engine.run import (
     LocatedJob,
     advance,
     direction_of,
-    run_elementwise_groups,
     run_jobs,
     stack_jobs,
     stacked_grad_max,
@@ -82,7 +82,7 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         for k, (batch, job) in enumerate(alone):
             with Streams.of(batch.device).chunk(k):
                 job()
-        run_elementwise_groups(live, check.skip)  # launched last, so that it overlaps with the matrices
+        run_adam(live, check.skip)  # launched last, so that it overlaps with the matrices
     run_jobs([(batch, job) for batch, job in work.jobs if batch.location.team is not None])
     write_back(copies)
 

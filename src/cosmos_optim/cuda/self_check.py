@@ -50,7 +50,7 @@ def kernels_work(p: Tensor, rule: Rule, rank: int, quantized: bool = False) -> b
         if quantized:
             work = partial(work, momentum_dtype=torch.int8)
         compile_in_parallel(p.device, [work])
-        _results[key] = _within_bound(work, rule, p.device)
+        _results[key] = within_bound(work, rule, p.device)
     return _results[key]
 
 
@@ -104,7 +104,7 @@ def relative_error(x: Tensor, y: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _within_bound(work: partial[float], rule: Rule, device: torch.device) -> bool:
+def within_bound(work: partial[float], rule: Rule, device: torch.device) -> bool:
     """Run the comparison, and warn if the kernels are wrong or cannot run."""
     try:
         with on_device(device):

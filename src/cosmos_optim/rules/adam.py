@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "adam_dtype": Non
 LARGEST_FLOAT32 = 4096
 # The state of a quantized tensor.
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+QUANTIZED = ("exp_avg", "exp_avg_sq", *SCALES)
 
 
 class AdamState(NamedTuple):

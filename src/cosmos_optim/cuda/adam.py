@@ -22,6 +22,9 @@ from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.rules import adam
 from cosmos_optim.rules.rule import Settings
 
+# Codes of 8 bits leave an error of about 1 % in v. A wrong kernel has a far larger one.
+CLOSE = 5e-2
+
 _results: dict[Hashable, bool] = {}
 
 
@@ -87,7 +90,7 @@ def kernel_works(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dty
     if key not in _results:
         if launches_disabled() or torch.cuda.is_current_stream_capturing():
             return True
-        _results[key] = within_bound(partial(step_error, *key), adam.RULE, device)
+        _results[key] = within_bound(partial(step_error, *key), adam.RULE, device, CLOSE)
     return _results[key]
 
 

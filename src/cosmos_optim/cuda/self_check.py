@@ -104,14 +104,14 @@ def relative_error(x: Tensor, y: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def within_bound(work: partial[float], rule: Rule, device: torch.device) -> bool:
+def within_bound(work: partial[float], rule: Rule, device: torch.device, bound: float = CLOSE) -> bool:
     """Run the comparison, and warn if the kernels are wrong or cannot run."""
     try:
         with on_device(device):
             error, reason = work(), ""
     except Exception as failure:  # anything that the compiler or the driver raises
         error, reason = math.inf, f": {type(failure).__name__}: {str(failure)[:200]}"
-    if error < CLOSE:
+    if error < bound:
         return True
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     warnings.warn(

@@ -48,6 +48,7 @@ BUILDERS: dict[str, Build] = {
     "cosmos-4": cosmos(ns_steps=4),
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
     "cosmos-int8": cosmos(momentum_dtype=torch.int8),
+    "cosmos-int8-adam8": cosmos(momentum_dtype=torch.int8, adam_dtype=torch.int8),
     "cosmos-eager": cosmos(cuda_graphs=False),
     "cosmos-paper": cosmos(CosmosPaper),
     "cosmos-loop": cosmos_loop,

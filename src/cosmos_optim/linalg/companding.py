@@ -13,8 +13,18 @@ its block's largest, and an m that does not decay is a drift. The noise is a lat
 random numbers: the same on every device and for every number of processes, and it visits [0, 1) evenly in time.
 
 **Zero.** A v above 0 has a code of at least 2, which is sqrt(v) = 2^2/255^2 of the largest, the size of m's smallest code
-above 0. So rounding never leaves an m without a v: m / sqrt(v) of a stored element is at most that of its block's
-largest ones. Tiny elements get a smaller update instead of a wild one.
+above 0. So rounding never leaves an m without a v: a tiny element gets a smaller update instead of a wild one.
+
+**Measured** with 4,000 Zipf tokens, embedding and head of width 256, 500 steps: |error of the update| / |update| of
+embedding and head, the largest update (exact Adam's is at most 1.70) and the loss (float32: 3.1105).
+
+    m linear, sqrt(v) linear, to nearest            0.036   0.328   84    3.0962
+    m linear, sqrt(v) linear, random, v not 0       0.041   0.080   4.0   3.1099
+    both squares, to nearest, v not 0               0.012   0.186   2.6   3.0980
+    both squares, random, v not 0                   0.016   0.048   2.1   3.1102
+    both squares, lattice, v not 0 (this file)      0.016   0.034   1.8   3.1104
+
+The lower losses of rounding to nearest are those of another optimizer, whose v is too large.
 
 Scales have 20 significant bits, so storing a stored moment again changes no bit of it, for any noise.
 `cuda.kernels.adam_int8` does the same on a GPU.

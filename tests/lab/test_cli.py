@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import cosmos_lab
 import cosmos_optim

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.adam import run_adam
+from cosmos_optim.cuda.adam_run import run_adam
 from cosmos_optim.cuda.chunk import (
     DeviceInputs,
     bases_in_a_chunk,

@@ -89,7 +89,7 @@ class ShardedLayout(Layout):
         """Row and column of this rank's first element, if only the first and the last dimension are cut."""
         starts = [self._part(cut).start for cut in self.cuts]
         if len(starts) < 2:
-            return 0, *starts or (0,)
+            return 0, sum(starts)
         return starts[0] * math.prod(self.shape[1:-1]), starts[-1]
 
     def _part(self, cut: Cut) -> Interval:

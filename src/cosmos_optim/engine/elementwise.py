@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.engine.batching import Entry, decay_of, signed_lr
-from cosmos_optim.engine.rounding import write_
+from cosmos_optim.engine.rounding import read, write_
 from cosmos_optim.linalg.algebra import Algebra
 
 
@@ -56,10 +56,11 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     t = local(e.state["step"])
     arguments = e.rule.arguments(e.group)
     D, new = e.rule.direction(local(e.grad).to(dtype), e.rule.State(**tensors), t, alg=Algebra(1, 1), **arguments)
-    value = p.to(dtype) * decay_of(e.group) - signed_lr(e.group) * D
+    old = read(p, dtype, e.correction)
+    value = old * decay_of(e.group) - signed_lr(e.group) * D
     for name, tensor in tensors.items():
         changed = getattr(new, name)
         tensor.copy_(changed if skip is None else torch.where(skip, tensor, changed))
     if skip is not None:
-        value = torch.where(skip, p.to(dtype), value)
-    write_(p, value, t if e.group["stochastic_rounding"] else None)
+        value = torch.where(skip, old, value)
+    write_(p, value, t if e.group["stochastic_rounding"] else None, e.correction)

@@ -239,15 +239,21 @@ def _warn_of_momentum(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -
 
 def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], state: Mapping[Any, Any]) -> None:
     """Remove `weight_correction` from the saved groups, so that ours stays; warn if their state does not fit it."""
+    outcomes = {
+        True: "has no corrections of its weights, so they begin at zero",
+        False: "has corrections of its weights, which are dropped: the weights go on from their bfloat16 values. To "
+        "keep all 24 bits, build the optimizer with weight_correction=True",
+    }
+    unlike: dict[bool, list[int]] = {True: [], False: []}  # our setting -> the groups with other state
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         b.pop("weight_correction", None)
         wanted = bool(a.get("weight_correction"))
         if any((CORRECTION in state[key]) != wanted for key in b["params"] if key in state):
-            outcome = "has no corrections of the weights, so they begin at zero" if wanted else (
-                "has corrections of the weights, which are dropped: the weights go on from their bfloat16 values. To "
-                "keep all 24 bits, build the optimizer with weight_correction=True"
-            )  # fmt: skip
-            warnings.warn(f"group {i} has weight_correction={wanted} here, and the checkpoint {outcome}", stacklevel=4)
+            unlike[wanted].append(i)
+    for wanted, groups in unlike.items():
+        if groups:
+            text = f"groups {groups} have weight_correction={wanted} here, and the checkpoint {outcomes[wanted]}"
+            warnings.warn(text, stacklevel=4)
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:

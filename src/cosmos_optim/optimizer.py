@@ -387,7 +387,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 continue
             is_narrow = x.dtype in (torch.bfloat16, torch.float16)
             found[name] = x.detach().to(torch.float32 if is_narrow else x.dtype, copy=True)
-            if x in corrected:
+            if x in corrected and CORRECTION in self.state.get(x, {}):  # a user may have cleared the state
                 local = self._layouts[x].local
                 local(found[name]).copy_(read(local(x), torch.float32, local(self.state[x][CORRECTION])))
         return found

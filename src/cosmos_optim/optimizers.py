@@ -69,10 +69,9 @@ class Cosmos(MatrixOptimizer):
         nonfinite: "skip" skips a step with a NaN or inf gradient; "raise" raises an error that names the parameter.
         missing: "skip" ignores a parameter with gradient None; "zero" treats it as zero.
         stochastic_rounding: round updates of bfloat16 parameters stochastically.
-        weight_correction: keep 8 more bits of each bfloat16 weight in the state, so that updates far below its last
-            place are not lost. The model reads bfloat16, and `float32_weights` returns all 24 bits. This replaces a
-            float32 copy of the weights, and takes one byte of state for each weight. All parameters of the group must
-            be bfloat16.
+        weight_correction: keep 8 more bits of each bfloat16 weight in the state, so that updates below its last place
+            are not lost, down to 2^-16 of the weight. The model reads bfloat16; `float32_weights` returns all 24 bits.
+            This replaces a float32 copy of the weights by one byte for each. Only for bfloat16 parameters.
         cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

@@ -71,6 +71,9 @@ class Cosmos(MatrixOptimizer):
         nonfinite: "skip" skips a step with a NaN or inf gradient; "raise" raises an error that names the parameter.
         missing: "skip" ignores a parameter with gradient None; "zero" treats it as zero.
         stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        weight_correction: keep 8 more bits of each bfloat16 weight in the state, so that updates below its last place
+            are not lost, down to 2^-16 of the weight. The model reads bfloat16; `float32_weights` returns all 24 bits.
+            This replaces a float32 copy of the weights by one byte for each. Only for bfloat16 parameters.
         cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -91,7 +94,7 @@ class Cosmos(MatrixOptimizer):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -119,7 +122,7 @@ class CosmosPaper(Cosmos):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -139,7 +142,7 @@ class Muon(MatrixOptimizer):
         betas: decay of AdamW's two moments.
         eps: added to the root of AdamW's second moment.
         ns_steps, ns_coefficients, ns_dtype, momentum_dtype, adam_dtype, split_sizes, maximize, nonfinite, missing,
-            stochastic_rounding, cuda_graphs: as in `Cosmos`.
+            stochastic_rounding, weight_correction, cuda_graphs: as in `Cosmos`.
 
     >>> opt = Muon(nn.Linear(8, 16), lr=1e-3)
     >>> [(group["rule"], group["lr"]) for group in opt.param_groups]
@@ -155,7 +158,7 @@ class Muon(MatrixOptimizer):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -176,7 +179,7 @@ class NorMuon(MatrixOptimizer):
         betas: decay of AdamW's two moments.
         eps: added to the roots of the second moments, of rows and of AdamW.
         ns_steps, ns_coefficients, ns_dtype, momentum_dtype, adam_dtype, split_sizes, maximize, nonfinite, missing,
-            stochastic_rounding, cuda_graphs: as in `Cosmos`.
+            stochastic_rounding, weight_correction, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in NorMuon(layer).state[layer.weight].items()}
@@ -192,7 +195,7 @@ class NorMuon(MatrixOptimizer):
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -215,7 +218,8 @@ class SOAP(MatrixOptimizer):
         side: the side of a one-sided basis: "auto" and "input" (columns), or "smaller", which saves state.
         betas: decay of the momentum and of the second moments, for SOAP and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs: as in
+            `Cosmos`.
 
     >>> opt = SOAP(nn.Linear(8, 16), lr=2e-3, frequency=10, two_sided=True)
     >>> [group["rule"] for group in opt.param_groups]
@@ -229,7 +233,7 @@ class SOAP(MatrixOptimizer):
         frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "auto",
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -250,7 +254,8 @@ class GaLore(MatrixOptimizer):
         scale: factor of the update.
         betas: decay of the two moments, for GaLore and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs: as in
+            `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in GaLore(layer, rank=4).state[layer.weight].items()}
@@ -264,7 +269,7 @@ class GaLore(MatrixOptimizer):
         rank: int = 128, update_gap: int = 200, scale: float = 0.25,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -287,7 +292,7 @@ class AdamMini(MatrixOptimizer):
         block_rows: rows of a block, by default; queries and keys with unusual names need a group that sets it.
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs: as in `Cosmos`.
 
     >>> attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "v_proj": nn.Linear(8, 8, bias=False)})
     >>> [group["block_rows"] for group in AdamMini(attention, head_dim=4).param_groups]
@@ -300,7 +305,7 @@ class AdamMini(MatrixOptimizer):
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         head_dim: int | None = None, block_rows: int = 1, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         given = arguments(locals())
         check_options({"head_dim": head_dim})
@@ -323,7 +328,7 @@ class Adam(MatrixOptimizer):
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs:
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs: as in `Cosmos`.
+        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> sorted(Adam(layer, lr=2e-3).state[layer.weight])
@@ -336,7 +341,7 @@ class Adam(MatrixOptimizer):
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
-        stochastic_rounding: bool = False, cuda_graphs: bool = True,
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 

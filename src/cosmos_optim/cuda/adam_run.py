@@ -1,4 +1,4 @@
-"""Step AdamW's tensors on GPUs: those with moments of 8 bits by our kernel, the others as on a CPU.
+"""Step AdamW's tensors on GPUs: by our kernel if moments have 8 bits or weights 24, the others as on a CPU.
 
 The kernel reads learning rate, step counts and the flag of a skipped step from the device, so the host never waits.
 """
@@ -36,7 +36,8 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
         for e in held:
             if kernel_supports(e):
                 p, grad = e.layout.local(e.p), e.layout.local(e.grad)
-                alike[p.device, p.shape, p.dtype, grad.dtype, e.layout.first_element, e.layout.width].append(e)
+                place = (e.layout.first_element, e.layout.width)
+                alike[p.device, p.shape, p.dtype, grad.dtype, place].append(e)
             else:
                 rest.append(e)
         for together in alike.values():
@@ -45,15 +46,22 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
 
 
 def kernel_supports(e: Entry) -> bool:
-    """Return whether our kernel steps an entry: moments of 8 bits, contiguous memory, a device that it works on."""
-    if "exp_avg_scale" not in e.state or not available(e.p.device):
+    """Return whether our kernel steps an entry: state that torch's cannot use, contiguous memory, a device that works."""
+    names, correction = state_names(e), e.correction
+    if (len(names) == 2 and correction is None) or not available(e.p.device):
         return False
-    p, grad = e.layout.local(e.p), e.layout.local(e.grad)
-    if p.numel() == 0 or p.dtype not in ELEMENTS or grad.dtype not in ELEMENTS:
+    tensors = [*(e.layout.local(x) for x in (e.p, e.grad, *(e.state[k] for k in names)))]
+    p, grad, m = tensors[:3]
+    if p.numel() == 0 or not {p.dtype, grad.dtype} <= ELEMENTS.keys() or m.dtype not in (torch.int8, torch.float32):
         return False
-    if not all(x.is_contiguous() for x in (p, grad, *(e.layout.local(e.state[k]) for k in adam.QUANTIZED))):
+    if not all(x.is_contiguous() for x in tensors) or not (correction is None or correction.is_contiguous()):
         return False
     return kernel_works(p.device, p.dtype, grad.dtype)
+
+
+def state_names(e: Entry) -> tuple[str, ...]:
+    """Return the names of the moments, and of their scales if they are codes."""
+    return adam.QUANTIZED if "exp_avg_scale" in e.state else adam.AdamState._fields
 
 
 def step(entries: Sequence[Entry], skip: Tensor | None) -> None:
@@ -61,12 +69,13 @@ def step(entries: Sequence[Entry], skip: Tensor | None) -> None:
     layout, group = entries[0].layout, entries[0].group
     local = layout.local
     steps = torch.stack([local(e.state["step"]) for e in entries])
-    state = {name: [e.layout.local(e.state[name]) for e in entries] for name in adam.QUANTIZED}
+    state = {name: [e.layout.local(e.state[name]) for e in entries] for name in state_names(entries[0])}
+    corrections = [x for e in entries if (x := e.correction) is not None] or None
     with on_device(steps.device):
         adam_(
             [e.layout.local(e.p) for e in entries], [e.layout.local(e.grad) for e in entries], state,
             coefficients(steps, group), steps.int(), betas=group["betas"], eps=group["eps"], skip=skip,
-            seeded=bool(group["stochastic_rounding"]), first=layout.first_element, width=layout.width,
+            corrections=corrections, seeded=bool(group["stochastic_rounding"]), first=layout.first_element, width=layout.width,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.engine.batching import Entry, decay_of, signed_lr
-from cosmos_optim.engine.rounding import write_
+from cosmos_optim.engine.rounding import read, write_
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules import adam
 
@@ -53,13 +53,14 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     """Take the step of one tensor by the rule's own formula, in at least float32."""
     local = e.layout.local
     p, dtype = local(e.p), torch.promote_types(e.p.dtype, torch.float32)
-    tensors = {k: local(e.state[k]) for k in e.layout.slots(e.group)}
+    tensors = {k: local(e.state[k]) for k in e.layout.rule_slots(e.group)}
     t = local(e.state["step"])
     arguments = e.rule.arguments(e.group)
     D, new = e.rule.direction(local(e.grad).to(dtype), adam.load(tensors, dtype), t, alg=Algebra(1, 1), **arguments)
-    value = p.to(dtype) * decay_of(e.group) - signed_lr(e.group) * D
+    old = read(p, dtype, e.correction)
+    value = old * decay_of(e.group) - signed_lr(e.group) * D
     for name, changed in adam.stored(new, tensors, t, e.layout.first_element, e.layout.width).items():
         tensors[name].copy_(changed if skip is None else torch.where(skip, tensors[name], changed))
     if skip is not None:
-        value = torch.where(skip, p.to(dtype), value)
-    write_(p, value, t if e.group["stochastic_rounding"] else None)
+        value = torch.where(skip, old, value)
+    write_(p, value, t if e.group["stochastic_rounding"] else None, e.correction)

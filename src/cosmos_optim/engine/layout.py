@@ -21,6 +21,7 @@ from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 LAYOUTS = ("matrix", "conv", "in_out")
 SPLIT_SIDES = ("output", "input")
+CORRECTION = "correction"  # the state that `weight_correction` adds
 
 Tensors = dict[str, Tensor]
 # take_step(algebra, G, state, t, slice of the stack's matrices) -> (D, new state)
@@ -84,6 +85,7 @@ class Layout:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
         self.kind: str = group.get("layout", "matrix")
         self.dtype = p.dtype
+        check_correction(name, p, group)
         if rule.elementwise:
             self.flipped = False
             return
@@ -208,7 +210,15 @@ class Layout:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def slots(self, h: Settings) -> dict[str, Slot]:
-        """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks."""
+        """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks.
+
+        After them comes the correction of weights of 24 bits (`linalg.weight24`), which no rule sees.
+        """
+        correction = {CORRECTION: Slot("*", self.shape, torch.int8)} if h.get("weight_correction") else {}
+        return self.rule_slots(h) | correction
+
+    def rule_slots(self, h: Settings) -> dict[str, Slot]:
+        """Return the slots of the rule's state."""
         if self.rule.elementwise:
             slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, h)
             return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
@@ -282,6 +292,16 @@ class Layout:
     def location(self, i: int) -> Location:
         """Return where block i is."""
         return LOCAL
+
+
+def check_correction(name: str, p: Tensor, group: Settings) -> None:
+    """Raise ValueError if a group has `weight_correction` and this parameter is not bfloat16."""
+    if group.get("weight_correction") and p.dtype is not torch.bfloat16:
+        raise ValueError(
+            f"weight_correction=True adds 8 bits to a bfloat16 weight, but parameter {name!r} of shape "
+            f"{tuple(p.shape)} has dtype {p.dtype}: convert it with .bfloat16(), or give its group "
+            "weight_correction=False"
+        )
 
 
 def refuse_four_dimensions(params: Sequence[Tensor], rule: Rule) -> None:

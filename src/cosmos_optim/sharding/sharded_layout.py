@@ -118,7 +118,7 @@ class ShardedLayout(Layout):
         self.cut_sides = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
         self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
-                           for name, slot in self.slots(group).items()}  # fmt: skip
+                           for name, slot in self.rule_slots(group).items()}  # fmt: skip
         if "M_scale" in self.state_cuts and "n" in self.cut_sides:
             raise ValueError(
                 "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "

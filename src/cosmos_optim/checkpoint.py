@@ -133,7 +133,8 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group in the terms of this version.
 
     Rule "muon-norm" is now rule "muon" with `normalize=True`; older "muon" groups lack that key. Older "adam" groups
-    lack `adam_dtype`: their moments are in float32. `nesterov` used to be the number of steps to look ahead, with 1 for Nesterov's momentum.
+    lack `adam_dtype`, because their moments are in float32. `nesterov` used to be the number of steps to look ahead,
+    with 1 for Nesterov's momentum.
     """
     group = dict(group)
     if group.get("rule") == "muon-norm":

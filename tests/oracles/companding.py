@@ -2,8 +2,8 @@
 
 A block of 128 neighbours in a row is stored as integers q with one scale s: a first moment is q |q| s with q in
 -127..127, the root of a second moment is q^2 s with q in 0..255. s is the block's largest over 127^2 or 255^2, rounded
-to float32 and then to 20 significant bits, ties upwards. A real code x between k and k + 1 becomes k + 1 if a number u(element, step) in (0, 1) is below
-(x^2 - k^2) / (2 k + 1). A second moment above 0 has a code of at least 2.
+to float32 and then to 20 significant bits, ties upwards. A real code x between k and k + 1 becomes k + 1 if a number
+u(element, step) in (0, 1) is below (x^2 - k^2) / (2 k + 1). A second moment above 0 has a code of at least 2.
 """
 
 import math

@@ -114,7 +114,8 @@ def refused(rank: int) -> dict[str, str]:
 
     return {
         "columns": adam((Shard(1),), (50, 300)), "vector": adam((Shard(0),), (5000,)),
-        "rows": adam((Shard(0),), (51, 300)), "blocks": adam((Shard(1),), (50, 512)), "small": adam((Shard(1),), (8, 6)),
+        "rows": adam((Shard(0),), (51, 300)), "blocks": adam((Shard(1),), (50, 512)),
+        "small": adam((Shard(1),), (8, 6)),
         "whole": adam((Replicate(),), (50, 300)), "float32": adam((Shard(1),), (50, 300), torch.float32),
     }  # fmt: skip
 

@@ -46,7 +46,7 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
 
 
 def kernel_supports(e: Entry) -> bool:
-    """Return whether our kernel steps an entry: state that torch's cannot use, contiguous memory, a device that works."""
+    """Return whether our kernel steps an entry: it has state that torch's cannot use, and contiguous memory."""
     names, correction = state_names(e), e.correction
     if (len(names) == 2 and correction is None) or not available(e.p.device):
         return False
@@ -75,7 +75,8 @@ def step(entries: Sequence[Entry], skip: Tensor | None) -> None:
         adam_(
             [e.layout.local(e.p) for e in entries], [e.layout.local(e.grad) for e in entries], state,
             coefficients(steps, group), steps.int(), betas=group["betas"], eps=group["eps"], skip=skip,
-            corrections=corrections, seeded=bool(group["stochastic_rounding"]), first=layout.first_element, width=layout.width,
+            corrections=corrections, seeded=bool(group["stochastic_rounding"]), first=layout.first_element,
+            width=layout.width,
         )  # fmt: skip
 
 

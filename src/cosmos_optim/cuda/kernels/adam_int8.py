@@ -2,9 +2,9 @@
 
     m = m + (1 - b1) (g - m),  v = b2 v + (1 - b2) g^2,  p = decay p - a m / (sqrt(v) c + eps)
 
-with a = lr / (1 - b1^t) and c = 1 / sqrt(1 - b2^t). The format is that of `linalg.companding`, and so is the rounding. A
-program takes a few blocks of a row (units): it reads each element once, keeps it in registers and writes it once. If
-`skip` is True, nothing is written. The same kernel takes moments in float32 (QUANTIZED = False), and parameters of 24
+with a = lr / (1 - b1^t) and c = 1 / sqrt(1 - b2^t). Format and rounding are those of `linalg.companding`. A program
+takes a few blocks of a row (units): it reads each element once, keeps it in registers and writes it once. If `skip` is
+True, nothing is written. The same kernel takes moments in float32 (QUANTIZED = False), and parameters of 24
 bits (CORRECTED, see `linalg.weight24`), for which torch has no fused kernel.
 
 Shapes: p, g, codes (m, n), contiguous; scales (m, ceil(n / BLOCK)); B tensors each.

@@ -12,6 +12,7 @@ from cosmos_optim import Adam, Cosmos
 from cosmos_optim.cuda import adam_run
 from cosmos_optim.cuda.adam_run import coefficients, step_error
 from cosmos_optim.cuda.kernels.adam_int8 import adam_
+from cosmos_optim.cuda.self_check import relative_error
 from cosmos_optim.linalg.weight24 import join_weight, split_weight
 from cosmos_optim.rules import adam
 from tests.cuda.kernel_run import run_by_kernels
@@ -23,6 +24,8 @@ GROUP: dict[str, Any] = {**adam.DEFAULTS, "lr": 0.01, "weight_decay": 0.1, "maxi
 CLOSE = 5e-7
 # Of codes that differ, by one: float32 rounds differently, and noise of 13 bits is near a threshold for few.
 APART = 2e-3
+# Of the moments after four steps: some codes are one apart, which is at most 1 % of those. Measured 3e-4.
+MOMENTS = 2e-3
 # Whole rows, a shorter last block, rows shorter than a block, vectors, three dimensions, one unit.
 SHAPES = [(40, 256), (33, 300), (90, 50), (5000,), (3, 20, 130), (4, 128)]
 
@@ -171,8 +174,8 @@ def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
     for p, q, a, b in zip(*found[:1], *expected[:1], found[1], expected[1], strict=True):
         # A code that is one apart moves later steps, by at most 1e-4; a weight of 24 bits is a bfloat16 here.
         assert torch.allclose(p, q, atol=1e-4, rtol=2**-7 if p.dtype is torch.bfloat16 else 0)
-        if "exp_avg_scale" in a:
-            assert_alike(a, b)
+        for x, y in zip(adam.load(a, torch.float32), adam.load(b, torch.float32), strict=True):
+            assert relative_error(x, y) < MOMENTS
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cosmos_optim import Adam
-from tests.sharding.cases import STEPS, Case, distance, fsdp, full_weights, gradient, placed, take_steps
+from tests.sharding.cases import STEPS, Block, Case, distance, fsdp, full_weights, gradient, placed, take_steps
 from tests.sharding.ranks import run_ranks
 from tests.sharding.test_refused_layouts import message
 
@@ -25,6 +25,7 @@ class Tables(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList([Block("tall")])
         self.embedding = nn.Embedding(45, 140)
         self.head = nn.Linear(140, 37, bias=False)
         self.scale = nn.Parameter(torch.empty(5 * 1536))  # parts of 2 and 3 ranks are whole blocks

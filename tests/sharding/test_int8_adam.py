@@ -18,6 +18,9 @@ from tests.sharding.ranks import run_ranks
 from tests.sharding.test_refused_layouts import message
 
 INT8 = torch.int8
+# In double precision: vector instructions may round the end of a tensor differently. Codes and scales have the same
+# bits, unless noise lies within 1e-15 of a threshold.
+CLOSE = 1e-12
 
 
 class Tables(nn.Module):
@@ -47,13 +50,13 @@ def run_case(rank: int) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.T
 
 
 def test_two_ranks_of_fsdp2_end_with_weights_codes_and_scales_of_one_process() -> None:
-    """Bit for bit: a step computes each row by itself."""
+    """Codes and scales bit for bit: a step computes each row by itself."""
     model, opt = CASE.build()
     take_steps(model, opt, CASE.dtype)
     states = [opt.state[p] for p in model.parameters() if "exp_avg_scale" in opt.state[p]]
     assert len(states) == 3
     for weights, found, placements in run_ranks(2, run_case):
-        assert distance(weights, full_weights(model))[0] == 0.0
+        assert distance(weights, full_weights(model))[0] < CLOSE
         assert placements == {(Shard(0),)}
         for state, expected in zip(found, states, strict=True):
             assert all(torch.equal(x, expected[name]) for name, x in state.items())
@@ -76,11 +79,11 @@ def continue_run(rank: int, source: Path | None, which: range, target: Path | No
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_that_changes_its_number_of_ranks_ends_as_an_unbroken_one(tmp_path: Path) -> None:
-    """2 ranks, then 3, then no process group: the same bits."""
+    """2 ranks, then 3, then no process group."""
     run_ranks(2, continue_run, None, range(3), tmp_path / "a")
     run_ranks(3, continue_run, tmp_path / "a", range(3, 6), tmp_path / "b")
     found = continue_run(0, tmp_path / "b", range(6, STEPS), None)
-    assert distance(found, CASE.on_one_process())[0] == 0.0
+    assert distance(found, CASE.on_one_process())[0] < CLOSE
 
 
 def columns(rank: int) -> list[torch.Tensor]:

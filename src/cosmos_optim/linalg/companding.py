@@ -9,8 +9,9 @@ Squares are dense near 0, so an element with 1 % of its block's largest still ha
 
 **Rounding.** A code is rounded up or down with the probabilities that keep the mean of m or sqrt(v). Rounding to
 nearest would never move a moment by less than half a code: at beta2 = 0.98 and codes linear in sqrt(v), v could not
-decay below 4 % of its block's largest, and an m that does not decay is a drift. The noise is a lattice over (element, step) instead of
-random numbers: the same on every device and for every number of processes, and it visits [0, 1) evenly in time.
+decay below 4 % of its block's largest, and an m that does not decay is a drift. The noise is a lattice over (element,
+step) instead of random numbers: the same on every device and for every number of processes, and it visits [0, 1) evenly
+in time.
 
 **Zero.** A v above 0 has a code of at least 2: sqrt(v) = 2^2/255^2 of the largest, the size of m's smallest code above
 0. So rounding never leaves an m without a v: a tiny element gets a smaller update instead of a wild one.

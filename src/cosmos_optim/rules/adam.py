@@ -3,8 +3,8 @@
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  D = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 State names are torch.optim.AdamW's. With `adam_dtype=torch.int8`, tensors of more than `LARGEST_FLOAT32` elements store
-both moments as codes of 8 bits, with the scales of their blocks (`linalg.companding`). A step dequantizes them, computes
-with the new moments in float32, and rounds only what it stores.
+both moments as codes of 8 bits, with the scales of their blocks (`linalg.companding`). A step dequantizes them,
+computes with the new moments in float32, and rounds only what it stores.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ def cosmos(kind: type[Cosmos] = Cosmos, **hyper: Any) -> Build:
     return lambda hidden, rest: [kind(_groups(hidden, rest, "cosmos"), **hyper)]
 
 
-def muon(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """Build this library's Muon."""
-    return [Muon(_groups(hidden, rest, "muon"))]
+def muon(**hyper: Any) -> Build:
+    """Return a builder of this library's Muon with these hyper-parameters."""
+    return lambda hidden, rest: [Muon(_groups(hidden, rest, "muon"), **hyper)]
 
 
 def adamw(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Optimizer]:
@@ -49,10 +49,15 @@ BUILDERS: dict[str, Build] = {
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
     "cosmos-int8": cosmos(momentum_dtype=torch.int8),
     "cosmos-int8-offload": cosmos(momentum_dtype=torch.int8, offload="cpu"),
+    "cosmos-int8-adam8": cosmos(momentum_dtype=torch.int8, adam_dtype=torch.int8),
+    "cosmos-24bit": cosmos(weight_correction=True),  # with --dtype bfloat16
+    "cosmos-24bit-int8": cosmos(weight_correction=True, momentum_dtype=torch.int8),
+    "cosmos-24bit-int8-adam8": cosmos(weight_correction=True, momentum_dtype=torch.int8, adam_dtype=torch.int8),
     "cosmos-eager": cosmos(cuda_graphs=False),
     "cosmos-paper": cosmos(CosmosPaper),
     "cosmos-loop": cosmos_loop,
-    "muon": muon,
+    "muon": muon(),
+    "muon-24bit": muon(weight_correction=True),
     "adamw": adamw,
     "muon-torch": muon_torch,
 }

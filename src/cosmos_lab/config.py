@@ -183,17 +183,20 @@ def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str
     {'ns_steps': 4, 'side': 'smaller', 'nesterov': True}
     >>> parse_options(("momentum_dtype=torch.bfloat16", "nesterov=true", "row_beta2=none"))
     {'momentum_dtype': torch.bfloat16, 'nesterov': True, 'row_beta2': None}
+    >>> parse_options(("adam_dtype=int8",))
+    {'adam_dtype': torch.int8}
     """
     parsed: dict[str, Any] = {}
     for option in options:
         name, equals, text = option.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"{flag} takes name=value, for example ns_steps=4; got {option!r}")
-        if text.startswith("torch."):
+        if text.startswith("torch.") or name.endswith("_dtype"):
             import torch  # here, because it takes seconds and few options need it
 
-            if isinstance(getattr(torch, text[6:], None), torch.dtype):
-                parsed[name] = getattr(torch, text[6:])
+            dtype = getattr(torch, text.removeprefix("torch."), None)
+            if isinstance(dtype, torch.dtype):
+                parsed[name] = dtype
                 continue
         try:
             parsed[name] = ast.literal_eval(text.title() if text in ("true", "false", "none") else text)

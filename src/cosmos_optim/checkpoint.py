@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.engine.layout import CORRECTION
 from cosmos_optim.rules import RULES
+from cosmos_optim.rules.adam import SCALES
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.rules.rule import Settings, Slot
 
@@ -21,13 +23,15 @@ if TYPE_CHECKING:
 
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
+# Dtypes of the state, and what they are of. A checkpoint with other values replaces ours.
+STORED = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
-SLOTS = frozenset(("step", "M_scale")).union(*(rule.State._fields for rule in RULES.values()))
+SLOTS = frozenset(("step", "M_scale", CORRECTION, *SCALES)).union(*(rule.State._fields for rule in RULES.values()))
 
 
 def structure(group: Settings) -> dict[str, Any]:
     """Return the settings that decide what state a group has, also its dtype."""
-    return {key: group[key] for key in (*STRUCTURE, "momentum_dtype") if key in group}
+    return {key: group[key] for key in (*STRUCTURE, *STORED, "weight_correction") if key in group}
 
 
 def differing(a: Settings, b: Settings, keys: Iterable[str]) -> list[str]:
@@ -89,7 +93,8 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
-    _warn_of_momentum(ours_now, saved)
+    _warn_of_dtypes(ours_now, saved)
+    _keep_corrections(ours_now, saved, state_dict["state"])
     saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
     _check_names(ours_now, saved)
     loaded: dict[Tensor, dict[str, Any]] = {}
@@ -127,14 +132,17 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
 def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group in the terms of this version.
 
-    Rule "muon-norm" is now rule "muon" with `normalize=True`; older "muon" groups lack that key. `nesterov` used to be
-    the number of steps to look ahead, with 1 for Nesterov's momentum.
+    Rule "muon-norm" is now rule "muon" with `normalize=True`; older "muon" groups lack that key. Older "adam" groups
+    lack `adam_dtype`, because their moments are in float32. `nesterov` used to be the number of steps to look ahead,
+    with 1 for Nesterov's momentum.
     """
     group = dict(group)
     if group.get("rule") == "muon-norm":
         group |= {"rule": "muon", "normalize": True}
     elif group.get("rule") == "muon":
         group.setdefault("normalize", False)
+    elif group.get("rule") == "adam":
+        group.setdefault("adam_dtype", None)
     steps = group.get("nesterov", False)
     if not isinstance(steps, bool):
         if steps not in (0, 1):
@@ -162,7 +170,7 @@ def _regrouped(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> list[
     found = []
     for names in theirs:
         first = held[names[0]][1]
-        if any(differing(first, held[name][1], STRUCTURE) for name in names):
+        if any(differing(first, held[name][1], (*STRUCTURE, "weight_correction")) for name in names):
             return ours
         found.append({**first, "params": [held[name][0] for name in names], "param_names": list(names)})
     return found
@@ -241,15 +249,33 @@ def _is_wrapped(a: str, b: str) -> bool:
     return all(part in rest for part in fewer)
 
 
-def _warn_of_momentum(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Warn if the checkpoint's momentum is stored as int8 and ours is not, or the other way round."""
+def _warn_of_dtypes(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Warn if the checkpoint's momentum or moments are stored as int8 and ours are not, or the other way round."""
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        if differing(a, b, ("momentum_dtype",)) and torch.int8 in (a["momentum_dtype"], b["momentum_dtype"]):
-            warnings.warn(
-                f"group {i} was saved with momentum_dtype={b['momentum_dtype']}, which replaces {a['momentum_dtype']}: "
-                "the momentum stays as it was saved",
-                stacklevel=4,
-            )
+        for key in differing(a, b, STORED):
+            if torch.int8 in (a[key], b[key]):
+                warnings.warn(
+                    f"group {i} was saved with {key}={b[key]}, which replaces {a[key]}: {STORED[key]}", stacklevel=4
+                )
+
+
+def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], state: Mapping[Any, Any]) -> None:
+    """Remove `weight_correction` from the saved groups, so that ours stays; warn if their state does not fit it."""
+    outcomes = {
+        True: "has no corrections of its weights, so they begin at zero",
+        False: "has corrections of its weights, which are dropped: the weights go on from their bfloat16 values. To "
+        "keep all 24 bits, build the optimizer with weight_correction=True",
+    }
+    unlike: dict[bool, list[int]] = {True: [], False: []}  # our setting -> the groups with other state
+    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        b.pop("weight_correction", None)
+        wanted = bool(a.get("weight_correction"))
+        if any((CORRECTION in state[key]) != wanted for key in b["params"] if key in state):
+            unlike[wanted].append(i)
+    for wanted, groups in unlike.items():
+        if groups:
+            text = f"groups {groups} have weight_correction={wanted} here, and the checkpoint {outcomes[wanted]}"
+            warnings.warn(text, stacklevel=4)
 
 
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
@@ -266,14 +292,14 @@ def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
 def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved: dict[str, Any]) -> dict[str, Any]:
     """Return copies of one parameter's saved tensors, on its device and with the shapes that this optimizer keeps.
 
-    State of other code, such as an average that a wrapper keeps, is copied with its dtype, and cut like the parameter
-    if it has its shape.
+    A correction that is missing is zero. State of other code, such as an average that a wrapper keeps, is copied with
+    its dtype, and cut like the parameter if it has its shape.
     """
     layout = optimizer._layouts[p]
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
-    if set(saved) & SLOTS != set(slots):
+    if (set(saved) & SLOTS) - {CORRECTION} != set(slots) - {CORRECTION}:
         raise ValueError(
             f"parameter {layout.name!r}: the checkpoint has state {sorted(saved)}, this optimizer keeps "
             f"{sorted(slots)}: load it into the optimizer class and options that wrote it"
@@ -284,7 +310,11 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
             return layout.adopt(value.detach(), p, Slot("*", tuple(p.shape), value.dtype))
         return value.detach().to(p.device, copy=True)
 
-    checked = {name: converted(value, adopted) for name, value in saved.items() if name not in slots}
+    checked = {name: converted(value, adopted) for name, value in saved.items() if name not in (*slots, CORRECTION)}
+    if CORRECTION in slots and CORRECTION not in saved:
+        slot = slots.pop(CORRECTION)
+        assert slot is not None
+        checked[CORRECTION] = layout.zeros(p, slot)
     for name, slot in slots.items():
         value, shape = saved[name], () if slot is None else slot.shape
         value = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")

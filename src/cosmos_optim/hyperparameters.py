@@ -24,7 +24,7 @@ from cosmos_optim.rules.rule import two_sided
 # The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
     "weight_decay": 0.0, "maximize": False, "nonfinite": "skip", "missing": "skip", "stochastic_rounding": False,
-    "side": "auto", "split_sizes": None, "split_side": "output", "layout": "matrix",
+    "weight_correction": False, "side": "auto", "split_sizes": None, "split_side": "output", "layout": "matrix",
 }  # fmt: skip
 # Names with a meaning here. In a group whose rule has no such setting they are errors; any other key is left alone.
 OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
@@ -116,7 +116,8 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("momentum", "beta2"), _FRACTION),
     "head_dim": lambda name, value: None if value is None else _integer(name, value),
     **dict.fromkeys(("rank", "ns_steps", "frequency", "update_gap", "block_rows"), _integer),
-    **dict.fromkeys(("maximize", "stochastic_rounding", "normalize", "two_sided", "cuda_graphs"), require_bool),
+    **dict.fromkeys(("maximize", "normalize", "two_sided", "cuda_graphs"), require_bool),
+    **dict.fromkeys(("stochastic_rounding", "weight_correction"), require_bool),
     "betas": _betas,
     "gamma": _number(0, math.inf, "give 0 or a positive number, or None for lr / adam_lr", optional=True),
     "row_beta2": _number(0, 1, "it must lie in [0, 1); None is off", optional=True),
@@ -130,6 +131,7 @@ CHECKS: dict[str, Check] = {
     "ns_dtype": _check(_is_float_dtype, "a floating-point torch.dtype, or None to choose by device"),
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
     "offload": _one_of(None, "cpu"),
+    "adam_dtype": _one_of(None, torch.float32, torch.int8),
     "nonfinite": _one_of("skip", "raise"),
     "missing": _one_of("skip", "zero"),
     "side": _one_of("auto", "input", "smaller"),
@@ -228,6 +230,11 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
     filled = {**{key: options.get(key, default) for key, default in defaults.items()}, **group}
     filled.setdefault("lr", options["adam_lr" if rule.name == "adam" else "lr"])
     check_options(filled)
+    if filled["weight_correction"] and filled["stochastic_rounding"]:
+        raise ValueError(
+            "weight_correction=True keeps updates below the last place of bfloat16, so stochastic_rounding=True has "
+            "nothing to round: give a group one of them"
+        )
     if isinstance(filled["lr"], Tensor) and filled["lr"].dim():
         filled["lr"] = filled["lr"].view(())  # a view, not a copy
     if "gamma" in rule.defaults and filled["gamma"] is None:

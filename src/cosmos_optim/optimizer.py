@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from cosmos_optim import checkpoint, hyperparameters, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
-from cosmos_optim.engine.layout import Layout, refuse_four_dimensions
+from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
+from cosmos_optim.engine.rounding import read
 from cosmos_optim.engine.run import Diagnostics, run
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
@@ -234,6 +235,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         self._finish_copies()
         layout, state = self._layouts[p], self.state[p]
+        check_correction(layout.name, p, group)
         old, layout.dtype = layout.dtype, p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
 
@@ -398,6 +400,36 @@ class MatrixOptimizer(torch.optim.Optimizer):
         parts = (layout.local(x) for layout, x in tensors)
         held = (x.untyped_storage() for x in parts if device is None or _is_on(x, torch.device(device)))
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
+
+    @torch.no_grad()
+    def float32_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the model's state_dict in float32, to export it: weights with their corrections, all 24 bits.
+
+        Parameters without a correction, and buffers, are converted if they are bfloat16 or float16, and copied as they
+        are if not. A sharded parameter gives a DTensor with its placements.
+
+        A correction belongs to the bfloat16 weight that the last step wrote. If other weights were loaded since, it
+        moves them by at most half a unit in their last place; load the optimizer's state with them, or build another
+        optimizer, which begins without corrections.
+
+        >>> from cosmos_optim import Cosmos
+        >>> layer = nn.Linear(8, 16, bias=False).bfloat16()
+        >>> {name: x.dtype for name, x in Cosmos(layer, weight_correction=True).float32_weights(layer).items()}
+        {'weight': torch.float32}
+        """
+        self._match_layouts()
+        corrected = {p for group in self.param_groups if group.get("weight_correction") for p in group["params"]}
+        found: dict[str, Any] = {}
+        for name, x in model.state_dict(keep_vars=True).items():
+            if not isinstance(x, Tensor):  # a module's extra state
+                found[name] = x
+                continue
+            is_narrow = x.dtype in (torch.bfloat16, torch.float16)
+            found[name] = x.detach().to(torch.float32 if is_narrow else x.dtype, copy=True)
+            if x in corrected and CORRECTION in self.state.get(x, {}):  # a user may have cleared the state
+                local = self._layouts[x].local
+                local(found[name]).copy_(read(local(x), torch.float32, local(self.state[x][CORRECTION])))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""

@@ -63,12 +63,17 @@ class Cosmos(MatrixOptimizer):
         ns_dtype: precision of Newton-Schulz; None means float16 on CUDA and at least float32 elsewhere.
         momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state, and torch.int8 quarters
             it, with one scale for each 128 elements of a row.
+        adam_dtype: dtype of AdamW's two moments; None means float32, and torch.int8 quarters them in tensors of more
+            than 4,096 elements, with one scale for each 128 elements of a row.
         split_sizes: rows of each block of a fused weight, or one number for equal blocks; each block is updated as its
             own matrix. In a group, `split_side="input"` cuts columns instead.
         maximize: ascend instead of descend.
         nonfinite: "skip" skips a step with a NaN or inf gradient; "raise" raises an error that names the parameter.
         missing: "skip" ignores a parameter with gradient None; "zero" treats it as zero.
         stochastic_rounding: round updates of bfloat16 parameters stochastically.
+        weight_correction: keep 8 more bits of each bfloat16 weight in the state, so that updates below its last place
+            are not lost, down to 2^-16 of the weight. The model reads bfloat16; `float32_weights` returns all 24 bits.
+            This replaces a float32 copy of the weights by one byte for each. Only for bfloat16 parameters.
         cuda_graphs: record the step on a GPU as a CUDA graph and replay it.
         offload: "cpu" keeps the state in pinned host memory and brings it to the GPU in chunks during the step, with
             the same results; None keeps it on the GPU. It has no effect on parameters on a CPU.
@@ -90,8 +95,9 @@ class Cosmos(MatrixOptimizer):
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -118,8 +124,9 @@ class CosmosPaper(Cosmos):
         eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -138,8 +145,8 @@ class Muon(MatrixOptimizer):
         normalize: scale every update to RMS lr (the paper's normalization ablation); `scaling` is then ignored.
         betas: decay of AdamW's two moments.
         eps: added to the root of AdamW's second moment.
-        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
-            stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
+        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, adam_dtype, split_sizes, maximize, nonfinite, missing,
+            stochastic_rounding, weight_correction, cuda_graphs, offload: as in `Cosmos`.
 
     >>> opt = Muon(nn.Linear(8, 16), lr=1e-3)
     >>> [(group["rule"], group["lr"]) for group in opt.param_groups]
@@ -154,8 +161,9 @@ class Muon(MatrixOptimizer):
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -175,8 +183,8 @@ class NorMuon(MatrixOptimizer):
         nesterov: use Nesterov's momentum.
         betas: decay of AdamW's two moments.
         eps: added to the roots of the second moments, of rows and of AdamW.
-        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, split_sizes, maximize, nonfinite, missing,
-            stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
+        ns_steps, ns_coefficients, ns_dtype, momentum_dtype, adam_dtype, split_sizes, maximize, nonfinite, missing,
+            stochastic_rounding, weight_correction, cuda_graphs, offload: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in NorMuon(layer).state[layer.weight].items()}
@@ -191,8 +199,9 @@ class NorMuon(MatrixOptimizer):
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -215,7 +224,8 @@ class SOAP(MatrixOptimizer):
         side: the side of a one-sided basis: "auto" and "input" (columns), or "smaller", which saves state.
         betas: decay of the momentum and of the second moments, for SOAP and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
+        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs,
+            offload: as in `Cosmos`.
 
     >>> opt = SOAP(nn.Linear(8, 16), lr=2e-3, frequency=10, two_sided=True)
     >>> [group["rule"] for group in opt.param_groups]
@@ -228,8 +238,9 @@ class SOAP(MatrixOptimizer):
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         frequency: int = 1, two_sided: bool = False, squares: str = "gradient", side: str = "auto",
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -250,7 +261,8 @@ class GaLore(MatrixOptimizer):
         scale: factor of the update.
         betas: decay of the two moments, for GaLore and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-        split_sizes, maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
+        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs,
+            offload: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in GaLore(layer, rank=4).state[layer.weight].items()}
@@ -263,8 +275,9 @@ class GaLore(MatrixOptimizer):
         self, params: Params, lr: Rate = 1e-2, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         rank: int = 128, update_gap: int = 200, scale: float = 0.25,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8, split_sizes: int | Sequence[int] | None = None,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -288,7 +301,8 @@ class AdamMini(MatrixOptimizer):
         block_rows: rows of a block, by default; queries and keys with unusual names need a group that sets it.
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
+        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs,
+            offload: as in `Cosmos`.
 
     >>> attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "v_proj": nn.Linear(8, 8, bias=False)})
     >>> [group["block_rows"] for group in AdamMini(attention, head_dim=4).param_groups]
@@ -300,8 +314,9 @@ class AdamMini(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         head_dim: int | None = None, block_rows: int = 1, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         given = arguments(locals())
         check_options({"head_dim": head_dim})
@@ -324,7 +339,8 @@ class Adam(MatrixOptimizer):
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
-        maximize, nonfinite, missing, stochastic_rounding, cuda_graphs, offload: as in `Cosmos`.
+        adam_dtype, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs,
+            offload: as in `Cosmos`.
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> sorted(Adam(layer, lr=2e-3).state[layer.weight])
@@ -336,8 +352,9 @@ class Adam(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 2e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        maximize: bool = False, nonfinite: str = "skip", missing: str = "skip", stochastic_rounding: bool = False,
-        cuda_graphs: bool = True, offload: str | None = None,
+        adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
+        stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 

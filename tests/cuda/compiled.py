@@ -130,6 +130,7 @@ def launch_products() -> None:
     from cosmos_optim.cuda.kernels.update import update_
     from cosmos_optim.cuda.pointer_list import MatrixList
     from cosmos_optim.linalg.quantization import quantize
+    from cosmos_optim.linalg.weight24 import split_weight
 
     G, M, W = (MatrixList.of([torch.randn(ROWS, COLS) for _ in range(BATCH)]) for _ in range(3))
     U, Y = torch.randn(BATCH, COLS, RANK), torch.randn(BATCH, ROWS, RANK)
@@ -148,6 +149,10 @@ def launch_products() -> None:
         residual(state, G, 0.9, 0.1, P, bases[1], block_max)
     overlap(X, half, RANK)
     update_(W, X, parts, wide, torch.ones(BATCH, 2), None)
+    for rank in (RANK, 256):  # weights of 24 bits, also with the most columns
+        high, low = split_weight(torch.randn(BATCH, ROWS, COLS))
+        bases, P = (split_both(torch.randn(BATCH, side, rank))[1] for side in (COLS, ROWS))
+        update_(MatrixList.weights(list(high), list(low)), X, P, bases, torch.ones(BATCH, 2), None)
     for rank in (RANK, 64, MAX_COLUMNS):
         U, Y, S = torch.randn(BATCH, COLS, rank), torch.randn(BATCH, ROWS, rank), torch.randn(BATCH, rank, rank)
         power_sum(U, S, U, torch.ones(BATCH, 1, 1), 0.9)

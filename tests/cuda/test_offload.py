@@ -1,5 +1,6 @@
 """State in host memory: the schedule of copies on a CPU, under Triton's interpreter, equals the resident form."""
 
+import math
 from typing import Any
 
 import pytest
@@ -172,6 +173,27 @@ def test_adam_in_pieces_rounds_as_on_the_whole(rounding: bool, monkeypatch: pyte
             take_steps(opt, params, range(2, 4))
             ends.append(tensors_of(opt, params))
     assert equal(*ends)
+
+
+@pytest.mark.parametrize("options", [{"adam_dtype": torch.int8}, {"adam_dtype": torch.int8, "weight_correction": True}])
+def test_adam_in_pieces_of_codes_rounds_as_on_the_whole(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes are rounded by the place of an element: a piece knows its first row. A vector stays whole."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 12)
+    ends, cut = [], 0
+    for staged in (False, True):
+        with monkeypatch.context() as patch:
+            if staged:
+                stage_late(patch)
+            shapes = ((90, 130), (3, 20, 130), (5000,))
+            params = [nn.Parameter(torch.arange(math.prod(s)).remainder(7).sub(3).view(s).bfloat16()) for s in shapes]
+            opt = Adam(params, lr=0.01, **options)
+            take_steps(opt, params, range(2, 5))
+            ends.append(tensors_of(opt, params))
+            cut = [sum(1 for _ in pieces.pieces(e)) for e in opt._collect()]
+    assert equal(*ends)
+    assert min(cut[:2]) > 1 and cut[2] == 1
 
 
 def test_pieces_cover_a_parameter_once_and_are_small() -> None:

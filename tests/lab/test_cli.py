@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import cosmos_lab
 import cosmos_optim
@@ -84,6 +85,21 @@ def test_compare_runs_only_the_rows_and_fields_asked_for(
         "wiki-60m-adam-lr0.002-s0", "wiki-60m-soap-lr0.002-frequency10-s0",
     ]  # fmt: skip
     assert "cosmos-paper lr 0.0005 rank 64 nesterov=True" in capsys.readouterr().out
+
+
+def test_compare_and_train_take_dtypes_as_text(
+    small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run with state in float32, one in int8, and one of `train`."""
+    quick = [*small, "--steps", "2"]
+    extra = "cosmos:;cosmos:momentum_dtype=int8,adam_dtype=int8"
+    assert main(["compare", "tiny", *quick, "--optimizers", "cosmos", "--lrs", "1e-3", "--extra", extra]) == 0
+    names = sorted(path.name for path in Path(tiny_run.logging.out).iterdir() if path.name.startswith("tiny-cosmos"))
+    assert names == [
+        "tiny-cosmos-lr0.001-momentum_dtypetorch.int8-adam_dtypetorch.int8-s0", "tiny-cosmos-lr0.001-s0",
+    ]  # fmt: skip
+    assert main(["train", "tiny", *quick, "--options", "adam_dtype=int8", "--name", "one"]) == 0
+    assert '"adam.adam_dtype": "torch.int8"' in (Path(tiny_run.logging.out) / "one" / "config.json").read_text()
 
 
 def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,6 +260,7 @@ def test_lrs_and_extra_are_read_or_refused_with_their_flag() -> None:
         parse_lrs("fast")
     assert parse_extra(None) == []
     assert parse_extra("soap: frequency=10; cosmos:") == [("soap", {"frequency": 10}), ("cosmos", {})]
+    assert parse_extra("muon:adam_dtype=int8,ns_dtype=none") == [("muon", {"adam_dtype": torch.int8, "ns_dtype": None})]
 
 
 def test_help_and_an_empty_command_print_every_command(capsys: pytest.CaptureFixture[str]) -> None:

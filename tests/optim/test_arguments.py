@@ -36,6 +36,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"ns_coefficients": "ns6"}, "ns_coefficients"),
         ({"ns_dtype": torch.int32}, "ns_dtype"),
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
+        ({"adam_dtype": torch.uint8}, "adam_dtype=torch.uint8 is not valid: one of .*torch.int8"),
         ({"nesterov": "false"}, "nesterov"),
         ({"nesterov": -1}, "nesterov=-1"),
         ({"nesterov": 5}, "nesterov=5 is not valid: give True or False .looking ahead .* worse"),

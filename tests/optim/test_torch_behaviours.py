@@ -55,7 +55,8 @@ def test_no_parameters_are_a_value_error(name: str, params: object) -> None:
     [("lr", -1e-2), ("lr", float("nan")), ("lr", torch.tensor([1e-3, 1e-3])), ("lr", torch.tensor(-1.0)),
      ("adam_lr", -1e-2), ("adam_lr", "fast"), ("weight_decay", -1.0), ("betas", (1.0, 0.0)), ("betas", (0.0, 1.0)),
      ("betas", (-0.1, 0.9)), ("betas", (0.9,)), ("eps", -1.0), ("eps", "small"), ("nonfinite", "ignore"),
-     ("missing", 0), ("maximize", "yes"), ("stochastic_rounding", "yes"), ("cuda_graphs", "yes")],
+     ("missing", 0), ("maximize", "yes"), ("stochastic_rounding", "yes"), ("weight_correction", "yes"),
+     ("cuda_graphs", "yes")],
 )  # fmt: skip
 def test_a_wrong_option_is_a_value_error_whether_or_not_a_group_reads_it(name: str, option: str, value: object) -> None:
     """Also before params are looked at, as in torch."""
@@ -281,7 +282,7 @@ def test_an_older_checkpoint_without_newer_group_keys_can_be_loaded(name: str) -
     train(model, opt, range(2))
     saved = copy.deepcopy(opt.state_dict())
     for group in saved["param_groups"]:
-        for key in ("maximize", "missing", "stochastic_rounding", "nonfinite"):
+        for key in ("maximize", "missing", "stochastic_rounding", "weight_correction", "nonfinite"):
             del group[key]
     opt.load_state_dict(saved)
     train(model, opt, range(2, 3))

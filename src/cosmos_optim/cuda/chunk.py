@@ -32,14 +32,14 @@ def run_chunk(
     M_done: Callable[[], None] = keep,
 ) -> None:  # fmt: skip
     """Take the step of a chunk. A recorded step passes `inputs` instead of host values."""
-    W, M = MatrixList.of(chunk.params), MatrixList.momentum(chunk.state())
+    W, M = MatrixList.weights(chunk.params, chunk.corrections), MatrixList.momentum(chunk.state())
     G = MatrixList.of(chunk.grads, None if inputs is None else inputs.addresses)
     if inputs is None:
         lr, decay = signed_lr(chunk.group), decay_of(chunk.group)
     else:
         lr, decay = inputs.lr, inputs.decay
     steps = torch.stack(chunk.steps)
-    rounded = chunk.group["stochastic_rounding"] and W.dtype is torch.bfloat16
+    rounded = chunk.group["stochastic_rounding"] and W.dtype is torch.bfloat16 and W.corrections is None
     thin = thin_state(chunk)
     stacks = dict(zip(thin, gather(list(thin.values())), strict=True)) if thin else {}
     new = SCHEDULES[chunk.rule.name](

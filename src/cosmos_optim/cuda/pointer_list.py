@@ -90,11 +90,13 @@ class MatrixList:
     """A list of (m, n) matrices with one dtype and one pair of strides, and the table of their addresses.
 
     scales: if the matrices are integers, the scales of their blocks (see `linalg.quantization`).
+    corrections: if the matrices are weights of 24 bits, the corrections of their bfloat16 (see `linalg.weight24`).
     """
 
     tensors: list[Tensor]
     table: Tensor
     scales: MatrixList | None = None
+    corrections: MatrixList | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], table: Tensor | None = None) -> MatrixList:
@@ -106,6 +108,11 @@ class MatrixList:
         """Return the operand for M, with its scales if the state has them."""
         M, scales = state["M"], state.get("M_scale")
         return cls(M, addresses(M), None if scales is None else cls.of(scales))
+
+    @classmethod
+    def weights(cls, params: Sequence[Tensor], corrections: Sequence[Tensor] | None) -> MatrixList:
+        """Return the operand for parameters, with their corrections if they have some."""
+        return cls(list(params), addresses(params), None, None if corrections is None else cls.of(corrections))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.engine.run import load_state
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.quantization import quantize
+from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules.rule import Rule, as_stored
 
 # A wrong kernel has a far larger error. Tests check tighter bounds.
@@ -33,14 +34,15 @@ NARROW = 1024
 _results: dict[Hashable, bool] = {}
 
 
-def kernels_work(p: Tensor, rule: Rule, rank: int, quantized: bool = False) -> bool:
+def kernels_work(p: Tensor, rule: Rule, rank: int, quantized: bool = False, corrected: bool = False) -> bool:
     """Return whether the schedule of a rule works for matrices like p (m, n); run the comparison once per kind.
 
     quantized: whether the momentum is stored as int8.
+    corrected: whether the weights have 24 bits.
     """
     (m, n), rank = p.shape, min(rank, 255)
     is_narrow, is_wide, is_odd = min(m, n) <= NARROW, m < n, bool(max(p.stride()) * p.element_size() % 16)
-    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd, quantized)
+    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd, quantized, corrected)
     if key not in _results:
         if launches_disabled():  # a kernel that was not launched cannot be compared
             return True
@@ -49,14 +51,16 @@ def kernels_work(p: Tensor, rule: Rule, rank: int, quantized: bool = False) -> b
         work = partial(step_error, rule, rank, m, n, p.device, p.dtype)
         if quantized:
             work = partial(work, momentum_dtype=torch.int8)
+        if corrected:
+            work = partial(work, corrected=True)
         compile_in_parallel(p.device, [work])
-        _results[key] = _within_bound(work, rule, p.device)
+        _results[key] = within_bound(work, rule, p.device)
     return _results[key]
 
 
 def step_error(
     rule: Rule, rank: int, m: int, n: int, device: torch.device, dtype: torch.dtype,
-    momentum_dtype: torch.dtype | None = None,
+    momentum_dtype: torch.dtype | None = None, corrected: bool = False,
 ) -> float:  # fmt: skip
     """Return the largest relative error of update and state after one step by kernels."""
     ranked = {"rank": rank, "gamma": 0.25} if "rank" in rule.defaults else {}
@@ -67,15 +71,19 @@ def step_error(
     exact = rule.arguments({**settings, "ns_dtype": torch.float32})
     D, expected = rule.direction(G, state, t, alg=Algebra(m, n), **exact)
 
-    W, grads = ([x.clone() for x in stack.to(d)] for stack, d in ((torch.zeros_like(G), torch.float32), (G, dtype)))
+    W, grads = [x.clone() for x in torch.zeros_like(G)], [x.clone() for x in G.to(dtype)]
+    corrections = None
+    if corrected:
+        W, corrections = [x.bfloat16() for x in W], [x.to(torch.int8) for x in W]
     parts = (state.M,) if momentum_dtype is not torch.int8 else quantize(state.M)
     stored = {name: [x.clone() for x in part] for name, part in zip(("M", "M_scale"), parts, strict=False)}
     thin = {k: v for k, v in state._asdict().items() if k != "M"}
     found = SCHEDULES[rule.name](
-        MatrixList.of(W), MatrixList.of(grads), rule.State(M=MatrixList.momentum(stored), **thin), t, lr=1.0, decay=0.0,
-        grad_max=G.abs().amax((1, 2)), **arguments,
+        MatrixList.weights(W, corrections), MatrixList.of(grads), rule.State(M=MatrixList.momentum(stored), **thin), t,
+        lr=1.0, decay=0.0, grad_max=G.abs().amax((1, 2)), **arguments,
     )  # fmt: skip
-    pairs = [(torch.stack(W), -D), (load_state(stored, torch.float32)["M"], expected.M)]
+    moved = torch.stack(W) if corrections is None else join_weight(torch.stack(W), torch.stack(corrections))
+    pairs = [(moved, -D), (load_state(stored, torch.float32)["M"], expected.M)]
     pairs += [(getattr(found, k), getattr(expected, k)) for k, v in thin.items() if v is not None]
     return max(relative_error(x, y) for x, y in pairs)
 
@@ -104,14 +112,14 @@ def relative_error(x: Tensor, y: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _within_bound(work: partial[float], rule: Rule, device: torch.device) -> bool:
+def within_bound(work: partial[float], rule: Rule, device: torch.device, bound: float = CLOSE) -> bool:
     """Run the comparison, and warn if the kernels are wrong or cannot run."""
     try:
         with on_device(device):
             error, reason = work(), ""
     except Exception as failure:  # anything that the compiler or the driver raises
         error, reason = math.inf, f": {type(failure).__name__}: {str(failure)[:200]}"
-    if error < CLOSE:
+    if error < bound:
         return True
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     warnings.warn(

@@ -28,13 +28,14 @@ def supported(batch: Batch) -> bool:
     if not available(first.device) or batch.group["ns_dtype"] not in (None, torch.float16):
         return False
     state = batch.state()
-    lists = (batch.params, batch.grads, state["M"], *(state[name] for name in ("M_scale",) if name in state))
+    lists = [batch.params, batch.grads, state["M"], *(state[name] for name in ("M_scale",) if name in state)]
+    lists += [] if batch.corrections is None else [batch.corrections]
     if not all(same_layout(x) for x in lists):
         return False
     if not all(can_gather(tensors) for tensors in thin_state(batch).values()):
         return False
     return shape_supported(first, rank_of(batch)) and kernels_work(
-        first, batch.rule, rank_of(batch), quantized="M_scale" in state
+        first, batch.rule, rank_of(batch), quantized="M_scale" in state, corrected=batch.corrections is not None
     )
 
 

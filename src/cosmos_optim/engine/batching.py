@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.layout import Layout, Location, Tensors
+from cosmos_optim.engine.layout import CORRECTION, Layout, Location, Tensors
 from cosmos_optim.rules import RULES, Rule
 
 # Bytes of gradients in a stack: enough to fill a GPU, but few compared to the model; on a CPU, what fits its cache.
@@ -19,7 +19,8 @@ STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Settings that decide which kernels run. Others are numbers that a step reads (lr, weight_decay, maximize), or keys of
 # other code, which may change at every step.
 SETTINGS = frozenset((
-    "rule", "nonfinite", "missing", "stochastic_rounding", "side", "split_sizes", "split_side", "layout"
+    "rule", "nonfinite", "missing", "stochastic_rounding", "weight_correction", "side", "split_sizes", "split_side",
+    "layout",
 )).union(*(rule.defaults for rule in RULES.values()))  # fmt: skip
 
 
@@ -33,10 +34,15 @@ class Entry(NamedTuple):
     group: dict[str, Any]
     rule: Rule
 
+    @property
+    def correction(self) -> Tensor | None:
+        """This process's part of the correction of the parameter, if its group has `weight_correction`."""
+        return self.layout.local(self.state[CORRECTION]) if self.group.get("weight_correction") else None
+
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Block number `index` of an entry: 2-D views of its parameter, gradient and state."""
+    """Block number `index` of an entry: 2-D views of its parameter, gradient and state, the correction included."""
 
     name: str
     index: int
@@ -75,9 +81,15 @@ class Batch:
     def steps(self) -> list[Tensor]:
         return [x.entry.state["step"] for x in self.matrices]
 
+    @property
+    def corrections(self) -> list[Tensor] | None:
+        """The correction of each parameter, if the group has `weight_correction`."""
+        return [x.state[CORRECTION] for x in self.matrices] if self.group.get("weight_correction") else None
+
     def state(self) -> dict[str, list[Tensor]]:
-        """Return a list of tensors for each name of state."""
-        return {name: [x.state[name] for x in self.matrices] for name in self.matrices[0].state}
+        """Return a list of tensors for each name of the rule's state."""
+        names = [name for name in self.matrices[0].state if name != CORRECTION]
+        return {name: [x.state[name] for x in self.matrices] for name in names}
 
     def started(self) -> Batch:
         """Return the same batch with its first bases taken."""

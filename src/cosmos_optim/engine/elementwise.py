@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.engine.batching import Entry, decay_of, signed_lr
-from cosmos_optim.engine.rounding import write_
+from cosmos_optim.engine.rounding import read, write_
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.rules import adam
 
 
 def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
     """Step one group, with the rule's fused kernel for the tensors that it supports."""
     rule, group = entries[0].rule, entries[0].group
-    names = list(rule.slots(1, 1, group))
+    names = list(rule.State._fields)
     fused: dict[Any, list[Entry]] = defaultdict(list)
     for e in entries:
         if rule.fused is not None and _can_fuse(e, names):
@@ -52,14 +53,14 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     """Take the step of one tensor by the rule's own formula, in at least float32."""
     local = e.layout.local
     p, dtype = local(e.p), torch.promote_types(e.p.dtype, torch.float32)
-    tensors = {k: local(e.state[k]) for k in e.rule.slots(1, 1, e.group)}
+    tensors = {k: local(e.state[k]) for k in e.layout.rule_slots(e.group)}
     t = local(e.state["step"])
     arguments = e.rule.arguments(e.group)
-    D, new = e.rule.direction(local(e.grad).to(dtype), e.rule.State(**tensors), t, alg=Algebra(1, 1), **arguments)
-    value = p.to(dtype) * decay_of(e.group) - signed_lr(e.group) * D
-    for name, tensor in tensors.items():
-        changed = getattr(new, name)
-        tensor.copy_(changed if skip is None else torch.where(skip, tensor, changed))
+    D, new = e.rule.direction(local(e.grad).to(dtype), adam.load(tensors, dtype), t, alg=Algebra(1, 1), **arguments)
+    old = read(p, dtype, e.correction)
+    value = old * decay_of(e.group) - signed_lr(e.group) * D
+    for name, changed in adam.stored(new, tensors, t, e.layout.first_element, e.layout.width).items():
+        tensors[name].copy_(changed if skip is None else torch.where(skip, tensors[name], changed))
     if skip is not None:
-        value = torch.where(skip, p.to(dtype), value)
-    write_(p, value, t if e.group["stochastic_rounding"] else None)
+        value = torch.where(skip, old, value)
+    write_(p, value, t if e.group["stochastic_rounding"] else None, e.correction)

@@ -21,6 +21,7 @@ from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 LAYOUTS = ("matrix", "conv", "in_out")
 SPLIT_SIDES = ("output", "input")
+CORRECTION = "correction"  # the state that `weight_correction` adds
 
 # Devices with memory worth saving: state of their parameters may be in host memory instead (`offload="cpu"`).
 OFFLOADED_FROM = ("cuda",)
@@ -84,11 +85,13 @@ class Layout:
     offloads = False  # whether large state is in host memory if the parameter is on a GPU
     cut_sides: Set[str] = frozenset()  # the sides, "m" or "n", that are cut over processes
     largest_whole_state = 0  # elements of the largest state tensor of a matrix that is replicated
+    first_element = (0, 0)  # row and column of this process's first element; the last dimension is a row
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
         self.kind: str = group.get("layout", "matrix")
         self.dtype = p.dtype
+        check_correction(name, p, group)
         if rule.elementwise:
             self.flipped = False
             return
@@ -213,11 +216,32 @@ class Layout:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def slots(self, h: Settings) -> dict[str, Slot]:
-        """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks."""
+        """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks.
+
+        After them comes the correction of weights of 24 bits (`linalg.weight24`), which no rule sees.
+        """
+        correction = {CORRECTION: Slot("*", self.shape, torch.int8)} if h.get("weight_correction") else {}
+        return self.rule_slots(h) | correction
+
+    def rule_slots(self, h: Settings) -> dict[str, Slot]:
+        """Return the slots of the rule's state."""
         if self.rule.elementwise:
-            return {name: self._slot("*", self.shape, slot.dtype) for name, slot in self.rule.slots(1, 1, h).items()}
+            slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, h)
+            return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
         each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
         return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
+
+    @property
+    def width(self) -> int:
+        """The elements of a row, which is the last dimension of the parameter."""
+        return self.shape[-1] if self.shape else 1
+
+    def _elementwise_slot(self, slot: Slot) -> Slot:
+        """Return a slot of the parameter's shape, or one with the slot's columns instead of the parameter's."""
+        if slot.axes == "*":
+            return self._slot("*", self.shape, slot.dtype)
+        lead = self.shape[:-1]
+        return self._slot("b" * len(lead) + slot.axes[-1], (*lead, slot.shape[-1]), slot.dtype)
 
     def _slot(self, axes: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Slot:
         return Slot(axes, shape, dtype or torch.promote_types(self.dtype, torch.float32))
@@ -300,6 +324,16 @@ class Layout:
     def location(self, i: int) -> Location:
         """Return where block i is."""
         return LOCAL
+
+
+def check_correction(name: str, p: Tensor, group: Settings) -> None:
+    """Raise ValueError if a group has `weight_correction` and this parameter is not bfloat16."""
+    if group.get("weight_correction") and p.dtype is not torch.bfloat16:
+        raise ValueError(
+            f"weight_correction=True adds 8 bits to a bfloat16 weight, but parameter {name!r} of shape "
+            f"{tuple(p.shape)} has dtype {p.dtype}: convert it with .bfloat16(), or give its group "
+            "weight_correction=False"
+        )
 
 
 def refuse_four_dimensions(params: Sequence[Tensor], rule: Rule) -> None:

@@ -1,4 +1,4 @@
-"""Write a float32 result into a narrower parameter, rounded to nearest or stochastically.
+"""Read a parameter in float32, and write the result back: rounded to nearest, stochastically, or with a correction.
 
 Stochastic rounding of x to bfloat16 adds a uniform integer from [0, 2^16) to the bits of the float32 and clears the low
 16 bits. The expectation is x, so updates far below one unit in the last place are not lost. The integers are a hash of
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from cosmos_optim.linalg.weight24 import join_weight, split_weight
 
 _LOW16 = 0xFFFF
 # Odd 32-bit multipliers of the murmur3 finalizer, as signed integers.
@@ -43,8 +45,19 @@ def stochastic_bfloat16(x: Tensor, seed: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
 
 
-def write_(p: Tensor, value: Tensor, seed: Tensor | None = None) -> None:
-    """Write p <- value, rounded to nearest, or stochastically if a seed is given and p is bfloat16."""
-    if seed is not None and p.dtype is torch.bfloat16:
+def read(p: Tensor, dtype: torch.dtype, correction: Tensor | None = None) -> Tensor:
+    """Return p in `dtype`, with its correction if it has one."""
+    return p.to(dtype) if correction is None else join_weight(p, correction)
+
+
+def write_(p: Tensor, value: Tensor, seed: Tensor | None = None, correction: Tensor | None = None) -> None:
+    """Write p <- value, rounded to nearest, or stochastically if a seed is given and p is bfloat16.
+
+    If a correction is given, p and the correction become the 24 bits of the value.
+    """
+    if correction is not None:
+        value, rest = split_weight(value)
+        correction.copy_(rest)
+    elif seed is not None and p.dtype is torch.bfloat16:
         value = stochastic_bfloat16(value.float(), seed)
     p.copy_(value)

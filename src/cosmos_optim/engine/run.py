@@ -16,7 +16,7 @@ from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
-from cosmos_optim.engine.rounding import write_
+from cosmos_optim.engine.rounding import read, write_
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.quantization import dequantize, quantize
 
@@ -49,8 +49,17 @@ def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry]
         torch._foreach_add_(steps, 1.0 - check.skip.float(), alpha=1.0)  # type: ignore[union-attr]
     for e, started in zip(entries, check.started, strict=True):
         if not started and e.group["weight_decay"]:
-            e.layout.local(e.p).mul_(decay_of(e.group))
+            decay_(e)
     return live, fresh
+
+
+def decay_(e: Entry) -> None:
+    """Multiply a parameter by its group's decay."""
+    p, correction = e.layout.local(e.p), e.correction
+    if correction is None:
+        p.mul_(decay_of(e.group))
+    else:
+        write_(p, read(p, torch.float32, correction) * decay_of(e.group), correction=correction)
 
 
 def stack_jobs(
@@ -97,7 +106,10 @@ def run_stack(stack: Batch, location: Location, check: GradientCheck, diagnostic
     store_(stack.state(), new, check.skip)
     still = grad_max if stack.rule.constant_size else None
     seeds = stack.steps if stack.group["stochastic_rounding"] else None
-    apply_(stack.params, D, signed_lr(stack.group), decay_of(stack.group), check.skip, grad_max=still, seeds=seeds)
+    apply_(
+        stack.params, D, signed_lr(stack.group), decay_of(stack.group), check.skip, grad_max=still, seeds=seeds,
+        corrections=stack.corrections,
+    )  # fmt: skip
 
 
 def stacked_grad_max(stack: Batch, check: GradientCheck) -> Tensor:
@@ -162,13 +174,14 @@ def store_(state: dict[str, list[Tensor]], new: Tensors, skip: Tensor | None) ->
 
 def apply_(
     params: Sequence[Tensor], D: Tensor, lr: float | Tensor, decay: float | Tensor, skip: Tensor | None, *,
-    grad_max: Tensor | None = None, seeds: Sequence[Tensor] | None = None,
+    grad_max: Tensor | None = None, seeds: Sequence[Tensor] | None = None, corrections: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Update W <- decay W - lr D for each parameter, unless `skip` is True.
 
     Args:
         grad_max: the largest |g| of each matrix, (B,). If given, a matrix with a zero gradient is only decayed.
         seeds: step counts. If given, bfloat16 parameters are rounded stochastically.
+        corrections: if given, W has the 24 bits of a bfloat16 parameter and its correction.
     """
     D = D * (lr if grad_max is None else (grad_max > 0).to(D.dtype).view(-1, 1, 1) * lr)
     exact = all(p.dtype == D.dtype for p in params)
@@ -178,7 +191,9 @@ def apply_(
         torch._foreach_sub_(list(params), list(D.unbind(0)))
         return
     for i, p in enumerate(params):
-        new = p.to(D.dtype) * decay - D[i]
+        correction = None if corrections is None else corrections[i]
+        old = read(p, D.dtype, correction)
+        new = old * decay - D[i]
         if skip is not None:
-            new = torch.where(skip, p.to(D.dtype), new)
-        write_(p, new, None if seeds is None else seeds[i])
+            new = torch.where(skip, old, new)
+        write_(p, new, None if seeds is None else seeds[i], correction)

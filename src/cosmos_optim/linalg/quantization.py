@@ -36,7 +36,7 @@ def quantize(X: Tensor) -> tuple[Tensor, Tensor]:
     >>> codes.tolist(), scales.tolist()
     ([[127, -64, 0]], [[1.0]])
     """
-    blocks = _blocks(X)
+    blocks = blocks_of(X)
     scales = _rounded(blocks.abs().amax(-1) / LARGEST_CODE)
     codes = (blocks * (1 / scales.to(X.dtype)).unsqueeze(-1)).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
     return codes.to(torch.int8).flatten(-2)[..., : X.shape[-1]].contiguous(), scales
@@ -44,11 +44,11 @@ def quantize(X: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the matrix of these codes and scales."""
-    blocks = _blocks(codes).to(dtype) * scales.to(dtype).unsqueeze(-1)
+    blocks = blocks_of(codes).to(dtype) * scales.to(dtype).unsqueeze(-1)
     return blocks.flatten(-2)[..., : codes.shape[-1]]
 
 
-def _blocks(X: Tensor) -> Tensor:
+def blocks_of(X: Tensor) -> Tensor:
     """Return (..., m, blocks, BLOCK): the blocks of each row, the last one filled up with zeros."""
     n = X.shape[-1]
     return pad(X, (0, scale_columns(n) * BLOCK - n)).unflatten(-1, (scale_columns(n), BLOCK))

@@ -2,22 +2,38 @@
 
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  D = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-State names are torch.optim.AdamW's.
+State names are torch.optim.AdamW's. With `adam_dtype=torch.int8`, tensors of more than `LARGEST_FLOAT32` elements store
+both moments as codes of 8 bits, with the scales of their blocks (`linalg.companding`). A step dequantizes them,
+computes with the new moments in float32, and rounds only what it stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.companding import (
+    dequantize_root,
+    dequantize_signed,
+    element_index,
+    quantize_root,
+    quantize_signed,
+)
 from cosmos_optim.linalg.normalization import bias_correction, quotient
+from cosmos_optim.linalg.quantization import scale_columns
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
-DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8}
+DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "adam_dtype": None}
+# Tensors with at most this many elements keep their moments in float32: they need no memory, and norms and biases are
+# the most sensitive.
+LARGEST_FLOAT32 = 4096
+# The state of a quantized tensor.
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+QUANTIZED = ("exp_avg", "exp_avg_sq", *SCALES)
 
 
 class AdamState(NamedTuple):
@@ -56,8 +72,41 @@ def fused_(
 
 
 def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
-    """Return two moments, shaped like the parameter."""
-    return {"exp_avg": Slot("*", (m, n)), "exp_avg_sq": Slot("*", (m, n))}
+    """Return two moments, shaped like the parameter, and the scales of their blocks if they are stored as integers."""
+    dtype = h.get("adam_dtype")
+    if dtype is not torch.int8 or m * n <= LARGEST_FLOAT32:
+        dtype = None if dtype is torch.int8 else dtype
+        return {"exp_avg": Slot("*", (m, n), dtype), "exp_avg_sq": Slot("*", (m, n), dtype)}
+    scale = Slot("mc", (m, scale_columns(n)), torch.float32)
+    return {"exp_avg": Slot("*", (m, n), torch.int8), "exp_avg_scale": scale,
+            "exp_avg_sq": Slot("*", (m, n), torch.uint8), "exp_avg_sq_scale": scale}  # fmt: skip
+
+
+def load(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> AdamState:
+    """Return the moments for computation in `dtype`."""
+    m, v = tensors["exp_avg"], tensors["exp_avg_sq"]
+    if "exp_avg_scale" not in tensors:
+        return AdamState(m.to(dtype), v.to(dtype))
+    m = dequantize_signed(m, tensors["exp_avg_scale"], dtype)
+    return AdamState(m, dequantize_root(v, tensors["exp_avg_sq_scale"], dtype))
+
+
+def stored(
+    state: AdamState, tensors: Mapping[str, Tensor], t: Tensor, first: tuple[int, int], width: int
+) -> dict[str, Tensor]:
+    """Return the values for the state tensors.
+
+    Args:
+        tensors: the state tensors, which decide the format.
+        t: the step count, a 0-dim tensor. With the number of an element it decides how a code is rounded.
+        first, width: the place of the state in a larger tensor, as `element_index` takes it.
+    """
+    if "exp_avg_scale" not in tensors:
+        return state._asdict()
+    index = element_index(state.exp_avg, first, width)
+    m, m_scale = quantize_signed(state.exp_avg, index, t)
+    v, v_scale = quantize_root(state.exp_avg_sq, index, t)
+    return {"exp_avg": m, "exp_avg_scale": m_scale, "exp_avg_sq": v, "exp_avg_sq_scale": v_scale}
 
 
 RULE = Rule("adam", DEFAULTS, AdamState, slots, direction, elementwise=True, fused=fused_)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
+from cosmos_optim.linalg.quantization import BLOCK, scale_columns
 from cosmos_optim.rules.rule import Rule, Slot
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, sharded_location
@@ -44,7 +46,9 @@ class ShardedLayout(Layout):
         try:
             self.cuts = cuts_of(self.shape, self.mesh, self.placements)
             self._check_local_part(p)
-            if not rule.elementwise:
+            if rule.elementwise:
+                self._check_blocks(group)
+            else:
                 self._assign_roles(group)
         except ValueError as error:
             raise ValueError(
@@ -64,6 +68,29 @@ class ShardedLayout(Layout):
                     f"it is on {p.device}, but its mesh communicates on {self.mesh.device_type}: CPU offload needs "
                     "process groups for both, init_process_group('cpu:gloo,cuda:nccl')"
                 )
+
+    def _check_blocks(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if blocks of 8-bit state would lie on two ranks: then their scales could not be placed."""
+        slots = self.slots(group)
+        if not self.shape or "exp_avg_scale" not in slots or not self.cuts[-1].mesh_dims:
+            return
+        scales = cuts_of(slots["exp_avg_scale"].shape, self.mesh, self.placements)[-1]
+        for at in product(*(range(size) for size in self.mesh.shape)):
+            whole, held = self.cuts[-1].part(self.mesh.shape, at), scales.part(self.mesh.shape, at)
+            if whole.length and (whole.start, scale_columns(whole.length)) != (held.start * BLOCK, held.length):
+                raise ValueError(
+                    f"adam_dtype=torch.int8 has a scale for each {BLOCK} elements of the last dimension, but the ranks "
+                    f"cut it elsewhere: shard another dimension, Shard(0) of a matrix, or cut at multiples of {BLOCK}, "
+                    "or give its group adam_dtype=torch.float32"
+                )
+
+    @cached_property
+    def first_element(self) -> tuple[int, int]:  # type: ignore[override]
+        """Row and column of this rank's first element, if only the first and the last dimension are cut."""
+        starts = [self._part(cut).start for cut in self.cuts]
+        if len(starts) < 2:
+            return 0, sum(starts)
+        return starts[0] * math.prod(self.shape[1:-1]), starts[-1]
 
     def _part(self, cut: Cut) -> Interval:
         return cut.part(self.mesh.shape, self.mesh.get_coordinate() or ())
@@ -91,7 +118,7 @@ class ShardedLayout(Layout):
         self.cut_sides = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
         self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
-                           for name, slot in self.slots(group).items()}  # fmt: skip
+                           for name, slot in self.rule_slots(group).items()}  # fmt: skip
         if "M_scale" in self.state_cuts and "n" in self.cut_sides:
             raise ValueError(
                 "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "
@@ -179,7 +206,7 @@ class ShardedLayout(Layout):
 
     def placements_of(self, slot: Slot) -> tuple[Placement, ...]:
         """Return the placements of a state tensor on the parameter's mesh."""
-        if slot.axes == "*":
+        if slot.axes == "*" or self.rule.elementwise:  # each dimension of the state is one of the parameter
             return self.placements
         return tuple(self._placement_of(slot, placement) for placement in self.placements)
 

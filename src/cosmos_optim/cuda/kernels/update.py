@@ -1,5 +1,7 @@
 """W <- decay W - b B + P U' for a list of parameters (applies L10 and L11), in one pass over W and B.
 
+If W has corrections, it is read and written with all 24 bits (see `linalg.weight24`).
+
 Shapes: W (m, n), B the work buffer (max(m, n), min(m, n)), P (m, r), U (n, r); B matrices each.
 """
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import add_outer, load_parts, load_tile, matrix_start
+from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
 from cosmos_optim.cuda.pointer_list import MatrixList
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
@@ -27,13 +30,26 @@ def dither(value, index, seed):
 
 
 @jit
+def _load_weights(start, low, i, j, m, n, sm, sn, cm, cn, CORRECTED: tl.constexpr):
+    """Load a tile of W in float32; `low` is where its corrections begin."""
+    w = load_tile(start, i, j, m, n, sm, sn)
+    if CORRECTED:
+        return join_weight(w, load_tile(low, i, j, m, n, cm, cn))
+    return w.to(tl.float32)
+
+
+@jit
 def _update(
-    x, work, p, u, coefficients, row_gain, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, wm, wn,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
-    ROW_GAIN: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    x, corrections, work, p, u, coefficients, row_gain, skip, seeds, work_stride, p_step, u_step, m, n, sm, sn, cm, cn,
+    wm, wn, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
+    ROW_GAIN: tl.constexpr, CORRECTED: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
+    C_ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     start = matrix_start(x, batch, ELEMENT, ALIGNED)
+    low = start
+    if CORRECTED:
+        low = matrix_start(corrections, batch, tl.int8, C_ALIGNED)
     source = work + batch.to(tl.int64) * work_stride
     decay, gain = tl.load(coefficients + batch * 2), tl.load(coefficients + batch * 2 + 1)
     write = tl.load(skip) == 0
@@ -47,12 +63,12 @@ def _update(
         at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
         p1, p2 = load_parts(at_p, p_step, i[:, None] < m)
     # Triton prefetches only the operands of products, so the code loads the next tiles explicitly.
-    next_w = load_tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
+    next_w = _load_weights(start, low, i, tl.arange(0, BN), m, n, sm, sn, cm, cn, CORRECTED)
     next_b = load_tile(source, i, tl.arange(0, BN), m, n, wm, wn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         value = decay * next_w - gain * next_b
-        next_w = load_tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
+        next_w = _load_weights(start, low, i, j + BN, m, n, sm, sn, cm, cn, CORRECTED)
         next_b = load_tile(source, i, j + BN, m, n, wm, wn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
@@ -60,6 +76,9 @@ def _update(
         inside = (i[:, None] < m) & (j[None, :] < n) & write
         if SEEDED:
             value = dither(value, i[:, None] * n + j[None, :], seed)
+        if CORRECTED:
+            value, correction = split_weight(value)
+            tl.store(low + i[:, None] * cm + j[None, :] * cn, correction, mask=inside)
         tl.store(start + i[:, None] * sm + j[None, :] * sn, value.to(ELEMENT), mask=inside)
 
 
@@ -70,7 +89,7 @@ def update_(
     """Update W in place.
 
     Args:
-        W: B matrices (m, n).
+        W: B matrices (m, n), and their corrections if they have some.
         B: the tall work buffer (B, max(m, n), min(m, n)).
         P, U: in bfloat16 parts (2, B, m or n, R), or None; P includes its sign and scale.
         coefficients: (B, 2) float32, decay and b of each matrix.
@@ -82,9 +101,11 @@ def update_(
     R = 16 if U is None else U.shape[-1]
     how = LAUNCH.fit(R)
     wm, wn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
+    low = (W.corrections or W).rows_source()
     _update[(-(-m // how.rows), batch)](
-        **W.rows_source(), work=B, p=B if P is None else P, u=B if U is None else U, coefficients=coefficients,
-        row_gain=coefficients if row_gain is None else row_gain,
+        **W.rows_source(), corrections=low["x"], cm=low["sm"], cn=low["sn"], C_ALIGNED=low["ALIGNED"],
+        CORRECTED=W.corrections is not None, work=B, p=B if P is None else P, u=B if U is None else U,
+        coefficients=coefficients, row_gain=coefficients if row_gain is None else row_gain,
         skip=false_flag(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
         work_stride=B.stride(0), p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0),
         m=m, n=n, wm=wm, wn=wn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None, SEEDED=seeds is not None,

@@ -94,6 +94,7 @@ def at_risk(ir: str, stages: int) -> list[str]:
 
 def compiled(work: Callable[[], Any]) -> dict[str, dict[str, Any]]:
     """Return the kernels that `work` would launch, with the buffers at risk and the shared memory of each."""
+    import cosmos_optim.cuda.adam_run
     import cosmos_optim.cuda.step  # noqa: F401  (its kernels register themselves)
     from cosmos_optim.cuda.kernels.launch import KERNELS
 
@@ -114,6 +115,24 @@ def compiled(work: Callable[[], Any]) -> dict[str, dict[str, Any]]:
         kernel.run = compile_only(kernel)
     work()
     return found
+
+
+def launch_adam() -> None:
+    """Launch Adam's kernel for parameters of every dtype, moments of 8 bits and float32, and weights of 24 bits."""
+    from cosmos_optim.cuda.kernels.adam_int8 import adam_
+
+    moments, scales = dict.fromkeys(("exp_avg", "exp_avg_sq"), (ROWS, COLS)), (ROWS, 2)
+    shapes = {**moments, "exp_avg_scale": scales, "exp_avg_sq_scale": scales}
+    dtypes = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+    codes = {name: [torch.zeros(shape, dtype=dtypes.get(name))] for name, shape in shapes.items()}
+    wide = {name: [torch.zeros(ROWS, COLS)] for name in ("exp_avg", "exp_avg_sq")}
+    corrections = [torch.zeros(ROWS, COLS, dtype=torch.int8)]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        p = [torch.zeros(ROWS, COLS, dtype=dtype)]
+        for state, more in ((codes, None), (codes, corrections), (wide, corrections)):
+            if more is None or dtype is torch.bfloat16:
+                adam_(p, p, state, torch.ones(1, 3), torch.ones(1, dtype=torch.int32), betas=(0.9, 0.98), eps=1e-8,
+                      skip=None, corrections=more, seeded=more is None)  # fmt: skip
 
 
 def launch_products() -> None:
@@ -169,4 +188,4 @@ def launch_products() -> None:
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") != "1"
     driver.set_active(H100())
-    print(json.dumps(compiled(launch_products)))
+    print(json.dumps(compiled(lambda: (launch_products(), launch_adam()))))

@@ -146,7 +146,7 @@ def test_zero_gradients_let_both_moments_decay() -> None:
     m, v = adam.load(state, torch.float32)
     assert m.norm() == pytest.approx(float((0.1 * 0.9**50 * g).norm()), rel=0.02)
     assert v.sqrt().norm() == pytest.approx(float((0.02 * 0.98**50) ** 0.5 * g.norm()), rel=0.02)
-    for _ in range(5000):
+    for _ in range(800):
         opt.step()
     m, v = adam.load(state, torch.float32)
     assert p.isfinite().all()

@@ -19,6 +19,7 @@ from cosmos_optim.cuda.self_check import relative_error, within_bound
 from cosmos_optim.engine.batching import Entry, by_group, decay_of, signed_lr
 from cosmos_optim.engine.run import run_elementwise_groups
 from cosmos_optim.linalg.normalization import bias_correction
+from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules import adam
 from cosmos_optim.rules.rule import Settings
 
@@ -56,7 +57,7 @@ def kernel_supports(e: Entry) -> bool:
         return False
     if not all(x.is_contiguous() for x in tensors) or not (correction is None or correction.is_contiguous()):
         return False
-    return kernel_works(p.device, p.dtype, grad.dtype)
+    return kernel_works(p.device, p.dtype, grad.dtype, m.dtype is torch.int8, correction is not None)
 
 
 def state_names(e: Entry) -> tuple[str, ...]:
@@ -94,29 +95,38 @@ def coefficients(steps: Tensor, group: Settings) -> Tensor:
 # -- the comparison before the first use -------------------------------------------------------------------------------
 
 
-def kernel_works(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
+def kernel_works(
+    device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype, quantized: bool, corrected: bool
+) -> bool:  # fmt: skip
     """Return whether the kernel agrees with the definition; compare once for each kind of tensor."""
-    key = (device, dtype, grad_dtype)
+    key = (device, dtype, grad_dtype, quantized, corrected)
     if key not in _results:
-        if launches_disabled() or torch.cuda.is_current_stream_capturing():
+        if launches_disabled() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return True
         _results[key] = within_bound(partial(step_error, *key), adam.RULE, device, CLOSE)
     return _results[key]
 
 
-def step_error(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype) -> float:
-    """Return the largest relative error of the kernel's moments and update after one step, against plain torch."""
+def step_error(
+    device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype, quantized: bool = True, corrected: bool = False
+) -> float:  # fmt: skip
+    """Return the largest relative error of the kernel's moments and update after one step, against plain torch.
+
+    quantized: whether the moments have 8 bits.
+    corrected: whether the weights have 24 bits.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     g, m, v = (torch.randn(40, 200, generator=generator, dtype=torch.float32, device="cpu").to(device)
                for _ in range(3))  # fmt: skip
     t, place = torch.full((1,), 3.0, dtype=torch.float32, device=device), ((0, 0), 200)
-    slots = adam.slots(100, 200, {"adam_dtype": torch.int8})
+    slots = adam.slots(100, 200, {"adam_dtype": torch.int8 if quantized else None})
     empty = {name: g.new_empty(0) for name in slots}
     state = adam.stored(adam.AdamState(m, v.square()), empty, t[0], *place)
     group = {"lr": 1.0, "weight_decay": 0.0, "maximize": False, **adam.DEFAULTS}
     grad, p = g.to(grad_dtype), torch.zeros_like(g, dtype=dtype)
+    corrections = [torch.zeros_like(g, dtype=torch.int8)] if corrected else None
     D, new = adam.direction(grad.float(), adam.load(state, torch.float32), t[0])
     adam_([p], [grad], {name: [x] for name, x in state.items()}, coefficients(t, group), t.int(),
-          betas=group["betas"], eps=group["eps"], skip=None)  # fmt: skip
-    found = adam.load(state, torch.float32)
-    return max(relative_error(x, y) for x, y in zip((p, *found), (-D, *new), strict=True))
+          betas=group["betas"], eps=group["eps"], skip=None, corrections=corrections)  # fmt: skip
+    found, moved = adam.load(state, torch.float32), p if corrections is None else join_weight(p, corrections[0])
+    return max(relative_error(x, y) for x, y in zip((moved, *found), (-D, *new), strict=True))

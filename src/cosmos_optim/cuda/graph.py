@@ -257,7 +257,8 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     staged = [staging.place(chunk) for chunk, _ in planned]
     for placed in staged:
         made.leases += placed.leases.values()
-        for tensors in placed.batch.state().values() if placed.leases else ():
+        held = [*placed.batch.state().values(), placed.batch.corrections or []]
+        for tensors in filter(None, held) if placed.leases else ():
             pointer_list.addresses(tensors)  # before the capture: a table made there is copied again at every replay
     jobs = [partial(run_recorded, placed, inputs) for placed, (_, inputs) in zip(staged, planned, strict=True)]
     _capture(made, jobs, pool_bytes, staging)

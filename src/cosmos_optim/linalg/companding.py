@@ -23,7 +23,7 @@ embedding and head, the largest update (exact Adam's is at most 1.70) and the lo
     m linear, sqrt(v) linear, random, v not 0       0.041   0.080   4.0   3.1099
     both squares, to nearest, v not 0               0.012   0.186   2.6   3.0980
     both squares, random, v not 0                   0.016   0.048   2.1   3.1102
-    both squares, lattice, v not 0 (this file)      0.016   0.034   1.8   3.1104
+    both squares, lattice, v not 0 (this file)      0.016   0.032   1.9   3.1104
 
 The lower losses of rounding to nearest are those of another optimizer, whose v is too large.
 

@@ -1,7 +1,7 @@
 """Settings of Sphinx for this documentation: `make docs` builds it.
 
-Docstrings here are plain text with a few habits: `name` for code, indented formulas, "Args:" and "Options ...:" with one
-line for each argument. `to_rst` turns these habits into the markup that Sphinx reads.
+Docstrings here are plain text with a few habits: `name` for code, indented formulas, "Args:" and "Options ...:" with
+one line for each argument. `to_rst` turns these habits into the markup that Sphinx reads.
 """
 
 from __future__ import annotations

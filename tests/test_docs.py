@@ -32,7 +32,7 @@ OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md
 IN_FRAMEWORKS = {"frameworks", "fine-tuning"}
 LANGUAGES = {"python", "bash", "text", "yaml"}
 FENCE = re.compile(r"^(?:<!-- not run here: (.+?) -->\n)?^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FIRST_WORDS = {"cosmos-lab", "make", "python", "pip", "torchrun", "sbatch", "git", "cd", "pytest"}
+FIRST_WORDS = {"cosmos-lab", "make", "python", "pip", "torchrun", "srun", "export"}
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,14 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert {page.resolve() for page in PAGES} - listed == {DOCS / "index.md"}
 
 
+def test_the_reference_has_every_public_name() -> None:
+    import cosmos_optim
+
+    page = (DOCS / "api.md").read_text()
+    shown = set(re.findall(r"^\.\. (?:auto|py:)\w+:: (\w+)$", page, re.MULTILINE))
+    assert shown == set(cosmos_optim.__all__)
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 

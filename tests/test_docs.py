@@ -204,6 +204,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", with_bash, ids=ids(with_bash))
 def test_the_commands_of_a_page_exist_with_their_flags(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tyro", reason="the commands need the extra lab")
     for words in commands(page):
         check(words, monkeypatch)
 

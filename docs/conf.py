@@ -27,7 +27,7 @@ suppress_warnings = ["config.cache"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-nitpicky = False
+highlight_language = "none"  # formulas in docstrings; other blocks name their language
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

@@ -4,6 +4,8 @@
 # make test-torch VERSION=2.9.1   the library's tests (all but the lab's) on that torch, in a .venv-torch-2.9.1
 # make soak     MINUTES=30 of random kills, damages and resumes of tiny runs; not part of make test
 # make dist     build the wheel and the sdist, check them, and run the quickstart from the wheel in a new environment
+# make docs     this documentation as a site in docs/_build/html, in a .venv-docs built on first use
+# make docs-links the same, and then tries every link to another site; only reports if there is no network
 # make demo     a few minutes of pre-training on CPU, four optimizers side by side
 
 PYTHON ?= python3
@@ -23,7 +25,7 @@ GPU_PY ?= $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 VERSION ?= 2.9.1
 TORCH_PY = .venv-torch-$(VERSION)/bin/python
 
-.PHONY: test lint types pytest test-gpu test-torch test-integrations soak dist demo clean
+.PHONY: test lint types pytest test-gpu test-torch test-integrations soak dist demo docs docs-links clean
 test: lint types pytest
 
 $(STAMP): pyproject.toml constraints.txt
@@ -87,6 +89,24 @@ $(INT_STAMP): pyproject.toml constraints-integrations.txt
 test-integrations: $(INT_STAMP)
 	$(ENV) $(INT_PY) -m pytest tests/integrations --timeout 300 --durations 15 $(ARGS)
 
+DOCS_PY    := .venv-docs/bin/python
+DOCS_STAMP := .venv-docs/.installed
+DOCS_BUILD  = $(DOCS_PY) -m sphinx --fail-on-warning --keep-going --quiet docs
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS_PY) -m pip install -q --no-compile -c constraints.txt torch
+	$(DOCS_PY) -m pip install -q --no-compile -c constraints.txt -e '.[docs]'
+	touch $@
+
+# A link or an anchor inside the site that does not resolve is a warning, and so an error.
+docs: $(DOCS_STAMP)
+	$(DOCS_BUILD) docs/_build/html -b html
+	@echo open docs/_build/html/index.html
+
+docs-links: docs
+	-$(DOCS_BUILD) docs/_build/links -b linkcheck
+
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
 demo: $(STAMP)
 	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
@@ -106,4 +126,4 @@ dist:
 	cd build && dist-wheel/bin/python ../examples/quickstart.py
 
 clean:
-	rm -rf $(VENV) $(INT_VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INT_VENV) .venv-docs .venv-torch-* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

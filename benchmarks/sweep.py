@@ -34,14 +34,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import trials
 from benchmarks.protocol import Protocol, Result, Run, losses, table
+from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write
+from cosmos_lab.optimizers import settings
 from cosmos_lab.run import build, launch, model_cache
 from cosmos_lab.run.run_folder import CONFIG
 from cosmos_lab.run.train import Trainer
 
 MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """Which runs may begin; an empty tuple allows all."""
+
+    variants: tuple[str, ...] = ()  # With names here, only these; "none" is a run without a variant.
+    seeds: tuple[int, ...] = ()
+
+    def allow(self, run: Run) -> bool:
+        """Return whether a run may begin."""
+        named = (run.variant or "none") in self.variants or not self.variants
+        return named and (run.seed in self.seeds or not self.seeds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +74,7 @@ class Options:
     compile: str = "auto"
     cache: str | None = None
     commit: str | None = None
+    keep: Filters = Filters()
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -209,6 +226,7 @@ def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
 
 def serve(pipe: Connection, protocol: Protocol, options: Options) -> None:
     """Train what the queue sends, one run after the other; end after a failure, because the GPU's state is unknown."""
+    trials.register()
     with pipe:
         while True:
             try:
@@ -232,6 +250,7 @@ class Worker:
         self.process.start()
         theirs.close()
         self.run: Run | None = None
+        self.warm = False  # has finished a run: its model is compiled
 
     def begin(self, run: Run) -> None:
         """Begin a run."""
@@ -264,6 +283,7 @@ class Queue:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = read_results([*options.known, self.folder])
         self.failed: dict[str, str] = {}
+        self.impossible: dict[str, str] = {}
         self.finished: list[str] = []
 
     def work(self) -> bool:
@@ -275,7 +295,7 @@ class Queue:
             while True:
                 for worker in workers:
                     busy = [w.run.id for w in workers if w.run]
-                    if worker.run is None and (runs := self._fitting(busy)):
+                    if worker.run is None and (runs := self._fitting(busy, not worker.warm)):
                         worker.begin(runs[0])
                 running = [worker for worker in workers if worker.run]
                 left = self._left()
@@ -297,28 +317,59 @@ class Queue:
         self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed")
         return not self.failed
 
+    def plan(self) -> str:
+        """Return the runs that can begin now, one a line, with expected seconds on a started process and in all."""
+        lines = [f"{'s':>5}{'sum':>7}  run ({self.options.parallel} at a time; the first of a process takes longer)"]
+        total = 0.0
+        for run in self.next():
+            seconds = self.estimate(run, cold=False)
+            total += seconds / self.options.parallel
+            lines.append(f"{seconds:5.0f}{total:7.0f}  {run.id}")
+        return "\n".join(lines)
+
     def _left(self) -> float:
         return self.began + self.options.seconds - time.time()
 
-    def _fitting(self, busy: Iterable[str]) -> list[Run]:
+    def _fitting(self, busy: Iterable[str], cold: bool = True) -> list[Run]:
         """Return the runs that can begin now and are expected to end in time."""
-        pending = {*busy, *self.failed}
-        runs = self.protocol.candidates(losses(self.results), pending)
-        return [run for run in runs if self._estimate(run) < self._left()]
+        return [run for run in self.next(busy) if self.estimate(run, cold) < self._left()]
 
-    def _estimate(self, run: Run) -> float:
-        """Return the longest time so far of runs of this kind, else of this regime, else 0, so that one is tried."""
-        alike = [
-            r for r in self.results.values()
-            if (r["model"], r["regime"], r["at_a_time"]) == (run.model, run.regime, self.options.parallel)
-        ]  # fmt: skip
-        same = [r for r in alike if r["entry"] == run.entry]
-        return max((r["wall_s"] / r["share"] * run.share for r in same or alike), default=0.0)
+    def next(self, busy: Iterable[str] = ()) -> list[Run]:
+        """Return the runs that can begin now, in order; a run whose options do not exist here is named and left out."""
+        pending = {*busy, *self.failed, *self.impossible}
+        runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
+        for run in runs:
+            if run.variant and run.id not in self.impossible:
+                try:
+                    settings(self.protocol.config(run).optimizer, run.model)
+                except ValueError as error:
+                    self.impossible[run.id] = str(error)
+                    self._say(f"skipped {run.id}: this version cannot run it: {error}")
+        return [run for run in runs if run.id not in self.impossible]
+
+    def estimate(self, run: Run, cold: bool = True) -> float:
+        """Return the expected seconds of a run: the longest training of its kind, and the start of a process if cold.
+
+        An entry without runs in the regime takes its time of another regime, else the longest of any times its cost, for
+        the same number of tokens. Without any result the answer is 0, so that one run is tried.
+        """
+        mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
+        mine = [r for r in mine if r["model"] == run.model] or mine
+        if not mine:
+            return 0.0
+        same = [r for r in mine if r["entry"] == run.entry]
+        cost = 1.0 if same else self.protocol.entries[run.entry].cost
+        alike = [r for r in same if r["regime"] == run.regime] or same or mine
+        tokens = self.protocol.tokens(run)
+        starts = [r["wall_s"] - r["train_s"] for r in mine]
+        start = max(starts) if cold else statistics.median(starts)
+        return start + cost * max(r["train_s"] / r["tokens"] for r in alike) * tokens
 
     def _receive(self, worker: Worker) -> bool:
         """Keep a worker's result; return False if there is none."""
         assert worker.run is not None
         name, answer = worker.run.id, worker.answer()
+        worker.warm = True
         if isinstance(answer, str):
             self.failed[name] = answer
             self._say(f"FAILED {name}: {answer}")
@@ -368,13 +419,18 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
     p.add_argument("--model", default=Protocol.model)
     p.add_argument("--regimes", nargs="*", default=["A", "B"])
-    p.add_argument("--only", nargs="*", help="these optimizers")
+    p.add_argument("--only", nargs="*", help="these rows of the comparison")
+    p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
+    p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", default="auto")
     p.add_argument("--cache", help="folder for unpacked shards")
     p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
     a = p.parse_args(arguments)
+    trials.register()
     protocol = Protocol(model=a.model)
+    if unknown := set(a.variants) - {"none", *VARIANTS}:
+        p.error(f"unknown variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if unknown := set(a.only or ()) - set(protocol.entries):
         p.error(f"unknown: {', '.join(unknown)}; there are {', '.join(protocol.entries)}")
     if a.table:
@@ -386,11 +442,21 @@ def main(arguments: list[str] | None = None) -> int:
     kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in a.regimes]
     protocol = dataclasses.replace(protocol, phases=kept)
     options = Options(
-        a.data, a.out, tuple(a.known), a.seconds, a.parallel, a.mps, a.device, a.compile, a.cache, a.commit
+        a.data,
+        a.out,
+        tuple(a.known),
+        a.seconds,
+        a.parallel,
+        a.mps,
+        a.device,
+        a.compile,
+        a.cache,
+        a.commit,
+        Filters(tuple(a.variants), tuple(a.seeds)),
     )
     queue = Queue(protocol, options)
     if a.plan:
-        print("\n".join(run.id for run in protocol.candidates(losses(queue.results))))
+        print(queue.plan())
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the workers too
     with shared_gpu(options.mps):

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, losses, table
-from benchmarks.sweep import Options, Queue, main, read_results, split
+import benchmarks.protocol as protocol_module
+from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, run_of, table
+from benchmarks.sweep import Filters, Options, Queue, main, read_results, split
+from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import settings
 
@@ -73,7 +75,7 @@ def test_no_run_begins_that_would_pass_the_deadline(options: Options) -> None:
     run = TINY.candidates({})[0]
     queue = Queue(TINY, dataclasses.replace(options, seconds=100.0))
     queue.results[run.id] = {"model": "tiny", "regime": "B", "entry": "adamw", "share": 1.0, "at_a_time": 1,
-                             "wall_s": 1000.0, "val_loss": 1.0}  # fmt: skip
+                             "wall_s": 1000.0, "train_s": 900.0, "tokens": 256, "val_loss": 1.0}  # fmt: skip
     assert queue._fitting(()) == []
     assert len(TINY.candidates(losses(queue.results))) == 2
 
@@ -109,7 +111,7 @@ def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options)
 
 def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
     for result in read_results([BUNDLE]).values():
-        run = Run(**{field.name: result[field.name] for field in dataclasses.fields(Run)})
+        run = run_of(result)
         config = Protocol().config(run)
         asked = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items()}
         other = {name for name, value in result["config"].items() if asked[name] != value}
@@ -126,3 +128,33 @@ def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureF
     results = read_results([BUNDLE])
     runs = {Protocol().at("B", name, {"lr": 0, "adam_lr": 0, "beta2": 0.98}).id for name in Protocol().entries}
     assert runs & set(results) and not {run.id for run in Protocol().candidates(losses(results))} & set(results)
+
+
+def test_filters_leave_only_the_named_variants_and_seeds() -> None:
+    runs = [r for r in Protocol().candidates(losses(read_results([BUNDLE]))) if r.entry == "cosmos"]
+    named = [r for r in runs if Filters(("embed-x4", "momentum-int8"), (0,)).allow(r)]
+    assert {r.variant for r in named} == {"embed-x4", "momentum-int8"} and {r.seed for r in named} == {0}
+    assert all(not r.variant for r in runs if Filters(("none",)).allow(r)) and all(map(Filters().allow, runs))
+
+
+def test_a_plan_lists_what_comes_next_with_seconds_and_names_what_cannot_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = Variant("not-here", "an option of another version", options=("not_an_option=1",))
+    monkeypatch.setattr(protocol_module, "MEMORY", (unknown,))
+    monkeypatch.setitem(VARIANTS, unknown.name, unknown)
+    assert main(["--plan", "--out", str(tmp_path), "--known", str(BUNDLE), "--parallel", "2"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    skipped = [line for line in printed if "skipped" in line]
+    assert skipped and all("not-here: this version cannot run it" in line for line in skipped)
+    first = next(line for line in printed if "llama-60m" in line and line not in skipped)
+    seconds, total, name = first.split()
+    assert 60 < int(seconds) < 200 and int(total) < int(seconds) and name not in read_results([BUNDLE])
+
+
+def test_a_row_without_runs_is_expected_to_take_the_longest_time_times_its_cost(options: Options) -> None:
+    queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=2))
+    runs = {r.entry: r for r in Protocol().candidates(losses(queue.results)) if not r.variant and r.regime == "B"}
+    slow, plain = queue.estimate(runs["soap-polar"], cold=False), queue.estimate(runs["muon-eq"], cold=False)
+    assert slow > 1.8 * plain > 1.8 * queue.estimate(runs["cosmos"], cold=False)
+    assert queue.estimate(runs["cosmos"]) > queue.estimate(runs["cosmos"], cold=False)

@@ -350,8 +350,8 @@ class Queue:
     def estimate(self, run: Run, cold: bool = True) -> float:
         """Return the expected seconds of a run: the longest training of its kind, and the start of a process if cold.
 
-        An entry without runs in the regime takes its time of another regime, else the longest of any times its cost, for
-        the same number of tokens. Without any result the answer is 0, so that one run is tried.
+        An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
+        for the same number of tokens. Without any result the answer is 0, so that one run is tried.
         """
         mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
         mine = [r for r in mine if r["model"] == run.model] or mine

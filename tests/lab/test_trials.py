@@ -109,7 +109,7 @@ def test_rows_of_adam_have_equal_size_and_the_whole_keeps_its_size() -> None:
 
 def small_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return build(resolve("tiny"), width=64, depth=1, mlp=96, vocab_size=64, max_seq_len=16)
+    return build(resolve("tiny"), width=128, depth=1, mlp=96, vocab_size=64, max_seq_len=16)
 
 
 def losses_of(variant: Variant | None, row: str, steps: int = 6) -> list[float]:

@@ -87,6 +87,7 @@ class Protocol:
     """The comparison; tests make a small one."""
 
     model: str = "llama-60m"
+    preset: str = ""  # The lab's model, if it has another name.
     sizes: Mapping[str, Any] = field(default_factory=lambda: {"vocab_size": 32_100})  # Instead of the preset's.
     regimes: Mapping[str, Regime] = field(default_factory=lambda: {"A": Regime(800, 64), "B": Regime(3200, 16)})
     entries: Mapping[str, Entry] = field(
@@ -123,6 +124,7 @@ class Protocol:
     seeds: tuple[int, ...] = (0, 1, 2)
     shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
     cut: int = 1_048_577  # The validation text ends with the first document that ends at this token or after it.
+    tail: float = 0.1  # The weights are also averaged over this last share of the steps, and reported apart.
     block: int = 65_536  # Final losses are also kept as means over blocks of this many tokens.
     curve_tokens: int = 131_072  # Read from each text at every point of a curve.
 
@@ -131,8 +133,8 @@ class Protocol:
         entry, regime = self.entries[run.entry], self.regimes[run.regime]
         steps = round(regime.steps * run.share)
         config = RunConfig().replace(
-            model=run.model, seq_len=regime.seq_len, optimizer=entry.optimizer, lr=run.lr, adam_lr=run.adam_lr,
-            beta1=0.9, beta2=run.beta2, eps=1e-8, weight_decay=0.0, options=entry.options, steps=steps,
+            model=self.preset or run.model, seq_len=regime.seq_len, optimizer=entry.optimizer, lr=run.lr,
+            adam_lr=run.adam_lr, beta1=0.9, beta2=run.beta2, eps=1e-8, weight_decay=0.0, options=entry.options, steps=steps,
             batch=regime.batch, micro_batch=regime.batch, clip=1.0, seed=run.seed, schedule="linear", warmup=0.1,
             recipe="protocol", name=run.id, log_every=max(1, steps // 50), val_every=max(1, steps // POINTS),
             val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,

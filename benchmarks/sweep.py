@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import trials
+from benchmarks import rate_runs, trials
 from benchmarks.protocol import Protocol, Result, Run, losses, table
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
@@ -101,6 +101,32 @@ class TwoTextTrainer(Trainer):
     """The lab's trainer with a validation text and a test text."""
 
     texts: dict[str, TokenSource]
+    tail: float = 0.0  # Share of the steps over which `mean` averages the weights.
+    mean: list[torch.Tensor] | None = None
+    averaged: int = 0
+
+    def _step(self) -> None:
+        """Train one step, and add the weights to their mean near the end."""
+        super()._step()
+        steps = self.config.training.steps
+        if self.state.step <= steps - round(self.tail * steps):
+            return
+        weights = [p.detach() for p in self.model.parameters()]
+        self.averaged += 1
+        if self.mean is None:
+            self.mean = [w.clone() for w in weights]
+        else:
+            torch._foreach_lerp_(self.mean, weights, 1 / self.averaged)
+
+    @torch.no_grad()
+    def final_of_mean(self, block: int) -> dict[str, Any]:
+        """Return the losses of the averaged weights; the model then keeps these weights."""
+        if self.mean is None:
+            return {}
+        for p, mean in zip(self.model.parameters(), self.mean, strict=True):
+            p.copy_(mean)
+        found = self.final(block)
+        return {"steps": self.averaged} | {k: v for k, v in found.items() if k.endswith(("_loss", "_ppl"))}
 
     @torch.no_grad()
     def read(self, source: TokenSource, tokens: int) -> list[float]:
@@ -162,9 +188,10 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
             tokens = config.training.steps * config.training.batch * config.data.seq_len
             if tokens >= about["data"]["tokens"]:
                 raise ValueError(f"{tokens:,} tokens asked for, {about['data']['tokens']:,} found: add a shard")
-            trainer.texts = texts
+            trainer.texts, trainer.tail = texts, protocol.tail
             summary = trainer.run()
             final = trainer.final(protocol.block)
+            average = trainer.final_of_mean(protocol.block)
             groups = [
                 {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
                  "peak_lr": lr} for g, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True)
@@ -188,7 +215,7 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "wall_s": round(time.time() - began, 2), "train_s": round(summary["time"], 2),
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
-        "train_loss": _finite(summary["final_train_loss"]), **final,
+        "train_loss": _finite(summary["final_train_loss"]), **final, "tail_average": average,
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
         "curve": curve, "train_curve": train_curve,
     }  # fmt: skip
@@ -341,7 +368,8 @@ class Queue:
         for run in runs:
             if run.variant and run.id not in self.impossible:
                 try:
-                    settings(self.protocol.config(run).optimizer, run.model)
+                    config = self.protocol.config(run)
+                    settings(config.optimizer, config.model.model)
                 except ValueError as error:
                     self.impossible[run.id] = str(error)
                     self._say(f"skipped {run.id}: this version cannot run it: {error}")
@@ -392,6 +420,26 @@ class Queue:
 
 
 @contextmanager
+def compile_cache(archive: Path | None, folder: Path) -> Iterator[None]:
+    """Let compiled code of an earlier machine be used again: unpack the archive, and write it anew at the end."""
+    if archive is None:
+        yield
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if archive.exists():
+        shutil.unpack_archive(archive, folder, "gztar", filter="data")
+    os.environ |= {f"{name}_CACHE_DIR": str(folder.resolve() / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
+    try:
+        yield
+    finally:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        packed = shutil.make_archive(str(folder), "gztar", folder)
+        os.replace(packed, archive)
+        shutil.rmtree(folder)
+
+
+@contextmanager
 def shared_gpu(wanted: bool) -> Iterator[None]:
     """Run NVIDIA's MPS daemon, so that kernels of several processes run at the same time."""
     if not wanted:
@@ -418,17 +466,20 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
     p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
     p.add_argument("--model", default=Protocol.model)
-    p.add_argument("--regimes", nargs="*", default=["A", "B"])
+    p.add_argument("--regimes", nargs="*", help="these regimes")
     p.add_argument("--only", nargs="*", help="these rows of the comparison")
     p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
     p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", default="auto")
     p.add_argument("--cache", help="folder for unpacked shards")
+    p.add_argument("--compiled", type=Path, help="archive (.tar.gz) of compiled code: read if it exists, then written")
+    p.add_argument("--rates", choices=list(rate_runs.SIZES), help="run the list of benchmarks/rate_runs.py for a size")
     p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
     a = p.parse_args(arguments)
     trials.register()
-    protocol = Protocol(model=a.model)
+    protocol = rate_runs.protocol(a.rates) if a.rates else Protocol(model=a.model)
+    regimes = a.regimes or list(protocol.regimes)
     if unknown := set(a.variants) - {"none", *VARIANTS}:
         p.error(f"unknown variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if unknown := set(a.only or ()) - set(protocol.entries):
@@ -439,7 +490,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not a.out or not (a.data or a.plan):
         p.error("--out and --data are needed, or --table")
     only = a.only or tuple(protocol.entries)
-    kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in a.regimes]
+    kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in regimes]
     protocol = dataclasses.replace(protocol, phases=kept)
     options = Options(
         a.data,
@@ -459,7 +510,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(queue.plan())
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the workers too
-    with shared_gpu(options.mps):
+    with compile_cache(a.compiled, options.out / "compiled"), shared_gpu(options.mps):
         good = queue.work()
     print(table(protocol, queue.results))
     return 0 if good else 1

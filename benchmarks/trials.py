@@ -210,7 +210,7 @@ class Levers(MatrixOptimizer):
     def __init_subclass__(cls) -> None:
         """Show the arguments of both parents: the lab looks there for the name of beta1."""
         super().__init_subclass__()
-        both = [inspect.signature(base.__init__).parameters for base in cls.__bases__]
+        both = [inspect.signature(base.__init__).parameters for base in cls.__bases__]  # type: ignore[misc]
         merged = {name: p for found in both for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
         own = [p for name, p in merged.items() if name != "self"]
         cls.__signature__ = inspect.Signature(sorted(own, key=lambda p: p.kind))  # type: ignore[attr-defined]

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import benchmarks.protocol as protocol_module
+from benchmarks import rate_runs
 from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, run_of, table
-from benchmarks.sweep import Filters, Options, Queue, main, read_results, split
+from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, read_results, split
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import settings
@@ -25,6 +27,7 @@ TINY = Protocol(
     cut=500,
     block=64,
     curve_tokens=64,
+    tail=0.5,
 )
 
 
@@ -62,6 +65,8 @@ def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Option
     assert one["clip"] == 1.0 and one["config"]["warmup"] == 0.1 and one["commit"] == "abc" and one["settings"]
     assert len(one["curve"]) == 4 and one["test_tokens"] == 448 and len(one["test_blocks"]) == 7
     assert one["settings"]["adam.lr"] == [2e-3, 1e-3]  # AdamW has both rates
+    average = one["tail_average"]
+    assert average["steps"] == 2 and average["test_loss"] != one["test_loss"] and average["test_ppl"] > 1
 
     later = dataclasses.replace(options, out=options.out / "more", known=(options.out / "bundle.json",))
     again = Queue(first_runs, later)
@@ -158,3 +163,27 @@ def test_a_row_without_runs_is_expected_to_take_the_longest_time_times_its_cost(
     slow, plain = queue.estimate(runs["soap-polar"], cold=False), queue.estimate(runs["muon-eq"], cold=False)
     assert slow > 1.8 * plain > 1.8 * queue.estimate(runs["cosmos"], cold=False)
     assert queue.estimate(runs["cosmos"]) > queue.estimate(runs["cosmos"], cold=False)
+
+
+def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, folder = tmp_path / "kept" / "compiled.tar.gz", tmp_path / "out" / "compiled"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    with compile_cache(archive, folder):
+        place = Path(os.environ["TRITON_CACHE_DIR"])
+        place.mkdir()
+        (place / "kernel").write_text("code")
+    assert archive.exists() and not folder.exists()
+    with compile_cache(archive, folder):
+        assert (place / "kernel").read_text() == "code"
+
+
+def test_the_list_for_rates_has_every_size_and_length_and_says_how_long_it_takes() -> None:
+    for model in rate_runs.SIZES:
+        search = rate_runs.protocol(model)
+        assert {r.steps for r in search.regimes.values()} == {400, 800, 1600, 3200, 6400}
+        assert {name for name, _, _ in search.phases} == set(search.regimes)
+        runs = search.candidates({})
+        assert len(runs) == 8 and all(search.tokens(run) < 70_303_935 for run in runs)
+        settings(search.config(runs[0]).check().optimizer, search.config(runs[0]).model.model)
+    assert rate_runs.table().count("llama-130m") == 8 and "minutes" in rate_runs.table()

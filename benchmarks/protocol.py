@@ -134,10 +134,10 @@ class Protocol:
         steps = round(regime.steps * run.share)
         config = RunConfig().replace(
             model=self.preset or run.model, seq_len=regime.seq_len, optimizer=entry.optimizer, lr=run.lr,
-            adam_lr=run.adam_lr, beta1=0.9, beta2=run.beta2, eps=1e-8, weight_decay=0.0, options=entry.options, steps=steps,
-            batch=regime.batch, micro_batch=regime.batch, clip=1.0, seed=run.seed, schedule="linear", warmup=0.1,
-            recipe="protocol", name=run.id, log_every=max(1, steps // 50), val_every=max(1, steps // POINTS),
-            val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
+            adam_lr=run.adam_lr, beta1=0.9, beta2=run.beta2, eps=1e-8, weight_decay=0.0, options=entry.options,
+            steps=steps, batch=regime.batch, micro_batch=regime.batch, clip=1.0, seed=run.seed, schedule="linear",
+            warmup=0.1, recipe="protocol", name=run.id, log_every=max(1, steps // 50),
+            val_every=max(1, steps // POINTS), val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
         )  # fmt: skip
         if entry.optimizer == "adam":  # AdamW uses only `lr`: give it the second rate that the others have.
             config = config.replace(embedding_lr=run.adam_lr, head_lr=run.adam_lr, vector_lr=run.adam_lr)

@@ -4,8 +4,8 @@
 
 Tokens to AdamW's loss are read from the curves of the runs: where a curve first falls below AdamW's last value, on the
 same test tokens. These curves belong to runs whose rate decays at the very end. A run that was planned to end at the
-crossing would have decayed by then, so it would be lower there: what is read is probably too high. Complete shorter runs
-give a better number (docs/protocol.md; `benchmarks.sweep --table` prints it as soon as there are any).
+crossing would have decayed by then and should be lower there: what is read is probably too high. Complete shorter
+runs give a better number (docs/protocol.md; `benchmarks.sweep --table` prints it as soon as there are any).
 """
 
 from __future__ import annotations
@@ -203,15 +203,15 @@ def report(results: Mapping[str, Result]) -> str:
         "probably too high. Complete shorter runs will tell.",
         "- **Searches that are open**: an optimizer may still improve; if AdamW does, the shares rise.",
         "- **Time at 1B**: the share times the time of a training step at LLaMA-1B over AdamW's, both measured "
-        "(`results/h200-profile-llama-1b*.json`, 262,144 tokens a step; Muon by this library). It assumes that the share at 60M holds at 1B, "
-        "which is not known.",
+        "(`results/h200-profile-llama-1b*.json`, 262,144 tokens a step; Muon by this library). It assumes "
+        "that the share at 60M holds at 1B, which is not known.",
         "", "## Step and state at LLaMA-1B", "",
         "| | optimizer step in training, ms | over AdamW's training step | state GiB |", "|---|---|---|---|",
     ]  # fmt: skip
-    for entry, c in cost.items():
-        note = f" ({c.note})" if c.note else ""
-        over = c.step_s / cost["adamw"].step_s - 1
-        lines.append(f"| {NAMES[entry]}{note} | {1000 * c.optimizer_s:.0f} | {100 * over:+.1f} % | {c.state_gib:.2f} |")
+    for entry, one in cost.items():
+        note, over = f" ({one.note})" if one.note else "", one.step_s / cost["adamw"].step_s - 1
+        times = f"{1000 * one.optimizer_s:.0f} | {100 * over:+.1f} %"
+        lines.append(f"| {NAMES[entry]}{note} | {times} | {one.state_gib:.2f} |")
     lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs:", "", "| row | ms |", "|---|---|"]
     shown = ("cosmos", "cosmos-paper", "muon", "muon-torch", "adamw")
     lines += [f"| {name} | {described(values)} |" for name, values in step_times().items() if name in shown]
@@ -225,8 +225,8 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    grey = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), GREY)
-    with plt.rc_context(grey | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
+    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), GREY)
+    with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1))
         for entry in PICTURED:
             for run in best_runs(results, regime, entry):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import benchmarks.protocol as protocol_module
-from benchmarks import rate_runs
+from benchmarks import rate_runs, trials
 from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, run_of, table
-from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, read_results, split
+from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, read_results, split, train
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import settings
@@ -29,6 +29,11 @@ TINY = Protocol(
     curve_tokens=64,
     tail=0.5,
 )
+
+
+@pytest.fixture(autouse=True)
+def _restored(only_the_packages_rules: None) -> None:
+    """Forget the trial optimizers after each test."""
 
 
 @pytest.fixture
@@ -187,3 +192,23 @@ def test_the_list_for_rates_has_every_size_and_length_and_says_how_long_it_takes
         assert len(runs) == 8 and all(search.tokens(run) < 70_303_935 for run in runs)
         settings(search.config(runs[0]).check().optimizer, search.config(runs[0]).model.model)
     assert rate_runs.table().count("llama-130m") == 8 and "minutes" in rate_runs.table()
+
+
+@pytest.mark.parametrize(("entry", "variant"), [("cosmos", "balance"), ("adamw", "outer-rows"), ("cosmos", "embed-x4")])
+def test_a_variant_trains_as_the_sweep_trains_it(options: Options, entry: str, variant: str) -> None:
+    trials.register()
+    run = dataclasses.replace(TINY.at("B", entry, {"lr": 0, "adam_lr": 0, "beta2": 0.98}), variant=variant)
+    result = train(TINY, options, run)
+    assert result["id"].endswith(f"-s0-{variant}") and run_of(result) == run and result["status"] == "done"
+    plain = train(TINY, options, run.plain)
+    text = table(TINY, {r["id"]: r for r in (result, plain)})
+    assert f"{entry} with {variant}: " in text and "1 seed(s)" in text
+    assert result["test_loss"] != plain["test_loss"]
+
+
+def test_result_files_with_a_recipe_say_how_long_and_how_large_their_runs_were() -> None:
+    for path in BUNDLE.parent.glob("*.json"):
+        kept = json.loads(path.read_text())
+        if "recipe" in kept:
+            assert {"steps", "batch", "seq_len", "note"} <= set(kept["set_up"]), path.name
+            assert all("embedding_lr" in row for row in kept["rows"]), path.name

@@ -5,21 +5,27 @@ import pytest
 import torch
 from torch import Tensor
 
+import cosmos_optim
 from benchmarks import trials
 from benchmarks.protocol import Protocol, Run
 from benchmarks.variants import LEVERS, VARIANTS, Variant
 from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer
 from cosmos_optim.linalg.subspace import take_first_bases
-from cosmos_optim.rules import cosmos, muon, soap
+from cosmos_optim.rules import RULES, cosmos, muon, soap
 
 ROUNDING = 1e-9  # float64, a few products
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered(only_the_packages_rules: None) -> None:
     """Enter the trial optimizers by name."""
     trials.register()
+
+
+def test_trials_are_no_part_of_the_package() -> None:
+    assert not {"muon-eq", "soap-polar"} & {name for name in dir(cosmos_optim) if not name.startswith("_")}
+    assert all(rule.name in RULES for rule in (trials.MUON_EQ, trials.SOAP_POLAR))
 
 
 def gradients(count: int, m: int = 12, n: int = 8) -> list[Tensor]:

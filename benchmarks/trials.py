@@ -35,6 +35,7 @@ from cosmos_optim.rules import RULES, adam, cosmos, muon, soap
 from cosmos_optim.rules.rule import Rule, Settings, Slot, as_stored
 
 NS5 = NewtonSchulz()
+OUTER = {"embed.weight", "head.weight"}  # the lab's names of embedding and head
 
 
 # -- baselines --------------------------------------------------------------------------------------------------------
@@ -270,7 +271,8 @@ class Levers(MatrixOptimizer):
         return loss
 
     def _decays(self, group: dict[str, Any]) -> bool:
-        return bool(self._cautious_decay) and all(p.dim() > 1 for p in group["params"]) and group["rule"] != "adam-rows"
+        hidden = all(p.dim() > 1 for p in group["params"]) and not OUTER & set(group["param_names"])
+        return bool(self._cautious_decay) and hidden
 
     def _look_ahead(self) -> None:
         """Move the parameters from x to x + b m."""

@@ -179,6 +179,15 @@ def test_a_cautious_decay_shrinks_only_weights_that_the_update_shrinks() -> None
     assert torch.allclose(twin.weight.detach(), expected) and 0 < agrees.sum() < 64
 
 
+@pytest.mark.parametrize("row", ["cosmos", "adamw"])
+def test_a_cautious_decay_leaves_embedding_head_and_norms_alone(row: str) -> None:
+    run = Run("tiny", "B", row, 1e-3, 2e-3, variant="cautious")
+    optimizer = build_optimizer(small_model(), Protocol().config(run).optimizer)
+    decayed = {name for group in optimizer.param_groups for name in group["param_names"] if optimizer._decays(group)}
+    kinds = {name.rsplit(".", 2)[-2] for name in decayed}
+    assert kinds == {"q", "k", "v", "o", "gate", "up", "down"}
+
+
 def test_a_look_ahead_moves_the_weights_along_the_mean_of_their_steps() -> None:
     layer = torch.nn.Linear(4, 4, bias=False)
     groups = [{"params": [("w", layer.weight)], "rule": "muon"}]

@@ -111,7 +111,7 @@ class TwoTextTrainer(Trainer):
         steps = self.config.training.steps
         if self.state.step <= steps - round(self.tail * steps):
             return
-        weights = [p.detach() for p in self.model.parameters()]
+        weights = [p.detach().float() for p in self.model.parameters()]
         self.averaged += 1
         if self.mean is None:
             self.mean = [w.clone() for w in weights]
@@ -196,7 +196,8 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
                 {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
                  "peak_lr": lr} for g, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True)
             ]  # fmt: skip
-            model_cache.store(trainer.network)
+            if all(p.dtype == torch.float32 for p in trainer.model.parameters()):  # not turned by a variant
+                model_cache.store(trainer.network)
     shutil.rmtree(out, ignore_errors=True)
     if summary["status"] != "done":
         final = {name: value if name.endswith("_tokens") else None for name, value in final.items()}
@@ -310,7 +311,7 @@ class Queue:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = read_results([*options.known, self.folder])
         self.failed: dict[str, str] = {}
-        self.impossible: dict[str, str] = {}
+        self.possible: dict[tuple[str, str], bool] = {}  # by row and variant
         self.finished: list[str] = []
 
     def work(self) -> bool:
@@ -363,17 +364,22 @@ class Queue:
 
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
         """Return the runs that can begin now, in order; a run whose options do not exist here is named and left out."""
-        pending = {*busy, *self.failed, *self.impossible}
+        pending = {*busy, *self.failed}
         runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
-        for run in runs:
-            if run.variant and run.id not in self.impossible:
-                try:
-                    config = self.protocol.config(run)
-                    settings(config.optimizer, config.model.model)
-                except ValueError as error:
-                    self.impossible[run.id] = str(error)
-                    self._say(f"skipped {run.id}: this version cannot run it: {error}")
-        return [run for run in runs if run.id not in self.impossible]
+        return [run for run in runs if not run.variant or self._can_run(run)]
+
+    def _can_run(self, run: Run) -> bool:
+        """Return whether this version has the options of a variant; say so once if it does not."""
+        kind = (run.entry, run.variant)
+        if kind not in self.possible:
+            config = self.protocol.config(run)
+            try:
+                settings(config.optimizer, config.model.model)
+                self.possible[kind] = True
+            except ValueError as error:
+                self.possible[kind] = False
+                self._say(f"skipped {run.entry} with {run.variant}: this version cannot run it: {error}")
+        return self.possible[kind]
 
     def estimate(self, run: Run, cold: bool = True) -> float:
         """Return the expected seconds of a run: the longest training of its kind, and the start of a process if cold.

@@ -120,6 +120,7 @@ def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options)
 
 
 def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
+    trials.register()
     for result in read_results([BUNDLE]).values():
         run = run_of(result)
         config = Protocol().config(run)

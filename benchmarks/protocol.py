@@ -1,8 +1,9 @@
 """What the comparison of docs/protocol.md runs: the optimizers, their starting rates, the next runs, and the table.
 
 The search tunes one coordinate after the other, by the same rule for every optimizer: the rate of the hidden matrices,
-the rate of embedding, head and norms, and beta2. Then come further seeds and shorter runs at the best setting. All
-choices read the validation loss of finished runs; nothing else is remembered, so a search continues from its results.
+the rate of embedding, head and norms, and beta2. Then come further seeds and shorter runs at the best setting, and the
+changes of benchmarks/variants.py there. All choices read the validation loss of finished runs; nothing else is
+remembered, so a search continues from its results.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.variants import LEVERS, MEMORY, VARIANTS
 from cosmos_lab.config import RunConfig
 
 Result = dict[str, Any]  # One finished run, as its JSON file has it.
@@ -35,6 +37,7 @@ class Entry:
     optimizer: str
     start: Mapping[str, tuple[float, float]]
     options: tuple[str, ...] = ()
+    cost: float = 1.0  # Expected time of a step, relative to the slowest row that has run.
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,19 @@ class Run:
     beta2: float = BETA2
     seed: int = 0
     share: float = 1.0  # Of the regime's steps, with a complete schedule.
+    variant: str = ""  # A name in VARIANTS.
 
     @property
     def id(self) -> str:
         """Return the name of the result file."""
         name = f"{self.model}-{self.regime}-{self.entry}-lr{self.lr:g}-emb{self.adam_lr:g}-b{self.beta2:g}-s{self.seed}"
-        return name if self.share == 1 else f"{name}-share{self.share:g}"
+        name = name if self.share == 1 else f"{name}-share{self.share:g}"
+        return f"{name}-{self.variant}" if self.variant else name
+
+    @property
+    def plain(self) -> Run:
+        """Return the same run without its variant."""
+        return replace(self, variant="")
 
 
 Phase = tuple[str, tuple[str, ...], tuple[str, ...]]  # regime, entries, stages
@@ -77,6 +87,7 @@ class Protocol:
     """The comparison; tests make a small one."""
 
     model: str = "llama-60m"
+    preset: str = ""  # The lab's model, if it has another name.
     sizes: Mapping[str, Any] = field(default_factory=lambda: {"vocab_size": 32_100})  # Instead of the preset's.
     regimes: Mapping[str, Regime] = field(default_factory=lambda: {"A": Regime(800, 64), "B": Regime(3200, 16)})
     entries: Mapping[str, Entry] = field(
@@ -88,6 +99,8 @@ class Protocol:
             "soap-f10": Entry("soap", {"A": (2e-3, 4e-3), "B": (2e-3, 2e-3)}, ("frequency=10",)),
             "soap-f1": Entry("soap", {"A": (4e-3, 4e-3), "B": (2e-3, 2e-3)}, ("frequency=1",)),
             "cosmos-paper": Entry("cosmos-paper", _PAIR),
+            "muon-eq": Entry("muon-eq", _PAIR),
+            "soap-polar": Entry("soap-polar", _PAIR, ("frequency=10",), cost=2.0),
         }
     )
     phases: Sequence[Phase] = (  # In this order; in a phase, the entry with the fewest runs goes first.
@@ -99,12 +112,19 @@ class Protocol:
         ("A", ("soap-f1",), ALL),
         ("B", _MAIN[1:], ("short",)),
         ("A", _MAIN[1:], ("short",)),
-        ("B", ("cosmos-paper", "soap-f1"), ALL),
-        ("A", ("cosmos-paper", "soap-f10"), ALL),
+        ("B", ("muon-eq", "soap-polar", "cosmos-paper"), RATES),
+        ("B", ("cosmos",), ("levers",)),
+        ("B", ("cosmos",), ("memory",)),
+        ("A", ("cosmos",), ("memory",)),
+        ("B", (*_MAIN, "soap-f10"), ("levers",)),
+        ("A", _MAIN, ("levers",)),
+        ("B", ("cosmos-paper", "soap-f1", "muon-eq", "soap-polar"), ALL),
+        ("A", ("cosmos-paper", "soap-f10", "muon-eq", "soap-polar"), ALL),
     )
     seeds: tuple[int, ...] = (0, 1, 2)
     shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
     cut: int = 1_048_577  # The validation text ends with the first document that ends at this token or after it.
+    tail: float = 0.1  # The weights are also averaged over this last share of the steps, and reported apart.
     block: int = 65_536  # Final losses are also kept as means over blocks of this many tokens.
     curve_tokens: int = 131_072  # Read from each text at every point of a curve.
 
@@ -113,15 +133,26 @@ class Protocol:
         entry, regime = self.entries[run.entry], self.regimes[run.regime]
         steps = round(regime.steps * run.share)
         config = RunConfig().replace(
-            model=run.model, seq_len=regime.seq_len, optimizer=entry.optimizer, lr=run.lr, adam_lr=run.adam_lr,
-            beta1=0.9, beta2=run.beta2, eps=1e-8, weight_decay=0.0, options=entry.options, steps=steps,
-            batch=regime.batch, micro_batch=regime.batch, clip=1.0, seed=run.seed, schedule="linear", warmup=0.1,
-            recipe="protocol", name=run.id, log_every=max(1, steps // 50), val_every=max(1, steps // POINTS),
-            val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
+            model=self.preset or run.model, seq_len=regime.seq_len, optimizer=entry.optimizer, lr=run.lr,
+            adam_lr=run.adam_lr, beta1=0.9, beta2=run.beta2, eps=1e-8, weight_decay=0.0, options=entry.options,
+            steps=steps, batch=regime.batch, micro_batch=regime.batch, clip=1.0, seed=run.seed, schedule="linear",
+            warmup=0.1, recipe="protocol", name=run.id, log_every=max(1, steps // 50),
+            val_every=max(1, steps // POINTS), val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
         )  # fmt: skip
         if entry.optimizer == "adam":  # AdamW uses only `lr`: give it the second rate that the others have.
             config = config.replace(embedding_lr=run.adam_lr, head_lr=run.adam_lr, vector_lr=run.adam_lr)
+        if run.variant:
+            variant = VARIANTS[run.variant]
+            rates = {name: factor * run.adam_lr for name, factor in variant.outer.items()}
+            config = config.replace(**rates, **variant.fields, options=(*entry.options, *variant.options))
+            if variant.trial:
+                config = config.replace(optimizer=f"trial-{entry.optimizer}")
         return config.replace(**self.sizes)
+
+    def tokens(self, run: Run) -> int:
+        """Return the tokens that a run trains on."""
+        regime = self.regimes[run.regime]
+        return round(regime.steps * run.share) * regime.batch * regime.seq_len
 
     # -- the search -----------------------------------------------------------------------------------------------
 
@@ -173,6 +204,8 @@ class Protocol:
 
     def wanted(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
         """Return the runs that an entry can begin now; none if these stages are done or must wait."""
+        if "levers" in stages or "memory" in stages:
+            return self.changed(regime, entry, stages, loss)
         point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
         for name in TUNING:
             if "lr" in stages and name not in stages:
@@ -184,6 +217,21 @@ class Protocol:
         shares = self.shares if "short" in stages else ()
         runs = [self.at(regime, entry, point, seed) for seed in seeds]
         runs += [self.at(regime, entry, point, 0, share) for share in shares]
+        return [run for run in runs if run.id not in loss]
+
+    def changed(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
+        """Return the variants of an entry that have not run at its best point so far; none before its first run.
+
+        Levers have one seed; what changes memory has all seeds, because there the question is whether nothing is lost.
+        """
+        best = self.at(regime, entry, self.best(regime, entry, loss)[0])
+        if best.id not in loss:
+            return []
+        levers = [(v, best.seed) for v in LEVERS if "levers" in stages]
+        memory = [(v, seed) for v in MEMORY for seed in self.seeds if "memory" in stages]
+        runs = [replace(best, seed=seed, variant=v.name) for v, seed in (*levers, *memory) if entry in v.rows]
+        if "memory" in stages:  # the seeds to compare with
+            runs = [replace(best, seed=seed) for seed in self.seeds] + runs
         return [run for run in runs if run.id not in loss]
 
     def candidates(self, loss: Losses, pending: Collection[str] = ()) -> list[Run]:
@@ -249,7 +297,7 @@ def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
                 f"{entry:13}{r['lr']:9.3g}{r['adam_lr']:9.3g}{r['beta2']:7g}{row.tuned:6d}{r['val_ppl']:9.3f}{ppl:10.3f}"
                 f"  {over}; {row.status}"
             )
-        lines += [*_differences(rows), *_token_shares(protocol, name, rows, mine)]
+        lines += [*_differences(rows), *_token_shares(protocol, name, rows, mine), *_variants(protocol, name, mine)]
         lines.append("  all runs: validation and test perplexity")
         for run_id, r in sorted(mine.items()):
             if r["regime"] == name:
@@ -269,7 +317,8 @@ def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Resu
     """Return the best point of an entry's search, or None without a finished run there."""
     point, unfinished, at_the_end = protocol.best(regime, entry, losses(results))
     begin = f"{protocol.model}-{regime}-{entry}-lr"
-    tuned = sum(n.startswith(begin) and r["seed"] == 0 and r["share"] == 1 for n, r in results.items())
+    mine = [r for name, r in results.items() if name.startswith(begin) and not r.get("variant")]
+    tuned = sum(r["seed"] == 0 and r["share"] == 1 for r in mine)
     seeds = [results[i] for s in protocol.seeds if (i := protocol.at(regime, entry, point, s).id) in results]
     seeds = [r for r in seeds if r["test_loss"] is not None]
     if not seeds or seeds[0]["seed"] != protocol.seeds[0]:
@@ -297,6 +346,28 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
             width = STUDENT[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
             line += f" +- {width:.4f} ({len(gaps)} seeds; without the first, {statistics.fmean(gaps[1:]):+.4f})"
         yield f"{line}; blocks of the test text {min(blocks):+.4f} to {max(blocks):+.4f}"
+
+
+def _variants(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> Iterator[str]:
+    """Yield each variant's test loss minus that of the same run without it."""
+    for name, variant in VARIANTS.items():
+        for entry in protocol.entries:
+            gaps = []
+            for r in results.values():
+                if (r["regime"], r["entry"], r.get("variant")) != (regime, entry, name) or r["test_loss"] is None:
+                    continue
+                plain = results.get(run_of(r).plain.id)
+                if plain and plain["test_loss"] is not None:
+                    gaps.append(r["test_loss"] - plain["test_loss"])
+            if gaps:
+                spread = f" +- {statistics.stdev(gaps):.4f} (sd)" if len(gaps) > 1 else ""
+                shown = f"{statistics.fmean(gaps):+.4f} nats{spread}, {len(gaps)} seed(s)"
+                yield f"  {entry} with {name}: {shown}; {variant.formula}"
+
+
+def run_of(result: Result) -> Run:
+    """Return the run that made a result; earlier results lack newer fields."""
+    return Run(**{name: result[name] for name in Run.__dataclass_fields__ if name in result})
 
 
 def _token_shares(

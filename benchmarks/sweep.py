@@ -34,14 +34,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import rate_runs, trials
 from benchmarks.protocol import Protocol, Result, Run, losses, table
+from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write
+from cosmos_lab.optimizers import settings
 from cosmos_lab.run import build, launch, model_cache
 from cosmos_lab.run.run_folder import CONFIG
 from cosmos_lab.run.train import Trainer
 
 MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """Which runs may begin; an empty tuple allows all."""
+
+    variants: tuple[str, ...] = ()  # With names here, only these; "none" is a run without a variant.
+    seeds: tuple[int, ...] = ()
+
+    def allow(self, run: Run) -> bool:
+        """Return whether a run may begin."""
+        named = (run.variant or "none") in self.variants or not self.variants
+        return named and (run.seed in self.seeds or not self.seeds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +74,7 @@ class Options:
     compile: str = "auto"
     cache: str | None = None
     commit: str | None = None
+    keep: Filters = Filters()
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -84,6 +101,32 @@ class TwoTextTrainer(Trainer):
     """The lab's trainer with a validation text and a test text."""
 
     texts: dict[str, TokenSource]
+    tail: float = 0.0  # Share of the steps over which `mean` averages the weights.
+    mean: list[torch.Tensor] | None = None
+    averaged: int = 0
+
+    def _step(self) -> None:
+        """Train one step, and add the weights to their mean near the end."""
+        super()._step()
+        steps = self.config.training.steps
+        if self.state.step <= steps - round(self.tail * steps):
+            return
+        weights = [p.detach().float() for p in self.model.parameters()]
+        self.averaged += 1
+        if self.mean is None:
+            self.mean = [w.clone() for w in weights]
+        else:
+            torch._foreach_lerp_(self.mean, weights, 1 / self.averaged)
+
+    @torch.no_grad()
+    def final_of_mean(self, block: int) -> dict[str, Any]:
+        """Return the losses of the averaged weights; the model then keeps these weights."""
+        if self.mean is None:
+            return {}
+        for p, mean in zip(self.model.parameters(), self.mean, strict=True):
+            p.copy_(mean)
+        found = self.final(block)
+        return {"steps": self.averaged} | {k: v for k, v in found.items() if k.endswith(("_loss", "_ppl"))}
 
     @torch.no_grad()
     def read(self, source: TokenSource, tokens: int) -> list[float]:
@@ -145,14 +188,16 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
             tokens = config.training.steps * config.training.batch * config.data.seq_len
             if tokens >= about["data"]["tokens"]:
                 raise ValueError(f"{tokens:,} tokens asked for, {about['data']['tokens']:,} found: add a shard")
-            trainer.texts = texts
+            trainer.texts, trainer.tail = texts, protocol.tail
             summary = trainer.run()
             final = trainer.final(protocol.block)
+            average = trainer.final_of_mean(protocol.block)
             groups = [
                 {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
                  "peak_lr": lr} for g, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True)
             ]  # fmt: skip
-            model_cache.store(trainer.network)
+            if all(p.dtype == torch.float32 for p in trainer.model.parameters()):  # not turned by a variant
+                model_cache.store(trainer.network)
     shutil.rmtree(out, ignore_errors=True)
     if summary["status"] != "done":
         final = {name: value if name.endswith("_tokens") else None for name, value in final.items()}
@@ -171,7 +216,7 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "wall_s": round(time.time() - began, 2), "train_s": round(summary["time"], 2),
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
-        "train_loss": _finite(summary["final_train_loss"]), **final,
+        "train_loss": _finite(summary["final_train_loss"]), **final, "tail_average": average,
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
         "curve": curve, "train_curve": train_curve,
     }  # fmt: skip
@@ -209,6 +254,7 @@ def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
 
 def serve(pipe: Connection, protocol: Protocol, options: Options) -> None:
     """Train what the queue sends, one run after the other; end after a failure, because the GPU's state is unknown."""
+    trials.register()
     with pipe:
         while True:
             try:
@@ -232,6 +278,7 @@ class Worker:
         self.process.start()
         theirs.close()
         self.run: Run | None = None
+        self.warm = False  # has finished a run: its model is compiled
 
     def begin(self, run: Run) -> None:
         """Begin a run."""
@@ -264,6 +311,7 @@ class Queue:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = read_results([*options.known, self.folder])
         self.failed: dict[str, str] = {}
+        self.possible: dict[tuple[str, str], bool] = {}  # by row and variant
         self.finished: list[str] = []
 
     def work(self) -> bool:
@@ -275,7 +323,7 @@ class Queue:
             while True:
                 for worker in workers:
                     busy = [w.run.id for w in workers if w.run]
-                    if worker.run is None and (runs := self._fitting(busy)):
+                    if worker.run is None and (runs := self._fitting(busy, not worker.warm)):
                         worker.begin(runs[0])
                 running = [worker for worker in workers if worker.run]
                 left = self._left()
@@ -297,28 +345,65 @@ class Queue:
         self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed")
         return not self.failed
 
+    def plan(self) -> str:
+        """Return the runs that can begin now, one a line, with expected seconds on a started process and in all."""
+        lines = [f"{'s':>5}{'sum':>7}  run ({self.options.parallel} at a time; the first of a process takes longer)"]
+        total = 0.0
+        for run in self.next():
+            seconds = self.estimate(run, cold=False)
+            total += seconds / self.options.parallel
+            lines.append(f"{seconds:5.0f}{total:7.0f}  {run.id}")
+        return "\n".join(lines)
+
     def _left(self) -> float:
         return self.began + self.options.seconds - time.time()
 
-    def _fitting(self, busy: Iterable[str]) -> list[Run]:
+    def _fitting(self, busy: Iterable[str], cold: bool = True) -> list[Run]:
         """Return the runs that can begin now and are expected to end in time."""
-        pending = {*busy, *self.failed}
-        runs = self.protocol.candidates(losses(self.results), pending)
-        return [run for run in runs if self._estimate(run) < self._left()]
+        return [run for run in self.next(busy) if self.estimate(run, cold) < self._left()]
 
-    def _estimate(self, run: Run) -> float:
-        """Return the longest time so far of runs of this kind, else of this regime, else 0, so that one is tried."""
-        alike = [
-            r for r in self.results.values()
-            if (r["model"], r["regime"], r["at_a_time"]) == (run.model, run.regime, self.options.parallel)
-        ]  # fmt: skip
-        same = [r for r in alike if r["entry"] == run.entry]
-        return max((r["wall_s"] / r["share"] * run.share for r in same or alike), default=0.0)
+    def next(self, busy: Iterable[str] = ()) -> list[Run]:
+        """Return the runs that can begin now, in order; a run whose options do not exist here is named and left out."""
+        pending = {*busy, *self.failed}
+        runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
+        return [run for run in runs if not run.variant or self._can_run(run)]
+
+    def _can_run(self, run: Run) -> bool:
+        """Return whether this version has the options of a variant; say so once if it does not."""
+        kind = (run.entry, run.variant)
+        if kind not in self.possible:
+            config = self.protocol.config(run)
+            try:
+                settings(config.optimizer, config.model.model)
+                self.possible[kind] = True
+            except ValueError as error:
+                self.possible[kind] = False
+                self._say(f"skipped {run.entry} with {run.variant}: this version cannot run it: {error}")
+        return self.possible[kind]
+
+    def estimate(self, run: Run, cold: bool = True) -> float:
+        """Return the expected seconds of a run: the longest training of its kind, and the start of a process if cold.
+
+        An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
+        for the same number of tokens. Without any result the answer is 0, so that one run is tried.
+        """
+        mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
+        mine = [r for r in mine if r["model"] == run.model] or mine
+        if not mine:
+            return 0.0
+        same = [r for r in mine if r["entry"] == run.entry]
+        cost = 1.0 if same else self.protocol.entries[run.entry].cost
+        alike = [r for r in same if r["regime"] == run.regime] or same or mine
+        tokens = self.protocol.tokens(run)
+        starts = [r["wall_s"] - r["train_s"] for r in mine]
+        start = max(starts) if cold else statistics.median(starts)
+        return start + cost * max(r["train_s"] / r["tokens"] for r in alike) * tokens
 
     def _receive(self, worker: Worker) -> bool:
         """Keep a worker's result; return False if there is none."""
         assert worker.run is not None
         name, answer = worker.run.id, worker.answer()
+        worker.warm = True
         if isinstance(answer, str):
             self.failed[name] = answer
             self._say(f"FAILED {name}: {answer}")
@@ -338,6 +423,26 @@ class Queue:
 
     def _say(self, line: str) -> None:
         print(f"[{time.time() - self.began:7.1f}] {line}", flush=True)
+
+
+@contextmanager
+def compile_cache(archive: Path | None, folder: Path) -> Iterator[None]:
+    """Let compiled code of an earlier machine be used again: unpack the archive, and write it anew at the end."""
+    if archive is None:
+        yield
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if archive.exists():
+        shutil.unpack_archive(archive, folder, "gztar", filter="data")
+    os.environ |= {f"{name}_CACHE_DIR": str(folder.resolve() / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
+    try:
+        yield
+    finally:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        packed = shutil.make_archive(str(folder), "gztar", folder)
+        os.replace(packed, archive)
+        shutil.rmtree(folder)
 
 
 @contextmanager
@@ -367,14 +472,22 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
     p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
     p.add_argument("--model", default=Protocol.model)
-    p.add_argument("--regimes", nargs="*", default=["A", "B"])
-    p.add_argument("--only", nargs="*", help="these optimizers")
+    p.add_argument("--regimes", nargs="*", help="these regimes")
+    p.add_argument("--only", nargs="*", help="these rows of the comparison")
+    p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
+    p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", default="auto")
     p.add_argument("--cache", help="folder for unpacked shards")
+    p.add_argument("--compiled", type=Path, help="archive (.tar.gz) of compiled code: read if it exists, then written")
+    p.add_argument("--rates", choices=list(rate_runs.SIZES), help="run the list of benchmarks/rate_runs.py for a size")
     p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
     a = p.parse_args(arguments)
-    protocol = Protocol(model=a.model)
+    trials.register()
+    protocol = rate_runs.protocol(a.rates) if a.rates else Protocol(model=a.model)
+    regimes = a.regimes or list(protocol.regimes)
+    if unknown := set(a.variants) - {"none", *VARIANTS}:
+        p.error(f"unknown variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if unknown := set(a.only or ()) - set(protocol.entries):
         p.error(f"unknown: {', '.join(unknown)}; there are {', '.join(protocol.entries)}")
     if a.table:
@@ -383,17 +496,27 @@ def main(arguments: list[str] | None = None) -> int:
     if not a.out or not (a.data or a.plan):
         p.error("--out and --data are needed, or --table")
     only = a.only or tuple(protocol.entries)
-    kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in a.regimes]
+    kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in regimes]
     protocol = dataclasses.replace(protocol, phases=kept)
     options = Options(
-        a.data, a.out, tuple(a.known), a.seconds, a.parallel, a.mps, a.device, a.compile, a.cache, a.commit
+        a.data,
+        a.out,
+        tuple(a.known),
+        a.seconds,
+        a.parallel,
+        a.mps,
+        a.device,
+        a.compile,
+        a.cache,
+        a.commit,
+        Filters(tuple(a.variants), tuple(a.seeds)),
     )
     queue = Queue(protocol, options)
     if a.plan:
-        print("\n".join(run.id for run in protocol.candidates(losses(queue.results))))
+        print(queue.plan())
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the workers too
-    with shared_gpu(options.mps):
+    with compile_cache(a.compiled, options.out / "compiled"), shared_gpu(options.mps):
         good = queue.work()
     print(table(protocol, queue.results))
     return 0 if good else 1

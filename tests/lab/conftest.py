@@ -1,12 +1,15 @@
 """A tiny text and a tiny run, so that a whole training takes a second."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import cosmos_optim
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import write_shard
+from cosmos_optim.rules import RULES
 
 VOCAB = 64
 
@@ -29,6 +32,16 @@ def write_text(folder: Path) -> None:
             if rng.random() < 0.9:
                 tokens[i] = follows[tokens[i - 1]]
         write_shard(folder / f"toy_{split}.bin", tokens)
+
+
+@pytest.fixture
+def only_the_packages_rules() -> Iterator[None]:
+    """Forget rules and optimizers that a test enters."""
+    kept = [(table, dict(table)) for table in (RULES, cosmos_optim.OPTIMIZERS)]
+    yield
+    for table, before in kept:
+        table.clear()
+        table.update(before)
 
 
 @pytest.fixture

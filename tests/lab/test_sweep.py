@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, losses, table
-from benchmarks.sweep import Options, Queue, main, read_results, split
+import benchmarks.protocol as protocol_module
+from benchmarks import rate_runs, trials
+from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, run_of, table
+from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, read_results, split, train
+from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import settings
 
@@ -23,7 +27,13 @@ TINY = Protocol(
     cut=500,
     block=64,
     curve_tokens=64,
+    tail=0.5,
 )
+
+
+@pytest.fixture(autouse=True)
+def _restored(only_the_packages_rules: None) -> None:
+    """Forget the trial optimizers after each test."""
 
 
 @pytest.fixture
@@ -60,6 +70,8 @@ def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Option
     assert one["clip"] == 1.0 and one["config"]["warmup"] == 0.1 and one["commit"] == "abc" and one["settings"]
     assert len(one["curve"]) == 4 and one["test_tokens"] == 448 and len(one["test_blocks"]) == 7
     assert one["settings"]["adam.lr"] == [2e-3, 1e-3]  # AdamW has both rates
+    average = one["tail_average"]
+    assert average["steps"] == 2 and average["test_loss"] != one["test_loss"] and average["test_ppl"] > 1
 
     later = dataclasses.replace(options, out=options.out / "more", known=(options.out / "bundle.json",))
     again = Queue(first_runs, later)
@@ -73,7 +85,7 @@ def test_no_run_begins_that_would_pass_the_deadline(options: Options) -> None:
     run = TINY.candidates({})[0]
     queue = Queue(TINY, dataclasses.replace(options, seconds=100.0))
     queue.results[run.id] = {"model": "tiny", "regime": "B", "entry": "adamw", "share": 1.0, "at_a_time": 1,
-                             "wall_s": 1000.0, "val_loss": 1.0}  # fmt: skip
+                             "wall_s": 1000.0, "train_s": 900.0, "tokens": 256, "val_loss": 1.0}  # fmt: skip
     assert queue._fitting(()) == []
     assert len(TINY.candidates(losses(queue.results))) == 2
 
@@ -108,8 +120,9 @@ def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options)
 
 
 def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
+    trials.register()
     for result in read_results([BUNDLE]).values():
-        run = Run(**{field.name: result[field.name] for field in dataclasses.fields(Run)})
+        run = run_of(result)
         config = Protocol().config(run)
         asked = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items()}
         other = {name for name, value in result["config"].items() if asked[name] != value}
@@ -126,3 +139,77 @@ def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureF
     results = read_results([BUNDLE])
     runs = {Protocol().at("B", name, {"lr": 0, "adam_lr": 0, "beta2": 0.98}).id for name in Protocol().entries}
     assert runs & set(results) and not {run.id for run in Protocol().candidates(losses(results))} & set(results)
+
+
+def test_filters_leave_only_the_named_variants_and_seeds() -> None:
+    runs = [r for r in Protocol().candidates(losses(read_results([BUNDLE]))) if r.entry == "cosmos"]
+    named = [r for r in runs if Filters(("embed-x4", "momentum-int8"), (0,)).allow(r)]
+    assert {r.variant for r in named} == {"embed-x4", "momentum-int8"} and {r.seed for r in named} == {0}
+    assert all(not r.variant for r in runs if Filters(("none",)).allow(r)) and all(map(Filters().allow, runs))
+
+
+def test_a_plan_lists_what_comes_next_with_seconds_and_names_what_cannot_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = Variant("not-here", "an option of another version", options=("not_an_option=1",))
+    monkeypatch.setattr(protocol_module, "MEMORY", (unknown,))
+    monkeypatch.setitem(VARIANTS, unknown.name, unknown)
+    assert main(["--plan", "--out", str(tmp_path), "--known", str(BUNDLE), "--parallel", "2"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    skipped = [line for line in printed if "skipped" in line]
+    assert len(skipped) == 1 and "cosmos with not-here: this version cannot run it" in skipped[0]
+    first = next(line for line in printed if "llama-60m" in line and line not in skipped)
+    seconds, total, name = first.split()
+    assert 60 < int(seconds) < 200 and int(total) < int(seconds) and name not in read_results([BUNDLE])
+
+
+def test_a_row_without_runs_is_expected_to_take_the_longest_time_times_its_cost(options: Options) -> None:
+    queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=2))
+    runs = {r.entry: r for r in Protocol().candidates(losses(queue.results)) if not r.variant and r.regime == "B"}
+    slow, plain = queue.estimate(runs["soap-polar"], cold=False), queue.estimate(runs["muon-eq"], cold=False)
+    assert slow > 1.8 * plain > 1.8 * queue.estimate(runs["cosmos"], cold=False)
+    assert queue.estimate(runs["cosmos"]) > queue.estimate(runs["cosmos"], cold=False)
+
+
+def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, folder = tmp_path / "kept" / "compiled.tar.gz", tmp_path / "out" / "compiled"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    with compile_cache(archive, folder):
+        place = Path(os.environ["TRITON_CACHE_DIR"])
+        place.mkdir()
+        (place / "kernel").write_text("code")
+    assert archive.exists() and not folder.exists()
+    with compile_cache(archive, folder):
+        assert (place / "kernel").read_text() == "code"
+
+
+def test_the_list_for_rates_has_every_size_and_length_and_says_how_long_it_takes() -> None:
+    for model in rate_runs.SIZES:
+        search = rate_runs.protocol(model)
+        assert {r.steps for r in search.regimes.values()} == {400, 800, 1600, 3200, 6400}
+        assert {name for name, _, _ in search.phases} == set(search.regimes)
+        runs = search.candidates({})
+        assert len(runs) == 8 and all(search.tokens(run) < 70_303_935 for run in runs)
+        settings(search.config(runs[0]).check().optimizer, search.config(runs[0]).model.model)
+    assert rate_runs.table().count("llama-130m") == 8 and "minutes" in rate_runs.table()
+
+
+@pytest.mark.parametrize(("entry", "variant"), [("cosmos", "balance"), ("adamw", "outer-rows"), ("cosmos", "embed-x4")])
+def test_a_variant_trains_as_the_sweep_trains_it(options: Options, entry: str, variant: str) -> None:
+    trials.register()
+    run = dataclasses.replace(TINY.at("B", entry, {"lr": 0, "adam_lr": 0, "beta2": 0.98}), variant=variant)
+    result = train(TINY, options, run)
+    assert result["id"].endswith(f"-s0-{variant}") and run_of(result) == run and result["status"] == "done"
+    plain = train(TINY, options, run.plain)
+    text = table(TINY, {r["id"]: r for r in (result, plain)})
+    assert f"{entry} with {variant}: " in text and "1 seed(s)" in text
+    assert result["test_loss"] != plain["test_loss"]
+
+
+def test_result_files_with_a_recipe_say_how_long_and_how_large_their_runs_were() -> None:
+    for path in BUNDLE.parent.glob("*.json"):
+        kept = json.loads(path.read_text())
+        if "recipe" in kept:
+            assert {"steps", "batch", "seq_len", "note"} <= set(kept["set_up"]), path.name
+            assert all("embedding_lr" in row for row in kept["rows"]), path.name

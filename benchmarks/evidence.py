@@ -1,0 +1,285 @@
+"""From the kept results to what people compare: tokens and time to AdamW's loss, a picture and a table.
+
+    python -m benchmarks.evidence                  # writes docs/results/evidence.md and docs/figures/evidence.svg
+
+Tokens to AdamW's loss are read from the curves of the runs: where a curve first falls below AdamW's last value, on the
+same test tokens. These curves belong to runs whose rate decays at the very end. A run that was planned to end at the
+crossing would have decayed by then and should be lower there: what is read is probably too high. Complete shorter
+runs give a better number (docs/protocol.md; `benchmarks.sweep --table` prints it as soon as there are any).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.protocol import STUDENT, Protocol, Result, losses
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = {"adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "muon": "Muon", "normuon": "NorMuon", "cosmos": "COSMOS"}
+COLORS = {"adamw": "#8c6bb1", "soap-f10": "#d95f02", "muon": "#2b8cbe", "normuon": "#41ae76", "cosmos": "#e7298a"}
+PICTURED = ("adamw", "soap-f10", "muon", "cosmos")
+LEAST_POINTS = 20  # of a curve; a coarser one is refused
+GREY = "#7d8590"  # text and axes: readable on white and on black
+GIB = 2**30
+# State of Cosmos with its defaults and with the paper's settings, LLaMA-1B: older files call both "cosmos".
+DEFAULTS_STATE = 6_003_275_564
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The share of AdamW's tokens at which an optimizer's curves fall below AdamW's last test loss.
+
+    slope: change of the share if the target rises by 0.01 nats.
+    """
+
+    entry: str
+    shares: list[float]
+    slope: float
+    loss: float
+
+    @property
+    def share(self) -> float:
+        """Return the mean over seeds."""
+        return statistics.fmean(self.shares)
+
+    @property
+    def uncertainty(self) -> str:
+        """Return the 95 % interval over seeds, or that there is one seed."""
+        if len(self.shares) < 2:
+            return f"one seed; {abs(self.slope):.3f} for 0.01 nats"
+        width = STUDENT[len(self.shares)] * statistics.stdev(self.shares) / math.sqrt(len(self.shares))
+        return f"+- {width:.3f}, {len(self.shares)} seeds"
+
+
+def test_curve(result: Result) -> list[tuple[int, float]]:
+    """Return (tokens, test loss) of a run; a ValueError says what the next run must store."""
+    columns = result["curve_columns"]
+    tokens, loss = columns.index("tokens"), columns.index("test_loss")
+    points = [(int(p[tokens]), float(p[loss])) for p in result["curve"] if p[loss] is not None]
+    if len(points) < LEAST_POINTS:
+        raise ValueError(
+            f"{result['id']}: its curve has {len(points)} points of test loss, {LEAST_POINTS} are needed: run it again "
+            "with POINTS of benchmarks/protocol.py at that number or more"
+        )
+    return points
+
+
+def crossing(points: Sequence[tuple[int, float]], goal: float) -> float | None:
+    """Return the tokens at which a curve first falls to `goal`, linear in loss against log tokens; None if never."""
+    for (t0, l0), (t1, l1) in zip(points, points[1:], strict=False):
+        if l1 <= goal < l0:
+            return t0 * math.exp((l0 - goal) / (l0 - l1) * math.log(t1 / t0))
+    return None
+
+
+def best_runs(results: Mapping[str, Result], regime: str, entry: str) -> list[Result]:
+    """Return the runs of all seeds at the best point of an entry so far."""
+    protocol = Protocol()
+    point, _, _ = protocol.best(regime, entry, losses(results))
+    ids = [protocol.at(regime, entry, point, seed).id for seed in protocol.seeds]
+    return [results[i] for i in ids if i in results and results[i]["test_loss"] is not None]
+
+
+def crossings(results: Mapping[str, Result], regime: str) -> list[Crossing]:
+    """Return the crossings of all optimizers of a regime that reach AdamW's last test loss, best first."""
+    adamw = best_runs(results, regime, "adamw")
+    if not adamw:
+        return []
+    ends = [test_curve(r)[-1] for r in adamw]
+    goal, tokens = statistics.fmean(loss for _, loss in ends), ends[0][0]
+    found = []
+    for entry in NAMES:
+        curves = [test_curve(r) for r in best_runs(results, regime, entry)]
+        shares = [at / tokens for at in (crossing(c, goal) for c in curves) if at is not None]
+        later = [at / tokens for at in (crossing(c, goal + 0.01) for c in curves) if at is not None]
+        if entry != "adamw" and shares and len(shares) == len(curves):
+            slope = statistics.fmean(later) - statistics.fmean(shares) if later else math.nan
+            found.append(Crossing(entry, shares, slope, statistics.fmean(c[-1][1] for c in curves)))
+    return sorted(found, key=lambda c: c.share)
+
+
+# -- time and memory at 1B --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one optimizer costs at LLaMA-1B: seconds of a training step, of the optimizer alone, and bytes of state."""
+
+    step_s: float
+    optimizer_s: float
+    state_gib: float
+    note: str = ""
+
+
+def costs(folder: Path = ROOT / "results") -> dict[str, Cost]:
+    """Return the costs at LLaMA-1B, 262,144 tokens a step, with the forward and backward time of AdamW's row for all.
+
+    That time differs by about 1 % between measurements, more than the optimizers do, so it is taken from one of them.
+    """
+    found: dict[str, Any] = {}
+    for name in ("", "-defaults", "-soap"):
+        profile = json.loads((folder / f"h200-profile-llama-1b{name}.json").read_text())
+        for row in profile["memory"]:
+            label = "cosmos-paper" if not name and row["optimizer"] == "cosmos" else row["optimizer"]
+            found[label] = row
+    passes = found["adam"]["forward_backward_s"]
+
+    def cost(name: str, note: str = "") -> Cost:
+        row = found[name]
+        return Cost(passes + row["optimizer_s"], row["optimizer_s"], row["state_gb"], note)
+
+    return {
+        "adamw": cost("adam"), "muon": cost("muon"), "normuon": cost("muon", "as Muon; not measured"),
+        "cosmos": cost("cosmos"), "soap-f10": cost("soap"),
+    }  # fmt: skip
+
+
+def step_times(folder: Path = ROOT / "benchmarks" / "results") -> dict[str, list[float]]:
+    """Return the recorded medians of a step at LLaMA-1B, in ms, by optimizer: one for each process that measured it."""
+    found: dict[str, list[float]] = {}
+    for path in sorted(folder.glob("*.json")):
+        kept = json.loads(path.read_text())
+        runs = [r for r in kept.get("runs", [kept]) if r.get("model") == "llama-1b" and "before" not in path.name]
+        for row in (row for run in runs for row in run.get("rows", [])):
+            name = row["name"]
+            if name == "cosmos":
+                name = "cosmos" if row["state_bytes"] == DEFAULTS_STATE else "cosmos-paper"
+            found.setdefault(name, []).append(row["median_ms"])
+    return {name: sorted(values) for name, values in found.items()}
+
+
+def described(values: Sequence[float]) -> str:
+    """Return the median over runs with the range, such as "78.2 (76.6 to 78.3, 4 runs)"."""
+    if len(values) == 1:
+        return f"{values[0]:.1f} (one run)"
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f}, {len(values)} runs)"
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def report(results: Mapping[str, Result]) -> str:
+    """Return the page: tokens and time to AdamW's loss by regime, step times, and the caveats."""
+    cost, protocol = costs(), Protocol()
+    lines = ["# Tokens and time to AdamW's loss", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
+    for regime, how in protocol.regimes.items():
+        adamw = best_runs(results, regime, "adamw")
+        if not adamw:
+            lines += [f"Regime {regime} ({how.steps} x {how.batch} x {how.seq_len}): no run of AdamW yet.", ""]
+            continue
+        lines += [
+            f"## {protocol.model}, regime {regime}: {how.steps} steps of {how.batch} x {how.seq_len} tokens", "",
+            "| optimizer | hidden rate | test perplexity | seeds | search | tokens to AdamW's loss | time at 1B |",
+            "|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        reached = {c.entry: c for c in crossings(results, regime)}
+        rows = [(entry, runs) for entry in NAMES if (runs := best_runs(results, regime, entry))]
+        for entry, runs in sorted(rows, key=lambda row: statistics.fmean(r["test_loss"] for r in row[1])):
+            _, open_, _ = protocol.best(regime, entry, losses(results))
+            ppl = statistics.fmean(r["test_ppl"] for r in runs)
+            search = f"{', '.join(open_)} open" if open_ else "done"
+            share = time = "1" if entry == "adamw" else "not reached"
+            if entry in reached:
+                c = reached[entry]
+                share = f"{c.share:.2f} ({c.uncertainty})"
+                time = f"{c.share * cost[entry].step_s / cost['adamw'].step_s:.2f}"
+            lines.append(
+                f"| {NAMES[entry]} | {runs[0]['lr']:g} | {ppl:.2f} | {len(runs)} | {search} | {share} | {time} |"
+            )
+        lines.append("")
+    lines += [
+        "- **Tokens**: the share of AdamW's tokens at which the curve of the best run so far falls to AdamW's last "
+        "test loss.",
+        "- **Schedules**: the rate decays to 0 at the end of each run, so a point on a curve is not a run of that "
+        "length. A run planned to end there would have decayed by then and should be lower, so these shares are "
+        "probably too high. Complete shorter runs will tell.",
+        "- **Searches that are open**: an optimizer may still improve; if AdamW does, the shares rise.",
+        "- **Time at 1B**: the share times the time of a training step at LLaMA-1B over AdamW's, both measured "
+        "(`results/h200-profile-llama-1b*.json`, 262,144 tokens a step; Muon by this library). It assumes "
+        "that the share at 60M holds at 1B, which is not known.",
+        "", "## Step and state at LLaMA-1B", "",
+        "| | optimizer step in training, ms | over AdamW's training step | state GiB |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for entry, one in cost.items():
+        note, over = f" ({one.note})" if one.note else "", one.step_s / cost["adamw"].step_s - 1
+        times = f"{1000 * one.optimizer_s:.0f} | {100 * over:+.1f} %"
+        lines.append(f"| {NAMES[entry]}{note} | {times} | {one.state_gib:.2f} |")
+    lines += [
+        "",
+        "Training steps are AdamW's passes of the model and the optimizer's own time, because passes vary by about",
+    ]
+    lines += ["1 % between measurements. Two measurements of whole steps had COSMOS 0.6 and 1.3 % above AdamW."]
+    lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs:", "", "| row | ms |", "|---|---|"]
+    shown = ("cosmos", "cosmos-paper", "muon", "muon-torch", "adamw")
+    lines += [f"| {name} | {described(values)} |" for name, values in step_times().items() if name in shown]
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
+    """Draw loss against tokens, and bars of step time and state, on a transparent ground for light and dark pages."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), GREY)
+    with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1))
+        for entry in PICTURED:
+            for run in best_runs(results, regime, entry):
+                points = test_curve(run)
+                label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
+                left.plot([t / 1e6 for t, _ in points], [x for _, x in points], color=COLORS[entry], label=label)
+        left.set(xlabel="million tokens", ylabel="test loss", ylim=(None, 5.5), title="LLaMA-60M (last perplexity)")
+        left.legend(frameon=False)
+        cost = costs()
+        for axes, title, values in (
+            (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in PICTURED}),
+            (right, "optimizer state, 1B, GiB", {e: cost[e].state_gib for e in PICTURED}),
+        ):
+            bars = axes.barh([NAMES[e].split(",")[0] for e in values], list(values.values()),
+                             color=[COLORS[e] for e in values])  # fmt: skip
+            axes.bar_label(bars, fmt="%.0f" if axes is middle else "%.1f", padding=2, color=GREY)
+            axes.set(title=title, xticks=[], xlim=(0, 1.25 * max(values.values())))
+            axes.invert_yaxis()
+        for axes in (left, middle, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.patch.set_alpha(0)
+        figure.tight_layout()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+def read(paths: Iterable[Path]) -> dict[str, Result]:
+    """Return the runs of several bundles."""
+    return {name: run for path in paths for name, run in json.loads(path.read_text())["runs"].items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the page and the picture."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    p.add_argument("--results", nargs="+", type=Path, default=sorted((ROOT / "results").glob("protocol-*.json")))
+    p.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "evidence.md")
+    p.add_argument("--picture", type=Path, default=ROOT / "docs" / "figures" / "evidence.svg")
+    p.add_argument("--regime", default="B", help="of the picture")
+    a = p.parse_args(arguments)
+    results = read(a.results)
+    draw(results, a.regime, a.picture)
+    text = report(results)
+    a.page.parent.mkdir(parents=True, exist_ok=True)
+    a.page.write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Changes to try on top of a row of the comparison: a name, one line of what it does, and the settings it changes.
+
+A variant runs at the best point that its row has so far. It is compared with the row's own run at that point. Variants
+that win there deserve a row of their own, with its own search; nothing is concluded from one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MATRIX = ("cosmos", "normuon", "muon")
+EVERY = (*MATRIX, "soap-f10", "adamw")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One change.
+
+    formula: what it does, in one line.
+    rows: the rows of the comparison that can have it.
+    outer: rates of a kind of parameter (fields of the lab's configuration), as multiples of the outer rate.
+    fields: other fields of the lab's configuration.
+    options: further options of the optimizer.
+    trial: whether the options belong to `trials.Levers`.
+    """
+
+    name: str
+    formula: str
+    rows: tuple[str, ...] = EVERY
+    outer: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    trial: bool = False
+
+
+def _lever(name: str, formula: str, *options: str, rows: tuple[str, ...] = EVERY, **outer: float) -> Variant:
+    return Variant(name, formula, rows, outer, options=options, trial=True)
+
+
+LEVERS = (  # In the order in which they should be tried.
+    Variant("embed-x4", "embedding at 4 times the outer rate", outer={"embedding_lr": 4}),
+    Variant("head-x2", "head at twice the outer rate", outer={"head_lr": 2}),
+    Variant("head-half", "head at half the outer rate", outer={"head_lr": 0.5}),
+    Variant("embed-x2", "embedding at twice the outer rate", outer={"embedding_lr": 2}),
+    _lever("embed-b1-0.7", "beta1 of the embedding 0.7 instead of 0.9", "embedding_betas=(0.7, 0.98)"),
+    _lever("outer-b2-0.997", "beta2 of embedding and head 0.997", "embedding_betas=(0.9, 0.997)",
+           "head_betas=(0.9, 0.997)"),
+    _lever("head-matrix", "head by the rule of the hidden matrices, update RMS at the outer rate", "head_rule=True",
+           rows=MATRIX),
+    _lever("outer-rows", "AdamW's update of embedding and head with rows of equal size", "outer_rows=True"),
+    _lever("balance", "gamma = sqrt(1 - r/n) |X| / sqrt(EMA |G - GUU'|^2), by matrix and step", "balance=1.0",
+           rows=("cosmos",)),
+    _lever("basis-b2-0.95", "S (the basis) with beta2 0.95, V as before", "basis_beta2=0.95", rows=("cosmos",)),
+    _lever("basis-b2-0.995", "S (the basis) with beta2 0.995, V as before", "basis_beta2=0.995", rows=("cosmos",)),
+    Variant("decay", "weight decay 0.1 on everything", fields={"weight_decay": 0.1}),
+    _lever("cautious", "weight decay 0.1 on hidden matrices where it does not oppose the update", "cautious_decay=0.1"),
+    Variant("heads", "each head of attention its own matrix", MATRIX, options=("split_heads=True",)),
+    _lever("gamma-attention-half", "half of gamma in attention", "gamma_attention=0.5", rows=("cosmos",)),
+    _lever("gamma-mlp-half", "half of gamma in the MLP", "gamma_mlp=0.5", rows=("cosmos",)),
+    _lever("lookahead-0.6", "gradient at x + 0.6 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.6"),
+    _lever("lookahead-0.3", "gradient at x + 0.3 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.3"),
+)  # fmt: skip
+_M8, _ADAM8, _BF16 = "momentum_dtype=torch.int8", "adam_dtype=torch.int8", "bf16_weights=True"
+_W24 = "weight_correction=True"
+MEMORY = (
+    Variant("momentum-int8", "momentum of hidden matrices in int8", MATRIX, options=(_M8,)),
+    Variant("adam-int8", "both moments of AdamW in int8", EVERY, options=(_ADAM8,)),
+    _lever("weights-16", "weights as bfloat16, to compare the next two with: activations change too", _BF16),
+    _lever("weights-24", "weights as bfloat16 and 8 bits of correction", _BF16, _W24),
+    _lever("all-8", "momentum and moments in int8, weights of 24 bits", _BF16, _W24, _M8, _ADAM8, rows=MATRIX),
+)
+VARIANTS = {variant.name: variant for variant in (*LEVERS, *MEMORY)}

@@ -15,7 +15,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import rate
-from cosmos_lab.results.reading import Run
+from cosmos_lab.results.reading import Run, number
 
 # These fields do not make another method: they only name a run, change its speed or change no result.
 _NOT_SETTINGS = (set(RunConfig().flat()) - set(RunConfig().identity())) | {
@@ -43,6 +43,7 @@ class Group:
     runs: tuple[Run, ...]
     method: str
     label: str
+    name: str = ""  # what the user called it, if it is one run with --name
     differs: tuple[str, ...] = ()  # fields and options in which runs of this optimizer differ, beside the rate
     best: bool = False  # of its method, among complete groups
     shown: bool = False  # drawn when the page opens: the best, or the leading one of a method that has none
@@ -50,6 +51,11 @@ class Group:
     @property
     def optimizer(self) -> str:
         return self.runs[0].optimizer
+
+    @property
+    def title(self) -> str:
+        """Return the user's name, or else method and rate."""
+        return self.name or self.label
 
     @property
     def lr(self) -> float | None:
@@ -147,10 +153,41 @@ def _config(run: Run) -> Mapping[str, Any]:
 
 def _settings(run: Run) -> dict[str, str]:
     """Return what may distinguish two methods of one optimizer: all fields but names, paths, rates and seeds."""
-    config = _config(run)
+    config = {key: resolved(run, key) for key in _config(run)}
     found = {key: json.dumps(value, default=str) for key, value in config.items() if key not in _NOT_SETTINGS}
     options = config.get("options")
     return found | dict(str(o).partition("=")[::2] for o in (options if isinstance(options, list | tuple) else ()))
+
+
+def resolved(run: Run, key: str) -> Any:
+    """Return a field of a run's config; for one left at None, the value that the run used, if its folder tells."""
+    value = _config(run).get(key)
+    if value is not None:
+        return value
+    if key in ("width", "depth", "mlp", "vocab_size"):
+        return _size(run, key)
+    used = run.config.get("settings")
+    found = used.items() if isinstance(used, Mapping) else ()
+    return next((v for name, v in found if name.partition(".")[2] == key and not name.startswith("adam.")), None)
+
+
+def _size(run: Run, key: str) -> int | None:
+    """Return a size of the model that its config leaves to the preset, or to the data."""
+    from cosmos_lab.models import resolve  # brings torch, which takes seconds
+
+    data = run.config.get("data")
+    if key == "vocab_size" and _config(run).get("data") == "embedded" and isinstance(data, Mapping):
+        return number(data.get("vocab_size"))  # type: ignore[return-value]
+    try:
+        return int(getattr(resolve(run.model), key))
+    except ValueError:  # a preset that this version does not have
+        return None
+
+
+def _given_name(run: Run) -> str:
+    """Return the name that the user gave with --name, or "" for one that a recipe made up."""
+    name = _config(run).get("name")
+    return name if isinstance(name, str) and not name.startswith(f"{run.recipe}-{run.optimizer}-lr") else ""
 
 
 def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
@@ -159,7 +196,7 @@ def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
     misfits = []
     for run in runs:
         if run.optimizer:
-            extra = [json.dumps(_config(run).get(key), default=str).strip('"') for key in _TASK]
+            extra = [json.dumps(resolved(run, key), default=str).strip('"') for key in _TASK]
             buckets.setdefault((run.model, run.recipe, *extra), []).append(run)
         else:
             misfits.append(run)
@@ -208,7 +245,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         first = members[0]
         rates = {run.adam_lr for run in runs if (run.optimizer, run.lr) == (first.optimizer, lr)}
         has = [key for key in varying[first.optimizer] if _settings(first).get(key, "null") != "null"]
-        groups.append(Group(tuple(members), method, label, (*(["adam_lr"] if len(rates) > 1 else []), *has)))
+        name = _given_name(first) if len(members) == 1 else ""
+        groups.append(Group(tuple(members), method, label, name, (*(["adam_lr"] if len(rates) > 1 else []), *has)))
     return groups
 
 

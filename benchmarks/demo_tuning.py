@@ -3,6 +3,9 @@
 Every optimizer tries the same grid, at the demo's own size and length: a rate for the hidden matrices and a rate for
 embedding, head and norms. The best pair of each then runs with two more seeds: how far the losses of one setting differ
 is the noise below which the demo calls two optimizers equal. The same call continues after a stop.
+
+All four were best at the highest rate of the embedding, and all except SOAP at the lowest hidden rate, so a wider grid
+may find better pairs for each of them.
 """
 
 from __future__ import annotations
@@ -24,15 +27,13 @@ from cosmos_lab.run.train import train
 OPTIMIZERS = ("adam", "muon", "soap", "cosmos")
 HIDDEN = (1e-3, 2e-3, 4e-3)  # rates of the hidden matrices
 EMBEDDING = (2e-3, 4e-3, 8e-3)  # rates of embedding, head and norms
-# Three of the four were best at a corner of that grid, so all four also tried what lies beyond it.
-BEYOND: tuple[tuple[float, float], ...] = ()
 MORE_SEEDS = (1, 2)
 
 
 def tune(folder: str, target: Path) -> None:
     """Train the grid, then the best of each with more seeds; write all of them as one file."""
-    pairs = [*itertools.product(HIDDEN, EMBEDDING), *BEYOND]
-    grid = [demo_run(name, *pair, DemoConfig(out=folder)) for name in OPTIMIZERS for pair in pairs]
+    pairs = itertools.product(OPTIMIZERS, HIDDEN, EMBEDDING)
+    grid = [demo_run(*each, DemoConfig(out=folder)) for each in pairs]
     rows = [_row(run, number, len(grid)) for number, run in enumerate(grid, 1)]
     best = best_of(rows)
     again = [

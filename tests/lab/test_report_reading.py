@@ -92,6 +92,13 @@ def test_settings_left_to_the_default_are_shown_with_the_value_that_was_used(
     )
 
 
+def test_a_default_that_follows_from_the_rate_does_not_make_another_method(tmp_path: Path, tiny_run: RunConfig) -> None:
+    for lr in (1e-3, 2e-3):
+        train(tiny_run.replace(rank=None, lr=lr, name=None, steps=2))
+    task = task_of(*sorted(Path(tiny_run.logging.out).iterdir()))
+    assert task.methods == ["cosmos"] and list(task.sweeps) == ["cosmos"]
+
+
 def test_the_names_that_users_gave_are_kept(tmp_path: Path, no_figures: None) -> None:
     make_run(tmp_path / "runs" / "a", "cosmos", falling(2.0), name="my baseline")
     make_run(tmp_path / "runs" / "b", "cosmos", falling(1.9), name="bigger", lr=2e-3)

@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import format_table, rate
-from cosmos_lab.results.ranking import Group, best_of, group_runs, resolved
+from cosmos_lab.results.ranking import Group, best_of, group_runs
 from cosmos_lab.results.reading import Run, read_run
 
 NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
@@ -77,7 +77,7 @@ def _edge(group: Group, groups: Sequence[Group]) -> str | None:
 def _label(group: Group) -> str:
     """Name a row: optimizer, rate, the fields in which it differs from others, and its options if they differ."""
     config = group.runs[0].config["config"]
-    differing = [(name, resolved(group.runs[0], name)) for name in group.differs if name in config]
+    differing = [(name, config[name]) for name in group.differs if name in config]
     fields = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in differing]
     options = config["options"] if any(name not in config for name in group.differs) else ()
     repeated = [mark] if (mark := group.label.rpartition(" ")[2]).startswith("#") else []

@@ -29,7 +29,7 @@ def summary(task: Task) -> str:
         return f"These runs are not ranked, because {lengths}: compare runs of the same length."
     if not rest:
         return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
-    rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam"]
+    rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam" != rest[0].optimizer][:1]
     compared = " and ".join(_gap(task, first, rival) for rival in rivals)
     field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
     doubt = ", a gap no larger than the spread over seeds" if _overlap(task, first, rest[0]) else ""

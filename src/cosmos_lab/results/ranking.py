@@ -153,7 +153,7 @@ def _config(run: Run) -> Mapping[str, Any]:
 
 def _settings(run: Run) -> dict[str, str]:
     """Return what may distinguish two methods of one optimizer: all fields but names, paths, rates and seeds."""
-    config = {key: resolved(run, key) for key in _config(run)}
+    config = _config(run)
     found = {key: json.dumps(value, default=str) for key, value in config.items() if key not in _NOT_SETTINGS}
     options = config.get("options")
     return found | dict(str(o).partition("=")[::2] for o in (options if isinstance(options, list | tuple) else ()))
@@ -260,15 +260,30 @@ def _methods(runs: Sequence[Run]) -> tuple[list[str], dict[str, list[str]]]:
         own = {i: of[i] for i, run in enumerate(runs) if run.optimizer == optimizer}
         keys = dict.fromkeys(key for some in own.values() for key in some)
         differing = [key for key in keys if len({some.get(key) for some in own.values()}) > 1]
-        kinds = len({tuple(some.get(key) for key in differing) for some in own.values()})
+        shown = _with_defaults({i: runs[i] for i in own}, own, differing)
+        kinds = len({tuple(some.get(key) for key in differing) for some in shown.values()})
         for depth in range(min(2, len(differing)), len(differing) + 1):
-            marked = {i: _marked(optimizer, some, differing, depth) for i, some in own.items()}
+            marked = {i: _marked(optimizer, some, differing, depth) for i, some in shown.items()}
             if len(set(marked.values())) == kinds:
                 break
         for i, name in marked.items():
             names[i] = name
         varying[optimizer] = differing
     return names, varying
+
+
+def _with_defaults(
+    runs: Mapping[int, Run], own: Mapping[int, Mapping[str, str]], differing: Iterable[str]
+) -> dict[int, dict[str, str]]:
+    """Put the value that runs used in place of a setting left at None, unless it follows from their rates."""
+    found = {i: dict(some) for i, some in own.items()}
+    for key in differing:
+        left = [i for i, some in own.items() if some.get(key, "null") == "null" and key in some]
+        used = {json.dumps(resolved(runs[i], key), default=str) for i in left}
+        if len(used) == 1:
+            for i in left:
+                found[i] |= {key: min(used)}
+    return found
 
 
 def _marked(optimizer: str, own: Mapping[str, str], differing: Sequence[str], depth: int) -> str:

@@ -181,6 +181,17 @@ def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any) -> None:
         assert from_line < 3 and from_edge < 8
 
 
+def test_dots_lie_on_their_lines_or_are_not_drawn(shown: Any) -> None:
+    script = """return [...document.querySelectorAll("[data-axis=tokens] .mark.dot")].filter((mark) => {
+      const [x, y] = mark.getAttribute("transform").match(/-?[0-9.]+/g).map(Number);
+      const lines = [...document.querySelectorAll("[data-axis=tokens] path.curve.val")];
+      const points = lines.flatMap((line) => line.getAttribute("d").slice(1).split("L"));
+      const places = points.map((point) => point.split(",").map(Number));
+      return !places.some(([px, py]) => Math.hypot(px - x, py - y) < 0.2);
+    }).length"""
+    assert css(shown, "[data-axis=tokens] .mark.dot") and shown.execute_script(script) == 0
+
+
 def test_the_heat_map_shows_the_chosen_metric_and_run(shown: Any) -> None:
     def pixels() -> tuple[str, ...]:
         script = "return [...document.querySelectorAll('.heat canvas')].map((canvas) => canvas.toDataURL())"

@@ -35,7 +35,7 @@ def training(group: Group) -> list[Curve]:
         width = max(1, math.ceil(len(points) / MOST_POINTS))
         rows = [points[start : start + width] for start in range(0, len(points), width)]
         curve = _curve(rows, len(points) < len(run.train))
-        found += [replace(curve, value=smoothed(curve.value))] if run.train else []
+        found += [replace(curve, value=smoothed(smoothed(curve.value)))] if run.train else []
     return found
 
 

@@ -127,6 +127,6 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
         marker = "x" if kind == "failed" else look.marker
         face, width = "none" if kind == "open" else color, 3 if kind == "dot" else 5
         shape: Any = {"marker": marker, "markersize": width, "markerfacecolor": face}
-        axes.plot(*at, **shape, color=color, transform=where, clip_on=False)
+        axes.plot(*at, **shape, color=color, transform=where, clip_on=kind == "dot")
         if kind == "best":
             axes.plot(*at, marker="o", markersize=10, markerfacecolor="none", color=color)

@@ -202,6 +202,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
     Object.assign(path.style, { strokeWidth: line.width, opacity: line.opacity, strokeDasharray: line.faint ? "" : line.method.dash.join(" ") });
     plot.append(dress(path, line.method));
     for (const p of line.points.filter((q) => q.mark && q.x >= x.domain[0] && q.x <= x.domain[1])) {
+      if (p.mark === "dot" && (y(p.y) < box.top || y(p.y) > box.bottom)) continue; // its line is outside too
       const mark = svg("g", { class: `mark ${p.mark}`, transform: `translate(${x(p.x)},${p.y === null ? RAIL : clamp(y(p.y), box.top, box.bottom)})` }, svg("title", { text: `${line.label}: ${p.note || significant(p.y)}` }));
       if (p.mark === "best") mark.append(svg("circle", { class: "ring", r: 9.5 }));
       mark.append(svg("path", { d: p.mark === "failed" ? "M-4.5,-4.5l9,9m0,-9l-9,9" : MARKERS[line.method.marker](p.mark === "dot" ? 2.6 : 4.5) }));

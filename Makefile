@@ -87,8 +87,7 @@ test-integrations: $(INT_STAMP)
 	$(ENV) $(INT_PY) -m pytest tests/integrations --timeout 300 --durations 15 $(ARGS)
 
 # The demo needs no test tools: it takes .venv if that is there, and else makes a smaller environment.
-DEMO_VENV  := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
-DEMO_STAMP := $(DEMO_VENV)/.installed
+DEMO_VENV := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
 .venv-demo/.installed: pyproject.toml constraints.txt
 	@echo "First installs torch and the lab's packages into .venv-demo, once: about 1 GB with a CPU build of torch (a CUDA"
 	@echo "build is several GB) and some minutes. Then trains four optimizers, which takes about 2.5 minutes on two cores."
@@ -98,7 +97,7 @@ DEMO_STAMP := $(DEMO_VENV)/.installed
 	touch $@
 
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
-demo: $(DEMO_STAMP)
+demo: $(if $(wildcard $(STAMP)),,.venv-demo/.installed)
 	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(DEMO_VENV)/bin/cosmos-lab demo $(ARGS)
 
 clean:

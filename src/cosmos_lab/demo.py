@@ -63,7 +63,7 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     print(
         f"Trains a tiny LLaMA on the source text of this machine's Python, {len(runs)} times: with "
         f"{', '.join(NAMES.values())}.\n{config.steps} steps each, about 2.5 minutes in all on two idle cores; the "
-        f"first run prepares the text.\nWrites about 100 MB into {config.out}: logs, weights and a report.",
+        f"first run prepares the text.\nWrites about 70 MB into {config.out}: logs, weights and a report.",
         flush=True,
     )
     if config.fresh:

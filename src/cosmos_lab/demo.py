@@ -95,8 +95,8 @@ def verdict(losses: Mapping[str, float | None]) -> str:
         lead = "" if len(ended) == 1 else f", {ended[1][0] - best:.2f} below {NAMES[ended[1][1]]}"
         return f"{near[0]} ended lowest: validation loss {best:.2f}{lead}.{tail}"
     return (
-        f"{_listed(near)} are equal here: validation losses from {best:.2f}, less than {_SURE:.2f} apart, and seeds "
-        f"alone make such differences{behind}.{tail}"
+        f"{_listed(near)} cannot be told apart here: their validation losses, {best:.2f} at best, differ by less than "
+        f"{_SURE:.2f}, and seeds alone make such differences{behind}.{tail}"
     )
 
 

@@ -73,13 +73,13 @@ def test_the_last_sentence_names_the_winner_in_every_order(order: tuple[str, ...
     clear = {name: 5.0 + place for place, name in enumerate(order)}
     assert verdict(clear) == f"{names[first]} ended lowest: validation loss 5.00, 1.00 below {names[second]}."
     tied = {**clear, second: 5.0 + 0.9 * _SURE}
-    assert verdict(tied).startswith(f"{names[first]} and {names[second]} are equal here")
+    assert verdict(tied).startswith(f"{names[first]} and {names[second]} cannot be told apart here")
     assert verdict(tied).endswith(f"; {names[third]} and {names[last]} ended higher.")
     assert verdict({**tied, last: None}).endswith(f"; {names[third]} ended higher. {names[last]} diverged.")
 
 
 def test_the_last_sentence_is_true_of_ties_and_failures() -> None:
-    assert verdict(dict.fromkeys(RATES, 5.0)).startswith("AdamW, COSMOS, Muon and SOAP are equal here")
+    assert verdict(dict.fromkeys(RATES, 5.0)).startswith("AdamW, COSMOS, Muon and SOAP cannot be told apart here")
     assert verdict(dict.fromkeys(RATES)) == "No run ended with a finite loss."
     assert verdict({"adam": None, "cosmos": 5.0}) == "COSMOS ended lowest: validation loss 5.00. AdamW diverged."
 

@@ -90,7 +90,7 @@ test-integrations: $(INT_STAMP)
 DEMO_VENV := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
 .venv-demo/.installed: pyproject.toml constraints.txt
 	@echo "First installs torch and the lab's packages into .venv-demo, once: about 1 GB with a CPU build of torch (a CUDA"
-	@echo "build is several GB) and some minutes. Then trains four optimizers, which takes about 2.5 minutes on two cores."
+	@echo "build is several GB) and some minutes. Then trains four optimizers, which takes about 3 minutes on two cores."
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --no-compile --progress-bar on -c constraints.txt torch
 	$(@D)/bin/python -m pip install --no-compile -q -c constraints.txt -e '.[lab]'

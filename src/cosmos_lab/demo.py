@@ -62,7 +62,7 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     runs = {name: demo_run(name, *rates, config) for name, rates in RATES.items()}
     print(
         f"Trains a tiny LLaMA on the source text of this machine's Python, {len(runs)} times: with "
-        f"{', '.join(NAMES.values())}.\n{config.steps} steps each, about 2.5 minutes in all on two idle cores; the "
+        f"{', '.join(NAMES.values())}.\n{config.steps} steps each, about 3 minutes in all on two cores; the "
         f"first run prepares the text.\nWrites about 70 MB into {config.out}: logs, weights and a report.",
         flush=True,
     )

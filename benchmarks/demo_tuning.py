@@ -71,7 +71,8 @@ def _row(run: RunConfig, number: int, of: int) -> dict[str, Any]:
         "name": run.run_name, "optimizer": run.optimizer.optimizer, "hidden_lr": run.optimizer.lr,
         "embedding_lr": run.optimizer.adam_lr, "seed": run.training.seed, "status": summary["status"],
         "final_val_loss": summary["final_val_loss"], "final_val_ppl": summary["final_val_ppl"],
-        "seconds": summary["time"], "config": found["config"], "settings": found["settings"],
+        "seconds": summary["time"], "config": {key: value for key, value in found["config"].items() if key != "out"},
+        "settings": found["settings"],
     }  # fmt: skip
     print(f"{number} of {of}", json.dumps({key: row[key] for key in list(row)[:8]}), flush=True)
     return row

@@ -107,9 +107,19 @@ docs: $(DOCS_STAMP)
 docs-links: docs
 	-$(DOCS_BUILD) docs/_build/links -b linkcheck
 
+# The demo needs no test tools: it takes .venv if that is there, and else makes a smaller environment.
+DEMO_VENV := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
+.venv-demo/.installed: pyproject.toml constraints.txt
+	@echo "First installs torch and the lab's packages into .venv-demo, once: about 1 GB with a CPU build of torch (a CUDA"
+	@echo "build is several GB) and some minutes. Then trains four optimizers, which takes about 3 minutes on two cores."
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --no-compile --progress-bar on -c constraints.txt torch
+	$(@D)/bin/python -m pip install --no-compile -q -c constraints.txt -e '.[lab]'
+	touch $@
+
 # glibc would hand every large tensor back to the kernel and ask for it again: about a tenth of the time of a small model.
-demo: $(STAMP)
-	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(VENV)/bin/cosmos-lab demo $(ARGS)
+demo: $(if $(wildcard $(STAMP)),,.venv-demo/.installed)
+	MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296 $(DEMO_VENV)/bin/cosmos-lab demo $(ARGS)
 
 # In environments of their own, so that nothing installed here can hide what the wheel lacks.
 DIST_VENV := build/dist-tools
@@ -126,4 +136,5 @@ dist:
 	cd build && dist-wheel/bin/python ../examples/quickstart.py
 
 clean:
-	rm -rf $(VENV) $(INT_VENV) .venv-docs .venv-torch-* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INT_VENV) .venv-demo .venv-docs .venv-torch-* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache \
+		.hypothesis

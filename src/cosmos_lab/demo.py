@@ -1,33 +1,29 @@
 """Run ``cosmos-lab demo``: the paper's comparison in miniature, on any machine, in a few minutes.
 
 A tiny LLaMA learns the source text of Python's standard library with AdamW, Muon, SOAP and COSMOS. Each optimizer runs
-at its best rate from a sweep of the same size for each, made with ``python -m cosmos_lab.demo`` and shown in
-docs/lab.md.
+at the best pair of rates of one grid, the same for all four: results/demo-tuning.json, by ``benchmarks.demo_tuning``.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
-from cosmos_lab.recipes.variants import label
+from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
-# Rate of the hidden matrices found by the sweep, and the six rates it tried for each: the paper's, extended upwards.
-RATES = {"adam": 2e-3, "muon": 1e-3, "soap": 4e-3, "cosmos": 1e-3}
-SWEEP = {
-    "adam": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-    "muon": (2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-    "soap": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-    "cosmos": (2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-}
-ADAM_LR = 2e-3  # embedding and head of Muon and COSMOS: AdamW's best rate, as in the paper
+# Rates of the hidden matrices, and of embedding, head and norms.
+RATES = {"adam": (1e-3, 8e-3), "muon": (1e-3, 8e-3), "soap": (2e-3, 8e-3), "cosmos": (1e-3, 8e-3)}
+NAMES = {"adam": "AdamW", "muon": "Muon", "soap": "SOAP", "cosmos": "COSMOS"}
+NOISE = 0.031  # standard deviation of the final loss over seeds, from the same file
+VALIDATIONS = 12  # of each run: enough for a curve
 
 
 @dataclass(frozen=True)
@@ -41,14 +37,21 @@ class DemoConfig:
     fresh: bool = True  # Train again instead of showing the runs of an earlier demo.
 
 
-def demo_run(optimizer: str, lr: float, config: DemoConfig) -> RunConfig:
-    """Return one run of the demo: 128 wide, 2 blocks, 8 sequences of 128 tokens a step."""
-    one_rate = optimizer in ("adam", "soap")
+def demo_run(optimizer: str, hidden_lr: float, embedding_lr: float, config: DemoConfig) -> RunConfig:
+    """Return one run of the demo: 128 wide, 2 blocks, 8 sequences of 128 tokens a step.
+
+    Every optimizer has two rates: one for the hidden matrices, one for embedding, head and norms. The last weights
+    are kept, so that ``export`` and ``evaluate`` can follow.
+    """
+    rates: dict[str, float] = {"lr": hidden_lr, "adam_lr": embedding_lr}
+    if optimizer == "adam":  # takes one rate for all parameters unless the others are named
+        rates |= dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), embedding_lr)
     return RunConfig().replace(
         model="tiny", data=config.data, seq_len=128, batch=8, steps=config.steps, seed=config.seed,
-        optimizer=optimizer, lr=lr, adam_lr=lr if one_rate else ADAM_LR,
-        log_every=5, val_every=150, val_tokens=65_536, diagnostics_every=25, checkpoint_every=0, device="cpu",
-        out=config.out, recipe="demo", name=f"{label({'optimizer': optimizer, 'lr': lr})}-s{config.seed}",
+        optimizer=optimizer, **rates,
+        log_every=5, val_every=max(1, config.steps // VALIDATIONS), val_tokens=65_536, diagnostics_every=10,
+        checkpoint_every=config.steps, keep=1, device="cpu", out=config.out, recipe="demo",
+        name=f"demo-{optimizer}-lr{hidden_lr:g}-adam{embedding_lr:g}-s{config.seed}",
     )  # fmt: skip
 
 
@@ -56,26 +59,61 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     """Compare the four optimizers, and return what ``compare`` returns."""
     config = config or DemoConfig()
     start = time.perf_counter()
-    print("A tiny LLaMA on the text of Python's standard library, trained with AdamW, Muon, SOAP and COSMOS,")
-    print("each at its best rate of a sweep. The first run prepares the text and its tokenizer.", flush=True)
-    runs = [demo_run(name, lr, config) for name, lr in RATES.items()]
+    runs = {name: demo_run(name, *rates, config) for name, rates in RATES.items()}
+    print(
+        f"Trains a tiny LLaMA on the source text of this machine's Python, {len(runs)} times: with "
+        f"{', '.join(NAMES.values())}.\n{config.steps} steps each, about 3 minutes in all on two cores; the "
+        f"first run prepares the text.\nWrites about 70 MB into {config.out}: logs, weights and a report.",
+        flush=True,
+    )
     if config.fresh:
-        for run in runs:  # remove the files of an earlier demo, and only those
+        for run in runs.values():  # remove the files of an earlier demo, and only those
             for name in (CONFIG, METRICS, SUMMARY):
                 (run.folder / name).unlink(missing_ok=True)
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
-    result = compare(runs)
+    result = compare(list(runs.values()), report=False)
     if any(row["failures"] for row in result["rows"]):
         raise ValueError("a run of the demo failed (see the table)")
-    print(f"One seed of a tiny model, {time.perf_counter() - start:.0f} s.")
+    page = write_report([run.folder for run in runs.values()], Path(config.out) / "report", title="Demo")
+    losses = {row["optimizer"]: row["mean"] for row in result["rows"]}
+    print(f"\n{verdict(losses)}\nTook {time.perf_counter() - start:.0f} s.\n\n{_next_steps(page, runs['cosmos'])}")
     return result
 
 
-def sweep(out: str = "runs/demo-sweep", seeds: Sequence[int] = (0,), steps: int = DemoConfig.steps) -> dict[str, Any]:
-    """Make the sweep behind ``RATES``: six rates for each optimizer with the demo's number of steps."""
-    configs = [DemoConfig(out=out, seed=seed, steps=steps) for seed in seeds]
-    return compare([demo_run(name, lr, c) for name, lrs in SWEEP.items() for lr in lrs for c in configs])
+def verdict(losses: Mapping[str, float | None]) -> str:
+    """Say which optimizer ended lowest, and which ones one seed cannot tell from it; None is a run that diverged."""
+    ended = sorted((loss, name) for name, loss in losses.items() if loss is not None and math.isfinite(loss))
+    failed = [NAMES[name] for name, loss in losses.items() if loss is None or not math.isfinite(loss)]
+    tail = f" {_listed(failed)} diverged." if failed else ""
+    if not ended:
+        return "No run ended with a finite loss."
+    best = ended[0][0]
+    near = [NAMES[name] for loss, name in ended if loss - best <= _SURE]
+    far = [NAMES[name] for loss, name in ended if loss - best > _SURE]
+    behind = f"; {_listed(far)} ended higher" if far else ""
+    if len(near) == 1:
+        lead = "" if len(ended) == 1 else f", {ended[1][0] - best:.2f} below {NAMES[ended[1][1]]}"
+        return f"{near[0]} ended lowest: validation loss {best:.2f}{lead}.{tail}"
+    return (
+        f"{_listed(near)} cannot be told apart here: their validation losses, {best:.2f} at best, differ by less than "
+        f"{_SURE:.2f}, and seeds alone make such differences{behind}.{tail}"
+    )
 
 
-if __name__ == "__main__":
-    sweep(sys.argv[1] if len(sys.argv) > 1 else "runs/demo-sweep")
+_SURE = 2 * math.sqrt(2) * NOISE  # two standard deviations of a difference of two runs
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _next_steps(page: Path, run: RunConfig) -> str:
+    """Return a link to the report and three commands that go on from here."""
+    out, folder = Path(run.logging.out), run.folder
+    return (
+        f"Report: {page.resolve().as_uri()}\n"
+        "Next:\n"
+        f"  cosmos-lab evaluate {folder}   # loss by position\n"
+        f"  cosmos-lab export {folder} -o {out / 'model'}   # for transformers\n"
+        "  cosmos-lab compare tiny --optimizers adam,cosmos --lrs 1e-3,2e-3   # your own rates"
+    )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
 _NOT_ENDED = ("waiting", "running", "not started")  # statuses in a table of runs
+_TABLE_EVERY_S = 15.0  # seconds between plain lines of a table of runs
 _EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
 
 
@@ -117,6 +118,7 @@ class TableDisplay:
         ]
         self._live: Any = None
         self._since: float | None = None
+        self._shown = time.monotonic()
 
     def __enter__(self) -> TableDisplay:
         if self.show and has_rich():
@@ -148,14 +150,19 @@ class TableDisplay:
             self._live.update(self._table())
         elif changed and self.show:
             numbers = [str(cells[c]) for c in self.COLUMNS if c in cells]
-            print("  ".join([f"{row + 1} of {len(self.rows)}", *numbers]), flush=True)
+            print("  ".join([f"run {row + 1} of {len(self.rows)}", *numbers]), flush=True)
             if self._since is not None and status not in _NOT_ENDED:
                 print(self._progress(), flush=True)
+            self._shown = time.monotonic()
+        elif self.show and time.monotonic() - self._shown > _TABLE_EVERY_S:
+            self._shown = time.monotonic()
+            print(f"run {row + 1} of {len(self.rows)}  step {cells.get('step', 0)}; {self._progress()}", flush=True)
 
     def _progress(self) -> str:
         """Say how many runs have ended, and how long the others will take at the speed of this call's steps so far."""
         left = [cells for cells in self.rows if cells["status"] in ("waiting", "running")]
-        text = f"{sum(cells['status'] not in _NOT_ENDED for cells in self.rows)} of {len(self.rows)} runs ended"
+        ended = sum(cells["status"] not in _NOT_ENDED for cells in self.rows)
+        text = f"{ended} of {len(self.rows)} runs ended"
         done = sum(cells["at"] - cells["from"] for cells in self.rows if cells["from"] is not None)
         if not left or not done or self._since is None:
             return text
@@ -205,29 +212,31 @@ def significant(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits - 1}e}" if power >= 7 or power < -4 else f"{value:,.{max(0, digits - 1 - power)}f}"
 
 
-def count(value: float | None) -> str:
-    """Format a number of tokens: 1.31 B, 300 M, 65.5 k."""
+def count(value: float | None, like: float | None = None) -> str:
+    """Format a number of tokens: 1.31 B, 300 M, 65.5 k; in the unit that suits ``like``, if it is given."""
     units = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (0, ""))
-    return _in_units(value, units, 0.9995, lambda x: f"{x:.3g}")
+    return _in_units(value, like, units, 0.9995, lambda x, _: f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}")
 
 
-def seconds(value: float | None) -> str:
-    """Format a duration in a suitable unit: 41.2 s, 22.7 min, 3.20 h."""
+def seconds(value: float | None, like: float | None = None) -> str:
+    """Format a duration in a suitable unit: 41.2 s, 22.7 min, 3.20 h; or in the unit that suits ``like``."""
     units = ((86400, " d"), (3600, " h"), (60, " min"), (0, " s"))
-    return _in_units(value, units, 1.5, lambda x: significant(x, 3))
+    return _in_units(value, like, units, 1.5, lambda x, _: significant(x, 3))
 
 
-def size(value: float | None) -> str:
-    """Format a number of bytes in binary units."""
-    units = ((2**40, " TiB"), (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"))
-    return _in_units(value, (*units, (0, " B")), 1.0, lambda x: significant(x, 3) if x != value else f"{x:.0f}")
+def size(value: float | None, like: float | None = None) -> str:
+    """Format a number of bytes in binary units; in the unit that suits ``like``, if it is given."""
+    units = ((2**40, " TiB"), (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (0, " B"))
+    return _in_units(value, like, units, 1.0, lambda x, unit: significant(x, 3) if unit else f"{x:.0f}")
 
 
 def _in_units(
-    value: float | None, units: Sequence[tuple[float, str]], least: float, form: Callable[[float], str]
-) -> str:
-    """Format the value in the first unit of which it has at least ``least``; a unit of 0 means 1."""
+    value: float | None, like: float | None, units: Sequence[tuple[float, str]], least: float,
+    form: Callable[[float, float], str],
+) -> str:  # fmt: skip
+    """Format the value in the first unit of which it, or ``like``, has at least ``least``; a unit of 0 means 1."""
     if value is None or not math.isfinite(value):
         return "–"
-    unit, name = next((unit, name) for unit, name in units if abs(value) >= least * unit)
-    return form(value / (unit or 1)) + name
+    scale = abs(value if like is None else like)
+    unit, name = next((unit, name) for unit, name in units if scale >= least * unit)
+    return form(value / (unit or 1), unit) + name

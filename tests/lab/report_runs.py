@@ -34,7 +34,8 @@ def make_run(
 ) -> Path:
     """Make a run with a validation every 10 steps and the given losses (None for nan, as the trainer logs it)."""
     folder.mkdir(parents=True)
-    full = {"model": model, "optimizer": optimizer, "lr": lr, "seed": seed, "out": str(folder.parent), **config}
+    full = {"model": model, "optimizer": optimizer, "lr": lr, "seed": seed, "out": str(folder.parent), "name": name}
+    full |= config
     head = {"name": name or folder.name, "recipe": "test", "model": model, "optimizer": optimizer, "lr": lr}
     write(folder, "config.json", {**head, "adam_lr": None, "seed": seed, "config": full, "parameters": 5000})
     lines = []

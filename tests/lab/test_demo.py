@@ -1,24 +1,32 @@
-"""The demo, shortened and on toy text: four runs, a table, a report, one sentence."""
+"""The demo, shortened and on toy text: four runs, a table, a report, a sentence, commands that work."""
 
+import itertools
+import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 
-from cosmos_lab.demo import RATES, SWEEP, DemoConfig, demo, demo_run
-from cosmos_lab.results.reading import read_summary
+from benchmarks.demo_tuning import EMBEDDING, HIDDEN, OPTIMIZERS, best_of, noise
+from cosmos_lab.cli.main import main
+from cosmos_lab.demo import _SURE, NOISE, RATES, VALIDATIONS, DemoConfig, demo, demo_run, verdict
+from cosmos_lab.results.reading import read_run, read_summary
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import train
 from tests.lab.outcomes import at_step, log_of
 
+TUNING = json.loads((Path(__file__).parents[2] / "results" / "demo-tuning.json").read_text())
 
-def test_the_demo_ends_with_table_report_and_sentence(
+
+def test_the_demo_ends_with_table_link_sentence_and_commands_that_work(
     tmp_path: Path, lab_data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COSMOS_LAB_CACHE", str(tmp_path / "cache"))
-    config = DemoConfig(out=str(tmp_path / "demo"), steps=3, data=lab_data)
-    adam = demo_run("adam", RATES["adam"], config)
+    config = DemoConfig(out=str(tmp_path / "demo"), steps=VALIDATIONS, data=lab_data)
+    adam = demo_run("adam", *RATES["adam"], config)
 
     def summary() -> dict[str, Any]:
         found = read_summary(adam.folder)
@@ -30,11 +38,19 @@ def test_the_demo_ends_with_table_report_and_sentence(
     result = demo(config)
     assert log_of(adam.folder)[0]["step"] == 1  # a fresh demo does not continue one that was stopped
     out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("Trains a tiny LLaMA") and "minutes" in out.splitlines()[1]
     assert list(result["best"]) == ["adam", "muon", "soap", "cosmos"]
-    page = tmp_path / "demo" / "report" / "index.html"
-    shown = ("AdamW", "Muon", "SOAP", "COSMOS", "val ppl", str(page), "Of 4 optimizers, ", "validation perplexity of")
-    assert all(text in out for text in shown)
-    assert page.read_text().startswith("<!")
+    assert "run 2 of 4" in out and "left" in out and verdict({r["optimizer"]: r["mean"] for r in result["rows"]}) in out
+    (link,) = [line.removeprefix("Report: ") for line in out.splitlines() if line.startswith("Report: ")]
+    assert link.startswith("file://") and Path(urlparse(link).path).read_text().startswith("<!")
+    for name, rates in RATES.items():
+        assert len(read_run(demo_run(name, *rates, config).folder).validation) >= 10
+    evaluate, export, more = out[out.index("Next:") :].splitlines()[1:4]
+    for command in (evaluate, export):
+        assert main(shlex.split(command, comments=True)[1:]) == 0
+    assert (tmp_path / "demo" / "model" / "config.json").exists()
+    assert main([*shlex.split(more, comments=True)[1:], "--steps", "0"]) == 2  # its words are right, its steps are not
+    assert "--steps must be positive" in capsys.readouterr().err
     kept = summary()
     assert demo(replace(config, fresh=False)) == result and summary() == kept
     demo(config)  # trains again instead of showing the old runs: other clocks, same numbers
@@ -50,14 +66,46 @@ def test_a_demo_of_one_step_shows_dashes_instead_of_times(
     assert adam[6:8] == ["-", "-"]
 
 
-def test_the_sweep_tried_equally_many_rates_for_each_optimizer() -> None:
-    assert set(RATES) == set(SWEEP) and len({len(rates) for rates in SWEEP.values()}) == 1
-    for name, rate in RATES.items():
-        assert rate in SWEEP[name][1:-1], "a best rate at the edge of its grid says that the grid is too small"
+@pytest.mark.parametrize("order", list(itertools.permutations(RATES)))
+def test_the_last_sentence_names_the_winner_in_every_order(order: tuple[str, ...]) -> None:
+    names = {"adam": "AdamW", "muon": "Muon", "soap": "SOAP", "cosmos": "COSMOS"}
+    first, second, third, last = order
+    clear = {name: 5.0 + place for place, name in enumerate(order)}
+    assert verdict(clear) == f"{names[first]} ended lowest: validation loss 5.00, 1.00 below {names[second]}."
+    tied = {**clear, second: 5.0 + 0.9 * _SURE}
+    assert verdict(tied).startswith(f"{names[first]} and {names[second]} cannot be told apart here")
+    assert verdict(tied).endswith(f"; {names[third]} and {names[last]} ended higher.")
+    assert verdict({**tied, last: None}).endswith(f"; {names[third]} ended higher. {names[last]} diverged.")
+
+
+def test_the_last_sentence_is_true_of_ties_and_failures() -> None:
+    assert verdict(dict.fromkeys(RATES, 5.0)).startswith("AdamW, COSMOS, Muon and SOAP cannot be told apart here")
+    assert verdict(dict.fromkeys(RATES)) == "No run ended with a finite loss."
+    assert verdict({"adam": None, "cosmos": 5.0}) == "COSMOS ended lowest: validation loss 5.00. AdamW diverged."
+
+
+def test_every_optimizer_runs_at_the_best_pair_of_the_same_grid() -> None:
+    pairs = set(itertools.product(HIDDEN, EMBEDDING))
+    for name in OPTIMIZERS:
+        tried = [row for row in TUNING["grid"] if row["optimizer"] == name]
+        assert {(row["hidden_lr"], row["embedding_lr"]) for row in tried} == pairs and len(tried) == len(pairs)
+        best = best_of(tried)[name]
+        assert RATES[name] == (best["hidden_lr"], best["embedding_lr"])
+    assert pytest.approx(noise(TUNING["best"], TUNING["seeds"]), abs=5e-4) == NOISE
+
+
+def test_the_tuning_ran_at_the_size_and_length_of_the_demo() -> None:
+    apart = {"optimizer", "lr", "adam_lr", "embedding_lr", "head_lr", "vector_lr", "name", "out", "seed"}
+    apart |= {"val_every", "diagnostics_every", "checkpoint_every", "keep"}  # change nothing that is learnt
+    for row in [*TUNING["grid"], *TUNING["seeds"]]:
+        run = demo_run(row["optimizer"], row["hidden_lr"], row["embedding_lr"], DemoConfig()).flat()
+        assert {k: v for k, v in row["config"].items() if k not in apart} == {
+            k: list(v) if isinstance(v, tuple) else v for k, v in run.items() if k not in apart
+        }
 
 
 def test_every_optimizer_gets_the_same_budget() -> None:
-    runs = [demo_run(name, lr, DemoConfig()).flat() for name, lr in RATES.items()]
-    own = {"optimizer", "lr", "adam_lr", "rank", "name"}
+    runs = [demo_run(name, *rates, DemoConfig()).flat() for name, rates in RATES.items()]
+    own = {"optimizer", "lr", "adam_lr", "embedding_lr", "head_lr", "vector_lr", "name"}
     common = [{name: value for name, value in run.items() if name not in own} for run in runs]
     assert all(run == common[0] for run in common)

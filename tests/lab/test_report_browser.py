@@ -158,6 +158,40 @@ def test_dragging_zooms_and_a_button_resets(shown: Any) -> None:
     assert css(shown, "[data-axis=tokens] .axes")[0].text == before
 
 
+def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any) -> None:
+    (chart,) = css(shown, "[data-axis=tokens] .chart svg")
+    webdriver.ActionChains(shown).move_to_element_with_offset(chart, -60, 0).click_and_hold().move_by_offset(
+        75, 0
+    ).release().perform()
+    script = """return [...document.querySelectorAll("[data-axis=tokens] .end")].map((end) => {
+      const leader = end.querySelector("path"), start = leader.getPointAtLength(0);
+      const colour = (element) => element.style.getPropertyValue("--light");
+      const lines = [...document.querySelectorAll("[data-axis=tokens] path.curve.val")];
+      const own = lines.find((line) => colour(line) === colour(end));
+      let least = Infinity;
+      for (let i = 0; i <= 2000; i++) {
+        const p = own.getPointAtLength((i / 2000) * own.getTotalLength());
+        least = Math.min(least, Math.hypot(p.x - start.x + 3, p.y - start.y));
+      }
+      return [least, leader.getPointAtLength(leader.getTotalLength()).x - start.x];
+    })"""
+    distances = shown.execute_script(script)
+    assert len(distances) == 2
+    for from_line, from_edge in distances:  # in pixels: on the line, where the line leaves the chart
+        assert from_line < 3 and from_edge < 8
+
+
+def test_dots_lie_on_their_lines_or_are_not_drawn(shown: Any) -> None:
+    script = """return [...document.querySelectorAll("[data-axis=tokens] .mark.dot")].filter((mark) => {
+      const [x, y] = mark.getAttribute("transform").match(/-?[0-9.]+/g).map(Number);
+      const lines = [...document.querySelectorAll("[data-axis=tokens] path.curve.val")];
+      const points = lines.flatMap((line) => line.getAttribute("d").slice(1).split("L"));
+      const places = points.map((point) => point.split(",").map(Number));
+      return !places.some(([px, py]) => Math.hypot(px - x, py - y) < 0.2);
+    }).length"""
+    assert css(shown, "[data-axis=tokens] .mark.dot") and shown.execute_script(script) == 0
+
+
 def test_the_heat_map_shows_the_chosen_metric_and_run(shown: Any) -> None:
     def pixels() -> tuple[str, ...]:
         script = "return [...document.querySelectorAll('.heat canvas')].map((canvas) => canvas.toDataURL())"
@@ -177,7 +211,7 @@ def test_the_heat_map_shows_the_chosen_metric_and_run(shown: Any) -> None:
 
 def test_tables_sort_and_the_scheme_changes(shown: Any) -> None:
     def order() -> list[str]:
-        return [cell.text.split()[0] for cell in css(shown, "table.all tbody td:nth-child(2)")]
+        return [cell.text.split()[0] for cell in css(shown, "table.all tbody td:nth-child(3)")]
 
     (button,) = [found for found in css(shown, "table.all th button") if found.text == "Learning rate"]
     for expected in (["1e-3", "1e-3", "2e-3", "2e-3"], ["2e-3", "2e-3", "1e-3", "1e-3"]):

@@ -22,6 +22,7 @@ from cosmos_lab.results.ranking import Group, Spread, Task
 Numbers = Sequence[Any]  # finite numbers, or None
 _X_DIGITS, _Y_DIGITS = 7, 6  # more than a screen can show
 _SKIPPED_SHARE = 0.12  # of the x axis: the first steep fall would flatten all that follows
+_MOST_DOTS = 30  # points of a line that are marked; more would run together
 _TIME_UNITS = ((1, "s", "seconds"), (60, "min", "minutes"), (3600, "h", "hours"), (86400, "d", "days"))
 
 
@@ -36,7 +37,7 @@ class Line:
     full: tuple[float, float] | None  # the range of y that shows all
     lo: Numbers = ()  # one standard deviation below y, and above
     hi: Numbers = ()
-    marks: dict[int, str] = field(default_factory=dict)  # by index: point, best, open or failed
+    marks: dict[int, str] = field(default_factory=dict)  # by index: dot, point, best, open or failed
     notes: dict[int, str] = field(default_factory=dict)
     faint: bool = False
     width: float = 2.2
@@ -71,7 +72,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """One entry of the legend; ``short`` is its name beside that of its method."""
+    """One entry of the legend; ``short`` is its name beside that of its method, ``named`` if the user gave it."""
 
     method: int
     label: str
@@ -79,6 +80,7 @@ class Series:
     best: bool = False
     shown: bool = True
     status: str = "done"
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ def embed(specs: Sequence[Sequence[Any]]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _losses(task: Task, suffix: str) -> Section:
-    """Specify loss over tokens and over time: validation solid, training faint, the spread over seeds as a band."""
+def _losses(task: Task, suffix: str) -> Section | None:
+    """Specify loss over tokens and over time: validation wide, training thin and smoothed, seeds' spread as a band."""
     found = [(group, validation(group) if task.validated else None, training(group)) for group in task.groups]
     every = [curve for _, main, faint in found for curve in ([main] if main else []) + faint]
     tokens, time = _most(x for c in every for x in c.tokens), _most(x for c in every for x in c.time)
@@ -138,19 +140,23 @@ def _losses(task: Task, suffix: str) -> Section:
     for index, (group, main, faint) in enumerate(found):
         if main is None and faint:
             main, *faint = faint
-        opacity = round(0.28 / math.sqrt(len(faint) or 1), 3)  # many seeds must not hide the line that counts
-        behind += [_loss(index, c, unit, tokens, faint=True, width=1.0, opacity=opacity) for c in faint if c.value]
+        opacity = round(0.6 / math.sqrt(len(faint) or 1), 3)  # many seeds must not hide the line that counts
+        behind += [_loss(index, c, unit, tokens, faint=True, width=1.2, opacity=opacity) for c in faint if c.value]
         if main is not None and main.value:
             last, failed = len(main.value) - 1, main.diverged or group.status == "diverged"
-            marks = {last: "failed"} if failed else {} if last else {0: "point"}
+            dots = dict.fromkeys(range(last + 1), "dot") if task.validated and last < _MOST_DOTS else {}
+            marks = {**dots, last: "failed"} if failed else dots if last else {0: "point"}
             style: Any = {} if group.shown else {"width": 1.3, "opacity": 0.75}
             style |= {"marks": marks, "notes": {last: "diverged here"} if failed else {}}
             (front if group.best else minor).append(_loss(index, main, unit, tokens, **style))
     lines = [*behind, *minor, *front]
+    if not lines:
+        return None
 
     def chart(key: str, about: str, title: str, unit: str, end: float) -> Chart:
         low = min((x for line in lines for x in line.x[key] if x and x > 0), default=1)
         loss, axis = "validation" if task.validated else "training", Axis(title, (0, end or 1), low, unit)
+        about += "; thin lines: training, smoothed" if behind else "" if task.validated else ", smoothed"
         return Chart(key, f"loss-by-{key}{suffix}", f"{loss} loss", about, axis, task.validated, 0.68)
 
     return Section(
@@ -172,8 +178,8 @@ def _losses(task: Task, suffix: str) -> Section:
 
 
 def _series(task: Task, group: Group) -> Series:
-    method, short = task.methods.index(group.method), group.label.removeprefix(group.method).strip()
-    return Series(method, group.label, short, group.best, group.shown, group.status)
+    method, short = task.methods.index(group.method), group.name or group.label.removeprefix(group.method).strip()
+    return Series(method, group.title, short, group.best, group.shown, group.status, bool(group.name))
 
 
 def _loss(series: int, curve: Curve, unit: float, end: float, faint: bool = False, **style: Any) -> Line:
@@ -183,7 +189,7 @@ def _loss(series: int, curve: Curve, unit: float, end: float, faint: bool = Fals
     late = [i for i, t in enumerate(x["tokens"]) if t is None or t >= _SKIPPED_SHARE * end] or range(len(y))
     view = _span([values[i] for values in (lo or y, hi or y) for i in late])
     if view and faint:
-        view = (view[0], view[0])  # the noise of training must not flatten the other lines
+        view = (view[0], view[0])  # training must not flatten the other lines
     return Line(series, x, y, view, _span([*lo, *y, *hi]), lo, hi, faint=faint, **style)
 
 

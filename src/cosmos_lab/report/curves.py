@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cosmos_lab.results.ranking import Group
 from cosmos_lab.results.reading import Point
 
 MOST_POINTS = 400  # a chart is about 500 pixels wide
+_SMOOTHED = 0.06  # of a run, on either side of a point: batches differ more than the loss falls
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,26 @@ class Curve:
 
 
 def training(group: Group) -> list[Curve]:
-    """Return the training loss of each seed, averaged over stretches of equal length."""
+    """Return the training loss of each seed, smoothed, averaged over stretches of equal length."""
     found = []
     for run in group.counted or group.runs:
         points = _finite(run.train)
         width = max(1, math.ceil(len(points) / MOST_POINTS))
         rows = [points[start : start + width] for start in range(0, len(points), width)]
-        found += [_curve(rows, len(points) < len(run.train))] if run.train else []
+        curve = _curve(rows, len(points) < len(run.train))
+        found += [replace(curve, value=smoothed(smoothed(curve.value)))] if run.train else []
     return found
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Average each value with its neighbours: equally many on both sides at the start, where the loss falls steeply.
+
+    >>> [round(value, 2) for value in smoothed([4.0, 2.0] * 50)[48:52]]
+    [3.08, 2.92, 3.08, 2.92]
+    """
+    reach = round(_SMOOTHED * len(values))
+    spans = ((index, min(reach, index)) for index in range(len(values)))
+    return [statistics.fmean(values[index - n : index + n + 1]) for index, n in spans]
 
 
 def validation(group: Group) -> Curve | None:

@@ -125,7 +125,8 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
             place: Any = {"xytext": (-6, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
             axes.annotate(line.notes[i], at, xycoords=edge, fontsize=7, color=color, **place)
         marker = "x" if kind == "failed" else look.marker
-        face = "none" if kind == "open" else color
-        axes.plot(*at, marker=marker, markersize=5, markerfacecolor=face, color=color, transform=where, clip_on=False)
+        face, width = "none" if kind == "open" else color, 3 if kind == "dot" else 5
+        shape: Any = {"marker": marker, "markersize": width, "markerfacecolor": face}
+        axes.plot(*at, **shape, color=color, transform=where, clip_on=kind == "dot")
         if kind == "best":
             axes.plot(*at, marker="o", markersize=10, markerfacecolor="none", color=color)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cosmos_lab.display import count, significant
 from cosmos_lab.report.curves import thinned
 from cosmos_lab.report.style import HEAT
-from cosmos_lab.results.ranking import Task
+from cosmos_lab.results.ranking import Group, Task
 from cosmos_lab.results.reading import DIAGNOSTICS, Run
 
 MOST_COLUMNS = 96
 MOST_CELLS = 600_000  # of all heat maps together: about 4 MB of the page
 
 _METRICS = {
-    "energy": ("Energy", "Share of the gradient's energy in the tracked subspace, |GU|² / |G|²."),
+    "energy": ("Energy", "Captured energy: the share of the gradient's energy in the tracked subspace, |GU|² / |G|²."),
     "drift": ("Drift", "How far the subspace turned in one step, 1 − |U′ₜ Uₜ₋₁|² / r: 0 is no turn, 1 a new subspace."),
     "update_rms": ("Update RMS", "Root mean square of the update's entries, before the learning rate."),
     "ratio": ("Ratio", "Size of the SOAP half of the update over the size of the Muon half."),
@@ -72,12 +73,16 @@ class HeatSection:
 
 
 def heat_section(task: Task, budget: int) -> HeatSection | None:
-    """Specify the heat maps of every run with diagnostics, those of best groups first; None if there is no such run."""
+    """Specify the heat maps of every run with diagnostics, COSMOS and best groups first; None if there is none."""
     runs = []
-    for group in sorted(task.groups, key=lambda group: (not group.best, not group.shown, task.score(group))):
+
+    def order(group: Group) -> tuple[Any, ...]:
+        return not group.optimizer.startswith("cosmos"), not group.best, not group.shown, task.score(group)
+
+    for group in sorted(task.groups, key=order):
         for run in group.runs:
             seed = f", seed {run.seed}" if len(group.runs) > 1 else ""
-            found = heat_map(run, f"{group.label}{seed}{' (best)' if group.best else ''}", budget)
+            found = heat_map(run, f"{group.title}{seed}{' (best)' if group.best else ''}", budget)
             runs += [found] if found else []
     return HeatSection(runs) if runs else None
 
@@ -96,6 +101,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | N
         }
         panels.append(Panel(kind, KINDS.get(kind, ""), [places[name][1] for name in rows], rows, values))
     metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels))]
+    metrics.sort(key=lambda metric: metric.constant)  # the page opens on the first: one number everywhere is no map
     if not metrics:
         return None
     steps = [f"step {shot.step:g}" for shot in shots]

@@ -61,6 +61,8 @@ def _lead(tasks: Sequence[Task], misfits: Sequence[Run]) -> str:
     for task in tasks:
         name = f"<b>{escape(task.title)}:</b> " if several else ""
         lines += f'<p class="lead">{name}{escape(words.summary(task)).replace(" %", "&nbsp;%")}</p>'
+    if several:
+        lines += '<p class="lead">Runs of different models, data or recipes are not compared with each other.</p>'
     runs = [run for task in tasks for group in task.groups for run in group.runs]
     facts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}", *(task.title for task in tasks[:1] if not several)]
     if parameters := sorted({run.stats["parameters"] for run in runs if "parameters" in run.stats}):
@@ -81,11 +83,16 @@ def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn:
     best = tables.table(task, task.ranking, "Best of each optimizer", state=False) if task.ranking else ""
     best += f'<ul class="cautions">{cautions}</ul>' if cautions else ""
     parts = [("Results", "Each optimizer at the best learning rate tried." if task.sweeps else "", best)]
-    heads = {"curves": "Loss curves", "sweep": "Learning-rate sweep", "heat": "COSMOS diagnostics"}
-    for spec in specs:  # the script draws each into its place
-        hint = "Drag across a chart to zoom. " if spec.name == "curves" else ""
+    of = "COSMOS diagnostics" if any(group.optimizer.startswith("cosmos") for group in task.groups) else "Diagnostics"
+    missing = {"curves": words.missing_curves(task), "sweep": [], "heat": [words.missing_diagnostics(task)]}
+    for name, head in (("curves", "Loss curves"), ("sweep", "Learning-rate sweep"), ("heat", of)):
+        spec = next((spec for spec in specs if spec.name == name), None)
+        hint = "Drag across a chart to zoom. " if spec and name == "curves" else ""
         saved = _saved(spec) if drawn and isinstance(spec, Section) else ""
-        parts.append((heads[spec.name], hint + saved, f'<div data-chart="{spec.name}"></div>'))
+        notes = missing[name] if spec is None or name == "curves" else []
+        content = "".join(f'<p class="notice">{escape(note)}</p>' for note in notes if note)
+        content += f'<div data-chart="{name}"></div>' if spec else ""  # the script draws into it
+        parts.append((head, hint + saved, content))
     if len(task.ranking) != len(task.groups):
         every = tables.table(task, task.groups, "All settings", state=True)
         parts.append(("All settings", "★ marks the best of each optimizer.", every))
@@ -103,6 +110,6 @@ def _saved(spec: Section) -> str:
     """Return links to a section's figures, each with a word on what it shows."""
     links = []
     for chart in spec.charts:
-        word, stem = chart.about if len(spec.charts) > 1 else "", f"figures/{escape(chart.file)}"
+        word, stem = chart.about.partition(";")[0] if len(spec.charts) > 1 else "", f"figures/{escape(chart.file)}"
         links.append(f'{word} <a href="{stem}.png" title="{stem}.png">PNG</a> <a href="{stem}.svg">SVG</a>')
     return "Saved: " + ", ".join(links)

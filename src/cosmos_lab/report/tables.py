@@ -8,15 +8,16 @@ from html import escape
 
 from cosmos_lab.display import count, seconds, significant, size
 from cosmos_lab.report.style import looks_of
-from cosmos_lab.report.words import at_edge, reason
+from cosmos_lab.report.words import at_edge, reason, unequal
 from cosmos_lab.results.ranking import Group, Spread, Task
 from cosmos_lab.results.reading import Run
 
-Column = tuple[str, str, Callable[[float], str]]
+Form = Callable[[float], str]
+Column = tuple[str, str, Form]
 
 
 _short = partial(significant, digits=3)
-# Heading, key in the run's statistics, format.
+# Heading, key in the run's statistics, format; those in units get one unit for the whole column.
 _COLUMNS: tuple[Column, ...] = (
     ("Val loss", "final_val_loss", significant),
     ("Perplexity", "final_val_ppl", significant),
@@ -27,9 +28,27 @@ _COLUMNS: tuple[Column, ...] = (
     ("MFU", "mfu", lambda share: f"{100 * share:.1f} %"),
     ("Step ms", "step_ms", _short),
     ("Optimizer ms", "optimizer_ms", _short),
-    ("Peak GB", "peak_memory_gb", _short),
+    ("Peak memory", "peak_memory_gb", size),
     ("State", "state_bytes", size),
 )
+_IN_UNITS = {"tokens": 1, "time": 1, "tokens_per_s": 1, "peak_memory_gb": 2**30, "state_bytes": 1}  # of what is stored
+_MEMORY = ("peak_memory_gb", "state_bytes")  # share their unit: a reader compares them
+
+
+def _columns(task: Task) -> list[Column]:
+    """Return the columns that have a number, each with the unit that suits its smallest one."""
+    known = {key: [s.mean * _IN_UNITS.get(key, 1) for g in task.groups if (s := g.stat(key))] for _, key, _ in _COLUMNS}
+    found: list[Column] = []
+    for head, key, form in _COLUMNS:
+        if not known[key]:
+            continue
+        alike = [value for name in (_MEMORY if key in _MEMORY else (key,)) for value in known[name] if value]
+        found.append((head, key, partial(_in_one_unit, form, key, min(alike, default=1)) if key in _IN_UNITS else form))
+    return found
+
+
+def _in_one_unit(form: Callable[..., str], key: str, like: float, value: float) -> str:
+    return form(value * _IN_UNITS[key], like)
 
 
 def _tag(status: str) -> str:
@@ -38,15 +57,17 @@ def _tag(status: str) -> str:
 
 def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
     """Return one row per group; with ``state``, show the state of its runs and star the best of each method."""
-    columns = [column for column in _COLUMNS if any(group.stat(column[1]) for group in task.groups)]
+    columns, named = _columns(task), any(group.name for group in task.groups)
     seeds = any(len(group.runs) > 1 for group in task.groups)
-    left = ["Optimizer", "Learning rate", *(["State of run"] if state else [])]
+    left = [*(["Name"] if named else []), "Optimizer", "Learning rate", *(["State of run"] if state else [])]
     names = [*left, *(["Seeds"] if seeds else []), *(column[0] for column in columns)]
     heads = "".join(
         f'<th scope="col"{" class=l" if name in left else ""}><button type="button">{name}</button></th>'
         for name in names
     )
-    rows = "".join(_row(task, group, columns, seeds, state, index) for index, group in enumerate(groups))
+    first = -1 if state or unequal(task) else 0
+    has = (named, seeds, state)
+    rows = "".join(_row(task, group, columns, has, index == first) for index, group in enumerate(groups))
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}, {escape(task.title)}">'
         f'<table class="data sortable{" all" if state else ""}"><thead><tr>{heads}</tr></thead>'
@@ -54,7 +75,9 @@ def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str
     )
 
 
-def _row(task: Task, group: Group, columns: Iterable[Column], seeds: bool, state: bool, index: int) -> str:
+def _row(task: Task, group: Group, columns: Iterable[Column], has: tuple[bool, bool, bool], first: bool) -> str:
+    """Return one row; ``has`` tells which of the columns name, seeds and state there are."""
+    named, seeds, state = has
     edge = at_edge(task, group) if group.best else ""
     starred = state and group.best
     star = '<span class="star" title="best of this optimizer"> ★<span hidden> best</span></span>' if starred else ""
@@ -62,7 +85,9 @@ def _row(task: Task, group: Group, columns: Iterable[Column], seeds: bool, state
     rate_text = escape(group.label.removeprefix(group.method).strip())
     look = looks_of(task)[group.method]
     swatch = f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'
-    cells = f'<th scope="row" class="l">{swatch}{escape(group.method)}{star}</th>'
+    heads = ([escape(group.title)] if named else []) + [escape(group.method)]
+    cells = f'<th scope="row" class="l">{swatch}{heads[0]}{star}</th>'
+    cells += "".join(f'<td class="l">{text}</td>' for text in heads[1:])
     cells += f'<td class="l" data-sort="{group.lr if group.lr is not None else ""}">{rate_text}{hint}</td>'
     cells += f'<td class="l">{_tag(group.status)}</td>' if state else ""
     done, total = len(group.counted), len(group.runs)
@@ -70,11 +95,11 @@ def _row(task: Task, group: Group, columns: Iterable[Column], seeds: bool, state
     for _, key, form in columns:
         score = key in (("final_val_loss", "final_val_ppl") if task.validated else ("final_train_loss",))
         cells += _cell(group.stat(key), form, score)
-    kinds = " ".join(kind for kind, on in (("best", group.best), ("first", not state and index == 0)) if on)
+    kinds = " ".join(kind for kind, on in (("best", group.best), ("first", first)) if on)
     return f'<tr class="{kinds}">{cells}</tr>'
 
 
-def _cell(spread: Spread | None, form: Callable[[float], str], score: bool) -> str:
+def _cell(spread: Spread | None, form: Form, score: bool) -> str:
     """Return a number; those that runs are compared by come with their spread over seeds."""
     text = escape(form(spread.mean)) if spread else "–"
     if spread and spread.n > 1 and score:

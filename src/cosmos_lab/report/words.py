@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from cosmos_lab.display import count, rate, significant
 from cosmos_lab.results.ranking import Group, Task
-from cosmos_lab.results.reading import Run
+from cosmos_lab.results.reading import METRICS, Run
 
-_SAME_BUDGET = 0.01  # token counts that differ by a smaller share are equal: the last batch may be cut
+_SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
+FEW_POINTS = 5  # a line with fewer points has no shape
 
 
 def summary(task: Task) -> str:
@@ -24,32 +25,67 @@ def summary(task: Task) -> str:
         lead = min(started, key=task.score)
         return f"No run has finished; the lowest {what} so far is {_value(task, lead)}, by {_at_rate(lead)}."
     first, rest = ranking[0], ranking[1:]
+    if lengths := unequal(task):
+        return f"These runs are not ranked, because {lengths}: compare runs of the same length."
     if not rest:
         return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
-    rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam"]
+    rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam" != rest[0].optimizer][:1]
     compared = " and ".join(_gap(task, first, rival) for rival in rivals)
     field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
     doubt = ", a gap no larger than the spread over seeds" if _overlap(task, first, rest[0]) else ""
-    return f"{field}, {first.method} ended lowest, at a {what} of {_value(task, first)}: {compared}{doubt}."
+    return f"{field}, {_who(first)} ended lowest, at a {what} of {_value(task, first)}: {compared}{doubt}."
 
 
 def cautions(task: Task) -> list[str]:
-    """List unfinished and unreadable runs, unequal budgets, best rates at the edge of the sweep, and single seeds."""
+    """List unfinished and unreadable runs, best rates at the edge of the sweep, and single seeds."""
     notes = []
     if states := Counter(run.status for group in task.groups for run in group.runs if run.status != "done"):
         total = sum(len(group.runs) for group in task.groups)
         notes.append(f"Of {total} runs, " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())) + ".")
-    budgets = [spread.mean for group in task.ranking if (spread := group.stat("tokens"))]
-    if budgets and max(budgets) - min(budgets) > _SAME_BUDGET * max(budgets):
-        notes.append(f"The runs compared saw between {count(min(budgets))} and {count(max(budgets))} tokens.")
     if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]:
         notes.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}.")
     if {len(group.counted) for group in task.ranking} == {1} and len(task.ranking) > 1:
         notes.append("One seed each: small differences may be chance.")
-    notes += [f"{run.name}: {note}." for group in task.groups for run in group.runs for note in run.notes]
+    runs = [run for group in task.groups for run in group.runs]
+    notes += [f"{run.name}: {note}." for run in runs for note in run.notes if not note.startswith(METRICS)]
     if not task.validated:
         notes.append("No run has a validation loss, so training losses are compared.")
     return notes
+
+
+def unequal(task: Task) -> str:
+    """Say in what the ranked runs differ in length, or return "": a longer run ends lower whatever its optimizer."""
+    for what, key, form in (("tokens", "tokens", count), ("steps", "steps", lambda x: f"{x:,.0f}")):
+        found = [spread.mean for group in task.ranking if (spread := group.stat(key))]
+        if found and max(found) - min(found) > _SAME_LENGTH * max(found):
+            return f"they trained on between {form(min(found))} and {form(max(found))} {what}"
+    return ""
+
+
+def missing_curves(task: Task) -> list[str]:
+    """Say which runs have no curve, or a part of one, and why: for the place in which a reader looks for it."""
+    notes = []
+    for group in task.groups:
+        for run in group.runs:
+            problems = [note for note in run.notes if note.startswith(METRICS)]
+            points = [p for p in (*run.validation, *run.train) if math.isfinite(p.value)]
+            if problems or not points:
+                why = "; ".join(problems) or f"{METRICS} has no finite loss"
+                notes.append(f"{'' if points else 'No curve for '}{group.title} (folder {run.folder.name}): {why}.")
+    few = [len(run.validation) for group in task.groups if group.shown for run in group.runs if run.validation]
+    if few and max(few) < FEW_POINTS:
+        notes.append(
+            f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, so its line says little about the way: "
+            "--val-every with fewer steps makes more."
+        )
+    return notes
+
+
+def missing_diagnostics(task: Task) -> str:
+    """Say why there is no heat map, if there could be one."""
+    if not any(group.optimizer.startswith("cosmos") for group in task.groups):
+        return ""
+    return "No run of COSMOS has logged diagnostics: --diagnostics-every 100 logs them every 100 steps."
 
 
 def unreadable(runs: Sequence[Run]) -> str:
@@ -78,14 +114,19 @@ def _value(task: Task, group: Group) -> str:
 
 
 def _at_rate(group: Group) -> str:
-    return f"{group.method} at learning rate {rate(group.lr)}"
+    return f"{_who(group)} at learning rate {rate(group.lr)}"
+
+
+def _who(group: Group) -> str:
+    """Return the method, with the user's name for the run if there is one."""
+    return f"{group.method} ({group.name})" if group.name else group.method
 
 
 def _gap(task: Task, first: Group, rival: Group) -> str:
     ours, theirs = first.stat(task.result_key), rival.stat(task.result_key)
     if ours is None or theirs is None or theirs.mean == 0:
-        return f"ahead of {rival.method}"
-    return f"{significant(100 * (1 - ours.mean / theirs.mean), 2)} % below {rival.method} ({significant(theirs.mean)})"
+        return f"ahead of {_who(rival)}"
+    return f"{significant(100 * (1 - ours.mean / theirs.mean), 2)} % below {_who(rival)} ({significant(theirs.mean)})"
 
 
 def _overlap(task: Task, first: Group, second: Group) -> bool:

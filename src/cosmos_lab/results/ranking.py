@@ -15,7 +15,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import rate
-from cosmos_lab.results.reading import Run
+from cosmos_lab.results.reading import Run, number
 
 # These fields do not make another method: they only name a run, change its speed or change no result.
 _NOT_SETTINGS = (set(RunConfig().flat()) - set(RunConfig().identity())) | {
@@ -43,6 +43,7 @@ class Group:
     runs: tuple[Run, ...]
     method: str
     label: str
+    name: str = ""  # what the user called it, if it is one run with --name
     differs: tuple[str, ...] = ()  # fields and options in which runs of this optimizer differ, beside the rate
     best: bool = False  # of its method, among complete groups
     shown: bool = False  # drawn when the page opens: the best, or the leading one of a method that has none
@@ -50,6 +51,11 @@ class Group:
     @property
     def optimizer(self) -> str:
         return self.runs[0].optimizer
+
+    @property
+    def title(self) -> str:
+        """Return the user's name, or else method and rate."""
+        return self.name or self.label
 
     @property
     def lr(self) -> float | None:
@@ -153,13 +159,44 @@ def _settings(run: Run) -> dict[str, str]:
     return found | dict(str(o).partition("=")[::2] for o in (options if isinstance(options, list | tuple) else ()))
 
 
+def resolved(run: Run, key: str) -> Any:
+    """Return a field of a run's config; for one left at None, the value that the run used, if its folder tells."""
+    value = _config(run).get(key)
+    if value is not None:
+        return value
+    if key in ("width", "depth", "mlp", "vocab_size"):
+        return _size(run, key)
+    used = run.config.get("settings")
+    found = used.items() if isinstance(used, Mapping) else ()
+    return next((v for name, v in found if name.partition(".")[2] == key and not name.startswith("adam.")), None)
+
+
+def _size(run: Run, key: str) -> int | None:
+    """Return a size of the model that its config leaves to the preset, or to the data."""
+    from cosmos_lab.models import resolve  # brings torch, which takes seconds
+
+    data = run.config.get("data")
+    if key == "vocab_size" and _config(run).get("data") == "embedded" and isinstance(data, Mapping):
+        return number(data.get("vocab_size"))  # type: ignore[return-value]
+    try:
+        return int(getattr(resolve(run.model), key))
+    except ValueError:  # a preset that this version does not have
+        return None
+
+
+def _given_name(run: Run) -> str:
+    """Return the name that the user gave with --name, or "" for one that a recipe made up."""
+    name = _config(run).get("name")
+    return name if isinstance(name, str) and not name.startswith(f"{run.recipe}-{run.optimizer}-lr") else ""
+
+
 def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
     """Return the tasks in order of appearance, and the runs that belong to none because they name no optimizer."""
     buckets: dict[tuple[str, ...], list[Run]] = {}
     misfits = []
     for run in runs:
         if run.optimizer:
-            extra = [json.dumps(_config(run).get(key), default=str).strip('"') for key in _TASK]
+            extra = [json.dumps(resolved(run, key), default=str).strip('"') for key in _TASK]
             buckets.setdefault((run.model, run.recipe, *extra), []).append(run)
         else:
             misfits.append(run)
@@ -208,7 +245,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         first = members[0]
         rates = {run.adam_lr for run in runs if (run.optimizer, run.lr) == (first.optimizer, lr)}
         has = [key for key in varying[first.optimizer] if _settings(first).get(key, "null") != "null"]
-        groups.append(Group(tuple(members), method, label, (*(["adam_lr"] if len(rates) > 1 else []), *has)))
+        name = _given_name(first) if len(members) == 1 else ""
+        groups.append(Group(tuple(members), method, label, name, (*(["adam_lr"] if len(rates) > 1 else []), *has)))
     return groups
 
 
@@ -222,15 +260,30 @@ def _methods(runs: Sequence[Run]) -> tuple[list[str], dict[str, list[str]]]:
         own = {i: of[i] for i, run in enumerate(runs) if run.optimizer == optimizer}
         keys = dict.fromkeys(key for some in own.values() for key in some)
         differing = [key for key in keys if len({some.get(key) for some in own.values()}) > 1]
-        kinds = len({tuple(some.get(key) for key in differing) for some in own.values()})
+        shown = _with_defaults({i: runs[i] for i in own}, own, differing)
+        kinds = len({tuple(some.get(key) for key in differing) for some in shown.values()})
         for depth in range(min(2, len(differing)), len(differing) + 1):
-            marked = {i: _marked(optimizer, some, differing, depth) for i, some in own.items()}
+            marked = {i: _marked(optimizer, some, differing, depth) for i, some in shown.items()}
             if len(set(marked.values())) == kinds:
                 break
         for i, name in marked.items():
             names[i] = name
         varying[optimizer] = differing
     return names, varying
+
+
+def _with_defaults(
+    runs: Mapping[int, Run], own: Mapping[int, Mapping[str, str]], differing: Iterable[str]
+) -> dict[int, dict[str, str]]:
+    """Put the value that runs used in place of a setting left at None, unless it follows from their rates."""
+    found = {i: dict(some) for i, some in own.items()}
+    for key in differing:
+        left = [i for i, some in own.items() if some.get(key, "null") == "null" and key in some]
+        used = {json.dumps(resolved(runs[i], key), default=str) for i in left}
+        if len(used) == 1:
+            for i in left:
+                found[i] |= {key: min(used)}
+    return found
 
 
 def _marked(optimizer: str, own: Mapping[str, str], differing: Sequence[str], depth: int) -> str:

@@ -113,13 +113,23 @@ function lineChart(host, spec, chart, view, redrawAll) {
       const points = line.y.map((y, i) => ({ x: line.x[chart.key][i], y, lo: line.lo[i] ?? null, hi: line.hi[i] ?? null, mark: line.marks[i], note: line.notes[i] }));
       const kept = points.filter((p) => p.x !== null && (!logX || p.x > 0));
       const series = spec.series[line.series];
-      return kept.length ? [{ ...line, id: line.series, label: series.label, method: spec.methods[series.method], points: kept, known: kept.filter((p) => p.y !== null) }] : [];
+      return kept.length ? [{ ...line, id: line.series, label: series.label, named: series.named, method: spec.methods[series.method], points: kept, known: kept.filter((p) => p.y !== null) }] : [];
     });
+  }
+
+  /** Returns the point of a line at a place on the x axis, between two logged ones if need be; none outside the line. */
+  function valueAt(line, place) {
+    const next = line.known.findIndex((p) => p.x >= place);
+    if (next < 0 || (next === 0 && line.known[0].x > place)) return [];
+    const [a, b] = [line.known[Math.max(0, next - 1)], line.known[next]];
+    const share = b.x > a.x ? (place - a.x) / (b.x - a.x) : 1;
+    return [{ x: place, y: a.y + (b.y - a.y) * share }];
   }
 
   /** Joins the ranges that the specification gives the visible lines, or takes the points inside the zoom. */
   function rangeY(lines, zoom) {
-    const inside = (line) => line.known.filter((p) => p.x >= zoom[0] && p.x <= zoom[1]).map((p) => [p.lo ?? p.y, p.hi ?? p.y]);
+    const ends = (line) => zoom.flatMap((place) => valueAt(line, place)).map((p) => [p.y, p.y]);
+    const inside = (line) => [...line.known.filter((p) => p.x >= zoom[0] && p.x <= zoom[1]).map((p) => [p.lo ?? p.y, p.hi ?? p.y]), ...ends(line)];
     const spans = zoom ? lines.flatMap(inside) : lines.map((line) => (view.full ? line.full : line.view)).filter(Boolean);
     const [low, high] = spans.length ? [Math.min(...spans.map((s) => s[0])), Math.max(...spans.map((s) => s[1]))] : [1, 2];
     const log = view.logY && low > 0, pad = log ? (high / low) ** chart.pad : chart.pad * (high - low || 1);
@@ -192,20 +202,25 @@ function lineChart(host, spec, chart, view, redrawAll) {
     Object.assign(path.style, { strokeWidth: line.width, opacity: line.opacity, strokeDasharray: line.faint ? "" : line.method.dash.join(" ") });
     plot.append(dress(path, line.method));
     for (const p of line.points.filter((q) => q.mark && q.x >= x.domain[0] && q.x <= x.domain[1])) {
+      if (p.mark === "dot" && (y(p.y) < box.top || y(p.y) > box.bottom)) continue; // its line is outside too
       const mark = svg("g", { class: `mark ${p.mark}`, transform: `translate(${x(p.x)},${p.y === null ? RAIL : clamp(y(p.y), box.top, box.bottom)})` }, svg("title", { text: `${line.label}: ${p.note || significant(p.y)}` }));
       if (p.mark === "best") mark.append(svg("circle", { class: "ring", r: 9.5 }));
-      mark.append(svg("path", { d: p.mark === "failed" ? "M-4.5,-4.5l9,9m0,-9l-9,9" : MARKERS[line.method.marker](4.5) }));
+      mark.append(svg("path", { d: p.mark === "failed" ? "M-4.5,-4.5l9,9m0,-9l-9,9" : MARKERS[line.method.marker](p.mark === "dot" ? 2.6 : 4.5) }));
       root.append(dress(mark, line.method));
     }
   }
 
   /** Writes names at the ends of the lines, so that no reader has to match colours. */
   function drawNames(root, lines, x, y, box) {
-    const ends = lines.filter((line) => line.known.length).map((line) => ({ line, point: line.known.filter((p) => p.x <= x.domain[1] * (1 + 1e-9)).at(-1) ?? line.known[0] }));
+    const ends = lines.flatMap((line) => {
+      const last = line.known.filter((p) => p.x >= x.domain[0] && p.x <= x.domain[1]).at(-1);
+      const point = valueAt(line, x.domain[1])[0] ?? last; // where the line leaves the chart, or ends in it
+      return point ? [{ line, point }] : [];
+    });
     const wanted = ends.map(({ point }) => clamp(y(point.y), box.top, box.bottom));
     spreadOut(wanted, 14, box.top + 4, box.bottom).forEach((height, i) => {
       const { line, point } = ends[i], end = clamp(x(point.x), box.left, box.right);
-      const name = lines.filter((other) => other.method === line.method).length === 1 ? line.method.name : line.label;
+      const name = !line.named && lines.filter((other) => other.method === line.method).length === 1 ? line.method.name : line.label;
       const leader = !spec.marked && svg("path", { d: `M${end + 3},${wanted[i]}L${box.right + 6},${height}` });
       const text = svg("text", { x: spec.marked ? end + 14 : box.right + 9, y: height + 4, text: name.length > 17 ? name.slice(0, 16) + "…" : name });
       root.append(dress(svg("g", { class: "end", "aria-hidden": "true" }, leader, text), line.method));

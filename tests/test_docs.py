@@ -253,6 +253,13 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert {page.resolve() for page in PAGES} - listed == {DOCS / "index.md"}
 
 
+def test_no_file_has_a_conflict_marker_of_a_merge() -> None:
+    folders = (DOCS, ROOT / "src", ROOT / "tests", ROOT / "benchmarks", ROOT / "examples")
+    files = [path for folder in folders for path in folder.rglob("*.py")] + PAGES + OTHERS
+    marker = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
+    assert [str(path.relative_to(ROOT)) for path in files if marker.search(path.read_text())] == []
+
+
 def test_the_reference_has_every_public_name() -> None:
     import cosmos_optim
 

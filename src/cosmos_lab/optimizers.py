@@ -65,16 +65,20 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
         raise ValueError(str(error)) from error
 
 
+def miniature(model: str) -> Decoder:
+    """Return a model of this preset with few parameters, to try options on before anything large is built."""
+    preset = resolve(model)
+    with torch.random.fork_rng(devices=[]):  # the run's random numbers stay as they were
+        return build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
+
+
 def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:
     """Return all hyper-parameters by "rule.name", defaults included, as JSON has them; a list if groups differ.
 
     They come from an optimizer for a miniature of the model, before anything large is built. A wrong option is a
     ValueError.
     """
-    preset = resolve(model)
-    with torch.random.fork_rng(devices=[]):  # the run's random numbers stay as they were
-        miniature = build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
-        groups = build_optimizer(miniature, options).param_groups
+    groups = build_optimizer(miniature(model), options).param_groups
     found: dict[str, list[Any]] = {}
     for group in groups:
         for key in group.keys() - {"params", "param_names", "rule"}:

@@ -111,6 +111,14 @@ def test_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(line.startswith("adam ") for line in out.splitlines()) == 1
 
 
+def test_profile_takes_options_of_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch", "1", "--accumulation", "1", "--seq-len", "16", "--iterations", "1", "--vocab-size", "64"]
+    rows = ["adam:adam_dtype=int8", "cosmos:momentum_dtype=int8+rank=4"]
+    assert main(["profile", "tiny", *sizes, "--tables", "memory", f"--optimizers={','.join(rows)}"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if "=" in line and "measured" not in line] == rows
+
+
 def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out

@@ -188,6 +188,61 @@ def test_profiles_have_the_paper_s_settings() -> None:
     assert PROFILES["profile-throughput"]().memory_cap_gb == 80
 
 
+def test_every_form_of_state_is_measured_and_the_smaller_ones_leave_room_for_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cosmos_lab.profile.profile._WARM_UP", 1)
+    forms = PROFILES["profile-forms"]()
+    assert (forms.model, forms.tables) == ("llama-1b", ("memory", "throughput"))
+    result = profile(ProfileConfig(**SMALL, optimizers=forms.optimizers, memory_cap_gb=0.01), quiet)
+    state = {row["optimizer"]: row["state_gb"] for row in result["memory"]}
+    assert tuple(state) == forms.optimizers
+    both = "cosmos:momentum_dtype=int8+adam_dtype=int8"
+    order = ("cosmos", "cosmos:momentum_dtype=bfloat16", "cosmos:momentum_dtype=int8", both)
+    assert sorted(order, key=lambda row: -state[row]) == list(order)
+    assert state["adam:adam_dtype=int8"] < 0.3 * state["adam"]
+    largest = {row["optimizer"]: row["largest_batch"] for row in result["throughput"]}
+    assert largest["soap"] < largest["cosmos"] < largest[both] < largest[f"{both}+weight_correction=true"]
+
+
+def test_a_row_with_weight_correction_has_bfloat16_weights_and_the_next_row_float32() -> None:
+    profiler = Profiler(ProfileConfig(**SMALL))
+    profiler.set_optimizer("cosmos")
+    wide = profiler.peak_gb(1)[0]
+    profiler.set_optimizer("cosmos:weight_correction=true")
+    assert {p.dtype for p in profiler.model.parameters()} == {torch.bfloat16}
+    profiler.iterate(1, 1)
+    assert profiler.peak_gb(1)[0] < wide
+    profiler.set_optimizer("cosmos")
+    assert {p.dtype for p in profiler.model.parameters()} == {torch.float32}
+    assert profiler.peak_gb(1)[0] == wide
+
+
+def test_options_of_a_row_replace_those_of_all_rows() -> None:
+    profiler = Profiler(ProfileConfig(**SMALL, rank=8, options=("ns_steps=4", "nesterov=false")))
+    profiler.set_optimizer("cosmos:ns_steps=3+rank=4")
+    assert profiler.optimizer is not None
+    group = profiler.optimizer.param_groups[0]
+    assert (group["ns_steps"], group["nesterov"], group["rank"]) == (3, False, 4)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("cosmos:momentum_dtype", "--optimizers cosmos: takes name=value"),
+        ("cosmos:", "--optimizers cosmos: takes name=value"),
+        ("cosmo:rank=4", "unknown optimizer 'cosmo'; did you mean cosmos"),
+        ("adam:momentum_dtype=int8", "row adam:momentum_dtype=int8: .*momentum_dtype"),
+        ("cosmos:momentum_dtype=int9", "row cosmos:momentum_dtype=int9: .*int9"),
+    ],
+)
+def test_a_wrong_row_is_refused_before_any_row_is_measured(row: str, message: str) -> None:
+    lines: list[str] = []
+    with pytest.raises(ValueError, match=message):
+        profile(ProfileConfig(**SMALL, optimizers=("adam", row)), lines.append)
+    assert lines == []
+
+
 def test_rows_are_formatted_as_an_aligned_table() -> None:
     assert format_rows([{"optimizer": "adam", "mfu": 0.4512, "tokens_per_s": 123456.7}]).splitlines() == [
         "optimizer     MFU  tokens/s",

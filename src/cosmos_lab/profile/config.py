@@ -16,7 +16,8 @@ class ProfileConfig:
     """What to profile."""
 
     model: str = "llama-1b"  # Preset name.
-    optimizers: tuple[str, ...] = ("adam", "soap", "muon", "cosmos")  # Optimizers, in the order of the table.
+    optimizers: tuple[str, ...] = ("adam", "soap", "muon", "cosmos")
+    """Rows of the table, in order: optimizers, or with options name:option=value+option=value."""
     tables: tuple[Table, ...] = ("memory", "throughput")  # Which tables to make.
     batch: int = 10  # Sequences in one forward pass.
     accumulation: int = 25  # Forward passes in one iteration.
@@ -41,8 +42,10 @@ class ProfileConfig:
         from cosmos_lab.optimizers import optimizer_class
 
         resolve(self.model)
-        for name in self.optimizers:
+        for row in self.optimizers:
+            name, options = split_row(row)
             optimizer_class(name)
+            parse_options(options, flag=f"--optimizers {name}:")
         for name in ("batch", "accumulation", "seq_len", "memory_cap_gb", "tokens_per_step", "iterations", "updates"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -54,6 +57,16 @@ class ProfileConfig:
             if table not in get_args(Table):
                 raise ValueError(f"--tables takes {', '.join(get_args(Table))}; got {table!r}")
         parse_options(self.options)
+
+
+def split_row(row: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the optimizer of a row, and its options.
+
+    >>> split_row("cosmos:momentum_dtype=int8+rank=16"), split_row("adam")
+    (('cosmos', ('momentum_dtype=int8', 'rank=16')), ('adam', ()))
+    """
+    name, colon, options = row.partition(":")
+    return name, tuple(options.split("+")) if colon else ()
 
 
 PAPER = ("adam", "soap", "muon", "cosmos-paper")
@@ -80,4 +93,18 @@ def profile_mfu() -> ProfileConfig:
     return ProfileConfig(tables=("mfu",), optimizers=("adam", "cosmos"))
 
 
-PROFILES = {make.__name__.replace("_", "-"): make for make in (profile_memory, profile_throughput, profile_mfu)}
+_BOTH_INT8 = "cosmos:momentum_dtype=int8+adam_dtype=int8"
+FORMS = (
+    "adam", "adam:adam_dtype=int8", "soap", "muon", "cosmos", "cosmos:momentum_dtype=bfloat16",
+    "cosmos:momentum_dtype=int8", _BOTH_INT8, f"{_BOTH_INT8}+weight_correction=true", f"{_BOTH_INT8}+offload=cpu",
+    f"{_BOTH_INT8}+weight_correction=true+offload=cpu",
+)  # fmt: skip
+
+
+def profile_forms() -> ProfileConfig:
+    """Measure every form of optimizer state at LLaMA-1B: peak memory, largest batch under 80 GiB and its speed."""
+    return ProfileConfig(tables=("memory", "throughput"), optimizers=FORMS)
+
+
+_MAKERS = (profile_memory, profile_throughput, profile_mfu, profile_forms)
+PROFILES = {make.__name__.replace("_", "-"): make for make in _MAKERS}

@@ -18,7 +18,7 @@ import torch
 from cosmos_lab.display import format_table
 from cosmos_lab.io import finite, write_json
 from cosmos_lab.profile.config import ProfileConfig
-from cosmos_lab.profile.profiler import Profiler
+from cosmos_lab.profile.profiler import Profiler, check_rows
 from cosmos_lab.run import run_log
 from cosmos_lab.run.meters import GB, mfu
 
@@ -34,6 +34,7 @@ def profile(config: ProfileConfig, log: Log = print) -> dict[str, Any]:
     Returns {"config", "versions", "device", <table>: [row, ...]}; rows hold seconds, GiB, samples or tokens per second.
     """
     config.check()
+    check_rows(config)
     profiler = Profiler(config)
     device = profiler.device
     result: dict[str, Any] = {
@@ -74,7 +75,9 @@ def _timed(profiler: Profiler, size: int, accumulation: int) -> Row:
 
 def _memory(profiler: Profiler, size: int) -> Row:
     held, taken = profiler.peak_gb(size)
-    return {"peak_gb": held, "reserved_gb": taken, "state_gb": profiler.state_bytes() / GB}
+    found = {"peak_gb": held, "reserved_gb": taken, "state_gb": profiler.state_bytes() / GB}
+    on_host = profiler.host_state_bytes()
+    return found | {"host_state_gb": on_host / GB} if on_host else found
 
 
 def _timed_if_room(profiler: Profiler, size: int, accumulation: int, log: Log) -> Row:
@@ -100,8 +103,8 @@ def throughput_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
     """
     for name in profiler.config.optimizers:
         log(f"  {name}")
-        profiler.recompile(dynamic=True)
         profiler.set_optimizer(name)
+        profiler.recompile(dynamic=True)
         size = largest_batch(profiler, log)
         profiler.recompile(dynamic=False)
         size, found = _timed_under_the_cap(profiler, size, log)
@@ -141,6 +144,7 @@ def largest_batch(profiler: Profiler, log: Log) -> int:
 def mfu_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
     """Measure whole steps at the best micro-batch, which is the same for all optimizers."""
     profiler.remove_optimizer()
+    profiler.set_weights(torch.float32)  # the larger ones: what fits with them fits every row
     sequences = max(1, profiler.config.tokens_per_step // profiler.config.seq_len)
     speeds: dict[int, float] = {}
     for size in profiler.config.micro_batches:
@@ -164,8 +168,9 @@ _TITLES = {
     "mfu": "Steps of {model} of at least {tokens_per_step:,} tokens",
 }
 _HEADINGS = {
-    "peak_gb": "peak GiB", "reserved_gb": "reserved GiB", "state_gb": "state GiB", "seconds": "iteration s",
-    "forward_backward_s": "forward + backward s", "optimizer_s": "optimizer s", "tokens_per_s": "tokens/s",
+    "peak_gb": "peak GiB", "reserved_gb": "reserved GiB", "state_gb": "state GiB",
+    "host_state_gb": "of it on the host", "seconds": "iteration s", "forward_backward_s": "forward + backward s",
+    "optimizer_s": "optimizer s", "tokens_per_s": "tokens/s",
     "mfu": "MFU", "largest_batch": "largest batch", "samples_per_s": "samples/s", "micro_batch": "micro-batch",
 }  # fmt: skip
 

@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cosmos_lab.config import OptimizerOptions
+from cosmos_lab.config import OptimizerOptions, parse_options
 from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
-from cosmos_lab.optimizers import build_optimizer, optimizer_class
-from cosmos_lab.profile.config import ProfileConfig
+from cosmos_lab.optimizers import build_optimizer, miniature, optimizer_class
+from cosmos_lab.profile.config import ProfileConfig, split_row
 from cosmos_lab.run import model_cache
 from cosmos_lab.run.launch import pick_bf16, pick_compile, pick_device
 from cosmos_lab.run.meters import GB, Stopwatch
@@ -60,12 +60,22 @@ class Profiler:
         else:
             self.runner = cast(nn.Module, torch.compile(self.model, dynamic=dynamic))
 
-    def set_optimizer(self, name: str) -> None:
-        """Replace the optimizer; the old one's state is freed first."""
+    def set_optimizer(self, row: str) -> None:
+        """Replace the optimizer by that of a row; the old one's state is freed first."""
         self.remove_optimizer()
-        rank = self.config.rank if "rank" in inspect.signature(optimizer_class(name)).parameters else None
-        options = OptimizerOptions(optimizer=name, rank=rank, options=self.config.options)
+        options = options_of_row(row, self.config)
+        self.set_weights(weights_for(options))
         self.optimizer = build_optimizer(self.model, options)
+
+    def set_weights(self, dtype: torch.dtype) -> None:
+        """Turn the weights into this type; what depends on it is compiled and counted again."""
+        if all(p.dtype is dtype for p in self.model.parameters()):
+            return
+        for p in self.model.parameters():
+            p.data = p.data.to(dtype)
+        self._saved = None
+        self.recompile(dynamic=False)
+        self.free()
 
     def remove_optimizer(self) -> None:
         """Free the optimizer's state and the gradients."""
@@ -156,6 +166,12 @@ class Profiler:
     def state_bytes(self) -> int:
         return 0 if self.optimizer is None else int(self.optimizer.state_bytes())  # type: ignore[attr-defined]
 
+    def host_state_bytes(self) -> int:
+        """Return the bytes of state in host memory that belongs to parameters on a GPU."""
+        if self.optimizer is None or self.device.type != "cuda":
+            return 0
+        return self.state_bytes() - int(self.optimizer.state_bytes("cuda"))  # type: ignore[attr-defined]
+
     def missing_memory(self, size: int) -> str:
         """Say why ``size`` sequences must not be tried on this CPU: it would swap or kill the process, not raise.
 
@@ -223,6 +239,28 @@ class Profiler:
             with suppress(AttributeError):
                 self.model.zero_grad(set_to_none=True)
             self.free()
+
+
+def options_of_row(row: str, config: ProfileConfig) -> OptimizerOptions:
+    """Return the options of a row. Its own come last, so they replace equal ones of `--options`."""
+    name, own = split_row(row)
+    rank = config.rank if "rank" in inspect.signature(optimizer_class(name)).parameters else None
+    return OptimizerOptions(optimizer=name, rank=rank, options=(*config.options, *own))
+
+
+def weights_for(options: OptimizerOptions) -> torch.dtype:
+    """Return the type of the weights that an optimizer is measured with: `weight_correction` needs bfloat16."""
+    return torch.bfloat16 if parse_options(options.options).get("weight_correction") else torch.float32
+
+
+def check_rows(config: ProfileConfig) -> None:
+    """Build the optimizer of every row for a miniature of the model: a wrong option is a ValueError that names it."""
+    for row in config.optimizers:
+        options = options_of_row(row, config)
+        try:
+            build_optimizer(miniature(config.model).to(weights_for(options)), options)
+        except ValueError as error:
+            raise ValueError(f"row {row}: {error}") from error
 
 
 def free_memory() -> float:

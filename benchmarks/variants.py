@@ -67,6 +67,7 @@ _W24 = "weight_correction=True"
 MEMORY = (
     Variant("momentum-int8", "momentum of hidden matrices in int8", MATRIX, options=(_M8,)),
     Variant("adam-int8", "both moments of AdamW in int8", EVERY, options=(_ADAM8,)),
+    Variant("states-8", "momentum and both moments of AdamW in int8", MATRIX, options=(_M8, _ADAM8)),
     _lever("weights-16", "weights as bfloat16, to compare the next two with: activations change too", _BF16),
     _lever("weights-24", "weights as bfloat16 and 8 bits of correction", _BF16, _W24),
     _lever("all-8", "momentum and moments in int8, weights of 24 bits", _BF16, _W24, _M8, _ADAM8, rows=MATRIX),

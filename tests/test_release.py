@@ -20,10 +20,11 @@ def test_the_version_is_the_same_in_the_package_the_project_and_the_citation() -
 
 def test_the_citation_names_the_authors_of_the_paper_as_the_readme_does() -> None:
     text = (ROOT / "CITATION.cff").read_text()
-    authors = [f"{given} {family}" for family, given in re.findall(r"family-names: (\w+), given-names: (\w+)", text)]
+    authors = [f"{family}, {given}" for family, given in re.findall(r"family-names: (\w+), given-names: (\w+)", text)]
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert len(authors) == 8
-    assert f"{', '.join(authors[:-1])} and {authors[-1]}" in readme
+    assert " and ".join(authors) in readme
+    assert "arxiv.org/abs/2502.17410" in text and "arxiv.org/abs/2502.17410" in readme
 
 
 def test_every_file_of_the_source_release_exists_and_results_are_left_out() -> None:

@@ -78,9 +78,11 @@ class Plan:
             why = f"{row.why}, tied to {', '.join(row.tied)}" if row.tied else row.why
             size = human(count * row.state_bytes)
             table.append((name, shape, row.rule, why, rank, f"{row.lr:g}", f"{row.weight_decay:g}", size))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><<>>>>", widths, strict=True))
-        texts = [form.format(*cells).rstrip() for cells in table]
+        # An optimizer does not know why its parameters have their rules: that column is left out.
+        columns = [(side, column) for side, column in zip("<><<>>>>", zip(*table, strict=True), strict=True)
+                   if any(column[1:])]  # fmt: skip
+        form = "  ".join(f"{{:{side}{max(map(len, column))}}}" for side, column in columns)
+        texts = [form.format(*cells).rstrip() for cells in zip(*(column for _, column in columns), strict=True)]
         rule = "-" * max(map(len, texts))
         sums = [f"{name}: {_tensors(count)}, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip

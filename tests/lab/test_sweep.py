@@ -129,8 +129,11 @@ def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
         assert run.id == result["id"]
         assert other <= {"recipe", "embedding_lr", "head_lr"}  # earlier runs gave AdamW its second rate by these fields
         # "auto" was called "input" for the same side: every matrix has at least `rank` rows.
-        now = {name: "input" if x == "auto" else x for name, x in settings(config.optimizer, run.model).items()}
-        assert {name: now[name] for name in result["settings"]} == result["settings"]
+        now, then = (
+            {name: "input" if x == "auto" else x for name, x in found.items()}
+            for found in (settings(config.optimizer, run.model), result["settings"])
+        )
+        assert {name: now[name] for name in then} == then
 
 
 def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,7 @@ def test_the_plan_names_every_parameter_and_adds_up() -> None:
     assert "cosmos: 2 tensors, 480 parameters" in text
     opt = Cosmos(model, rank=4)
     assert plan(model, rank=4).state_bytes == plan(opt).state_bytes == opt.state_bytes()
+    assert "because" in text and "because" not in str(plan(opt))  # an optimizer does not know it
     with pytest.raises(TypeError, match="did you mean 'rank'"):
         plan(model, rnak=4)
     with pytest.raises(ValueError, match="no rule 'sopa'"):

@@ -56,10 +56,13 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     tensors = {k: local(e.state[k]) for k in e.layout.rule_slots(e.group)}
     t = local(e.state["step"])
     arguments = e.rule.arguments(e.group)
-    D, new = e.rule.direction(local(e.grad).to(dtype), adam.load(tensors, dtype), t, alg=Algebra(1, 1), **arguments)
+    are_codes = adam.SCALES[0] in tensors
+    state = adam.load(tensors, dtype) if are_codes else e.rule.State(**{k: x.to(dtype) for k, x in tensors.items()})
+    D, new = e.rule.direction(local(e.grad).to(dtype), state, t, alg=Algebra(1, 1), **arguments)
     old = read(p, dtype, e.correction)
     value = old * decay_of(e.group) - signed_lr(e.group) * D
-    for name, changed in adam.stored(new, tensors, t, e.layout.first_element, e.layout.width).items():
+    place = (e.layout.first_element, e.layout.width)
+    for name, changed in (adam.stored(new, tensors, t, *place) if are_codes else new._asdict()).items():
         tensors[name].copy_(changed if skip is None else torch.where(skip, tensors[name], changed))
     if skip is not None:
         value = torch.where(skip, old, value)

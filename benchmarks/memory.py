@@ -8,8 +8,7 @@ makes for FSDP2, in a process group that does not communicate. A form of state i
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cosmos_optim import OPTIMIZERS, plan
+from cosmos_optim import OPTIMIZERS, param_groups, plan
 
 GIB = 2**30
 GPUS = (1, 8, 64)
+WHOLE_TITLE = "Weights, gradients and state on one GPU"
 BEGIN, END = "<!-- tables: python -m benchmarks.memory --write docs/memory.md -->", "<!-- end of tables -->"
-# bitsandbytes: one byte for each element of two moments, a float32 scale for each block, small tensors in float32.
-BLOCK, SMALL = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -54,27 +52,36 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Form:
-    """One form of optimizer state: an optimizer and its options, or, without one, bytes by a formula."""
+    """One form of optimizer state: an optimizer, its options, and the type of the weights."""
 
     name: str
     optimizer: str = "cosmos"
     options: dict[str, Any] = field(default_factory=dict)
-    formula: Callable[[Tensor], int] | None = None
+    weights: torch.dtype = torch.float32
 
 
-def eight_bit_adam(p: Tensor) -> int:
-    """Return the bytes of 8-bit AdamW for a tensor: two bytes an element and two scales a block."""
-    size = p.numel()
-    return 8 * size if size < SMALL else 2 * size + 2 * 4 * math.ceil(size / BLOCK)
-
-
+ADAM_INT8 = {"adam_dtype": torch.int8}
+BOTH_INT8 = {"momentum_dtype": torch.int8, **ADAM_INT8}
+CORRECTED = {"weight_correction": True}
 FORMS = (
     Form("AdamW", "adam"),
-    Form("8-bit AdamW (formula)", formula=eight_bit_adam),
+    Form("AdamW, moments in int8", "adam", ADAM_INT8),
     Form("Muon", "muon"),
     Form("COSMOS"),
     Form("COSMOS, momentum in bf16", options={"momentum_dtype": torch.bfloat16}),
     Form("COSMOS, momentum in int8", options={"momentum_dtype": torch.int8}),
+    Form("COSMOS, momentum and AdamW's moments in int8", options=BOTH_INT8),
+)
+# Counted with weights and gradients. bfloat16 weights and gradients with a float32 copy take as much as float32 ones.
+WHOLE = (
+    Form("AdamW, fp32 weights", "adam"),
+    Form("AdamW in int8, fp32 weights", "adam", ADAM_INT8),
+    Form("AdamW in int8, 24-bit weights", "adam", ADAM_INT8 | CORRECTED, torch.bfloat16),
+    Form("Muon, fp32 weights", "muon"),
+    Form("COSMOS, fp32 weights"),
+    Form("COSMOS, 24-bit weights", options=CORRECTED, weights=torch.bfloat16),
+    Form("COSMOS, both in int8, fp32 weights", options=BOTH_INT8),
+    Form("COSMOS, both in int8, 24-bit weights", options=BOTH_INT8 | CORRECTED, weights=torch.bfloat16),
 )
 
 
@@ -110,10 +117,10 @@ class Llama(nn.Module):
         return x
 
 
-def model_of(shape: Decoder) -> Llama:
+def model_of(shape: Decoder, weights: torch.dtype = torch.float32) -> Llama:
     """Return the model on the meta device, which allocates nothing."""
     with torch.device("meta"):
-        return Llama(shape)
+        return Llama(shape).to(weights)
 
 
 @contextmanager
@@ -130,9 +137,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 def state_bytes(shape: Decoder, form: Form, gpus: int = 1) -> int:
     """Return the bytes of state on the first GPU, which has the largest part, with FSDP2 over `gpus` of them."""
-    model = model_of(shape)
-    if form.formula is not None:
-        return math.ceil(sum(map(form.formula, model.parameters())) / gpus)
+    model = model_of(shape, form.weights)
     if gpus == 1:
         return plan(model, form.optimizer, **form.options).state_bytes
     with fake_ranks(gpus):
@@ -140,12 +145,20 @@ def state_bytes(shape: Decoder, form: Form, gpus: int = 1) -> int:
         for block in model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        opt = OPTIMIZERS[form.optimizer](model, **form.options)
+        # Ranks may cut a norm of more than 4,096 elements inside a block of 128, so norms keep moments in float32.
+        groups = param_groups(model, form.optimizer, overrides={"*norm*": {"adam_dtype": torch.float32}})
+        opt = OPTIMIZERS[form.optimizer](groups, **form.options)
         held = [(opt._layouts[p], p, group) for group in opt.param_groups for p in group["params"]]
         step = 4  # bytes of the step count of each parameter
         return sum(
             step + sum(layout.local(x).nbytes for x in layout.allocate(p, group).values()) for layout, p, group in held
         )
+
+
+def whole_bytes(shape: Decoder, form: Form) -> int:
+    """Return the bytes of weights, gradients and state on one GPU."""
+    weights = sum(p.nbytes for p in model_of(shape, form.weights).parameters())
+    return 2 * weights + state_bytes(shape, form)
 
 
 def human(size: float) -> str:
@@ -156,22 +169,30 @@ def human(size: float) -> str:
 
 def table(gpus: int) -> str:
     """Return the table for this number of GPUs: GiB of state on each."""
-    count = {name: sum(p.numel() for p in model_of(shape).parameters()) for name, shape in MODELS.items()}
-    lines = [
-        "| GiB per GPU | " + " | ".join(name.removeprefix("LLaMA-") for name in MODELS) + " |",
-        "|---|" + "---:|" * len(MODELS),
-        "| weights and gradients in fp32 | " + " | ".join(human(8 * n / gpus) for n in count.values()) + " |",
-    ]
-    for form in FORMS:
-        cells = (human(state_bytes(shape, form, gpus)) for shape in MODELS.values())
-        lines.append(f"| {form.name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    count = [sum(p.numel() for p in model_of(shape).parameters()) for shape in MODELS.values()]
+    rows = {"weights and gradients in fp32": [8 * n / gpus for n in count]}
+    rows |= {form.name: [state_bytes(shape, form, gpus) for shape in MODELS.values()] for form in FORMS}
+    return markdown("GiB per GPU", rows)
+
+
+def whole_table() -> str:
+    """Return the table of weights, gradients and state together."""
+    return markdown("GiB", {form.name: [whole_bytes(shape, form) for shape in MODELS.values()] for form in WHOLE})
+
+
+def markdown(corner: str, rows: Mapping[str, Sequence[float]]) -> str:
+    """Return a table of bytes with a column for each model."""
+    head = [corner, *(name.removeprefix("LLaMA-") for name in MODELS)]
+    cells = [head, *([name, *map(human, sizes)] for name, sizes in rows.items())]
+    lines = ["| " + " | ".join(line) + " |" for line in cells]
+    return "\n".join([lines[0], "|---|" + "---:|" * len(MODELS), *lines[1:]])
 
 
 def tables() -> str:
     """Return all tables as markdown, each under its heading."""
-    names = {gpus: "One GPU" if gpus == 1 else f"{gpus} GPUs with FSDP2" for gpus in GPUS}
-    return "\n".join(f"### {name}\n\n{table(gpus)}\n" for gpus, name in names.items())
+    names = {gpus: "State on one GPU" if gpus == 1 else f"State on {gpus} GPUs with FSDP2" for gpus in GPUS}
+    found = {WHOLE_TITLE: whole_table()} | {name: table(gpus) for gpus, name in names.items()}
+    return "\n".join(f"### {name}\n\n{text}\n" for name, text in found.items())
 
 
 def main() -> None:

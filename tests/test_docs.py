@@ -253,13 +253,6 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert {page.resolve() for page in PAGES} - listed == {DOCS / "index.md"}
 
 
-def test_no_file_has_a_conflict_marker_of_a_merge() -> None:
-    folders = (DOCS, ROOT / "src", ROOT / "tests", ROOT / "benchmarks", ROOT / "examples")
-    files = [path for folder in folders for path in folder.rglob("*.py")] + PAGES + OTHERS
-    marker = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
-    assert [str(path.relative_to(ROOT)) for path in files if marker.search(path.read_text())] == []
-
-
 def test_the_reference_has_every_public_name() -> None:
     import cosmos_optim
 
@@ -271,15 +264,29 @@ def test_the_reference_has_every_public_name() -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
+def column_of(title: str, model: str) -> dict[str, str]:
+    """Return the cells of a model in the table of docs/memory.md with this title."""
+    from benchmarks import memory
+
+    lines = (DOCS / "memory.md").read_text().split(f"### {title}\n\n")[1].split("\n\n")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    return {row[0]: row[1 + list(memory.MODELS).index(model)] for row in rows[2:]}
+
+
 @pytest.mark.parametrize(("gpus", "model"), [(1, "LLaMA-60M"), (1, "LLaMA-1B"), (8, "LLaMA-60M"), (64, "LLaMA-130M")])
 def test_the_memory_tables_are_those_of_the_script(gpus: int, model: str) -> None:
     """Compare some columns, since all of them take half a minute."""
     from benchmarks import memory
 
-    title = "### One GPU" if gpus == 1 else f"### {gpus} GPUs"
-    lines = (DOCS / "memory.md").read_text().split(title)[1].split("\n\n")[1].splitlines()
-    rows = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in lines)}
-    column = list(memory.MODELS).index(model)
-    shown = {name: cells[column] for name, cells in rows.items() if name in {form.name for form in memory.FORMS}}
+    shown = column_of("State on one GPU" if gpus == 1 else f"State on {gpus} GPUs with FSDP2", model)
+    assert shown.pop("weights and gradients in fp32")
     shape = memory.MODELS[model]
     assert shown == {form.name: memory.human(memory.state_bytes(shape, form, gpus)) for form in memory.FORMS}
+
+
+def test_the_table_of_weights_gradients_and_state_is_that_of_the_script() -> None:
+    from benchmarks import memory
+
+    model = "LLaMA-1B"
+    counted = {form.name: memory.human(memory.whole_bytes(memory.MODELS[model], form)) for form in memory.WHOLE}
+    assert column_of(memory.WHOLE_TITLE, model) == counted

@@ -224,13 +224,8 @@ class SOAP(MatrixOptimizer):
         side: the side of a one-sided basis: "auto" and "input" (columns), or "smaller", which saves state.
         betas: decay of the momentum and of the second moments, for SOAP and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-<<<<<<< HEAD
         adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs,
             offload: as in `Cosmos`.
-=======
-        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction,
-            cuda_graphs: as in `Cosmos`.
->>>>>>> adam8
 
     >>> opt = SOAP(nn.Linear(8, 16), lr=2e-3, frequency=10, two_sided=True)
     >>> [group["rule"] for group in opt.param_groups]
@@ -266,13 +261,8 @@ class GaLore(MatrixOptimizer):
         scale: factor of the update.
         betas: decay of the two moments, for GaLore and AdamW.
         eps: added to the root of the second moment; 0 is allowed.
-<<<<<<< HEAD
         adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs,
             offload: as in `Cosmos`.
-=======
-        adam_dtype, split_sizes, maximize, nonfinite, missing, stochastic_rounding, weight_correction,
-            cuda_graphs: as in `Cosmos`.
->>>>>>> adam8
 
     >>> layer = nn.Linear(8, 16, bias=False)
     >>> {name: tuple(x.shape) for name, x in GaLore(layer, rank=4).state[layer.weight].items()}

@@ -49,3 +49,14 @@ def test_no_message_installs_from_an_index() -> None:
     """The project is not on one: messages name the package that is missing, or the extra of the sources."""
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     assert [path.name for path in files if re.search(r"pip install .?cosmos-optim", path.read_text())] == []
+
+
+def test_no_file_has_the_marks_of_an_unfinished_merge() -> None:
+    """In a docstring they break nothing, so only their text shows them."""
+    folders = [ROOT / name for name in ("src", "tests", "docs", "examples", "benchmarks")]
+    files = [
+        *ROOT.glob("*.md"),
+        *(path for folder in folders for kind in ("py", "md") for path in folder.rglob(f"*.{kind}")),
+    ]
+    marked = [path for path in files if re.search(r"^(<{7}|>{7}) ", path.read_text(), re.MULTILINE)]
+    assert [str(path.relative_to(ROOT)) for path in marked] == []

@@ -143,11 +143,12 @@ def costs(folder: Path = ROOT / "results") -> dict[str, Cost]:
 
 
 def step_times(folder: Path = ROOT / "benchmarks" / "results") -> dict[str, list[float]]:
-    """Return the recorded medians of a step at LLaMA-1B, in ms, by optimizer: one for each process that measured it."""
+    """Return the recorded medians of a step at LLaMA-1B in float32, in ms, by optimizer, of all measurements."""
     found: dict[str, list[float]] = {}
     for path in sorted(folder.glob("*.json")):
         kept = json.loads(path.read_text())
-        runs = [r for r in kept.get("runs", [kept]) if r.get("model") == "llama-1b" and "before" not in path.name]
+        wide = [r for r in kept.get("runs", [kept]) if r.get("dtype", "float32") == "float32"]
+        runs = [r for r in wide if r.get("model") == "llama-1b" and "before" not in path.name]
         for row in (row for run in runs for row in run.get("rows", [])):
             name = row["name"]
             if name == "cosmos":

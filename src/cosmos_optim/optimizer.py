@@ -428,6 +428,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             found[name] = x.detach().to(torch.float32 if is_narrow else x.dtype, copy=True)
             if x in corrected and CORRECTION in self.state.get(x, {}):  # a user may have cleared the state
                 local = self._layouts[x].local
+                check_correction(name, x, {"weight_correction": True})  # the model may have been converted
                 local(found[name]).copy_(read(local(x), torch.float32, local(self.state[x][CORRECTION])))
         return found
 

@@ -243,6 +243,17 @@ def test_a_fresh_model_has_no_corrections() -> None:
     assert all(torch.equal(x, model.get_parameter(k).float()) for k, x in opt.float32_weights(model).items())
 
 
+def test_float32_weights_of_a_model_that_was_converted_are_refused() -> None:
+    """Its parameters are not the bfloat16 weights that the corrections belong to."""
+    model = decoder(dtype=BF16)
+    opt = Cosmos(model, rank=4, weight_correction=True)
+    take_steps(model, opt, 1)
+    with pytest.raises(
+        ValueError, match=r"'embed.weight' of shape \(32, 12\) has dtype torch.float32: convert it with"
+    ):
+        opt.float32_weights(model.float())
+
+
 # -- state and checkpoints --------------------------------------------------------------------------------------------
 
 

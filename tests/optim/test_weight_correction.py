@@ -311,6 +311,17 @@ def test_a_checkpoint_that_lacks_or_has_corrections_is_loaded_with_a_warning(wan
     take_steps(new, reads, 1)
 
 
+def test_corrections_that_the_checkpoint_reader_left_out_are_warned_of() -> None:
+    """As torch.distributed.checkpoint does: it reads only the state that the optimizer has, but all settings."""
+    wrote = build("cosmos", decoder(dtype=BF16), weight_correction=True)
+    reads = build("cosmos", decoder(dtype=BF16))
+    saved = wrote.state_dict()
+    for state in saved["state"].values():
+        del state["correction"]
+    with pytest.warns(UserWarning, match="has corrections of its weights, which are dropped"):
+        reads.load_state_dict(saved)
+
+
 def test_an_older_pickle_without_the_setting_goes_on() -> None:
     model = decoder(dtype=BF16)
     opt = Cosmos(model, rank=4)

@@ -268,9 +268,9 @@ def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], s
     }
     unlike: dict[bool, list[int]] = {True: [], False: []}  # our setting -> the groups with other state
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        b.pop("weight_correction", None)
         wanted = bool(a.get("weight_correction"))
-        if any((CORRECTION in state[key]) != wanted for key in b["params"] if key in state):
+        had = bool(b.pop("weight_correction", wanted))  # torch.distributed.checkpoint loads only the state that we keep
+        if had != wanted or any((CORRECTION in state[key]) != wanted for key in b["params"] if key in state):
             unlike[wanted].append(i)
     for wanted, groups in unlike.items():
         if groups:

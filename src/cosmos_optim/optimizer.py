@@ -249,9 +249,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._place_state(p, group)
 
     def _place_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter to where its layout keeps it; pinned memory of a copy is not pinned."""
+        """Move the state of a parameter to where its layout keeps it, in pinned memory only if it is on a GPU."""
         layout = self._layouts[p]
-        if layout.offloads and p.is_cuda and p in self.state:
+        if layout.offloads and not p.is_meta and p in self.state:
             state = self.state[p]
             slots = {name: slot for name, slot in layout.slots(group).items() if name in state}
             self.state[p] = state | {name: layout.adopt(state[name], p, slot) for name, slot in slots.items()}
@@ -428,6 +428,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             found[name] = x.detach().to(torch.float32 if is_narrow else x.dtype, copy=True)
             if x in corrected and CORRECTION in self.state.get(x, {}):  # a user may have cleared the state
                 local = self._layouts[x].local
+                check_correction(name, x, {"weight_correction": True})  # the model may have been converted
                 local(found[name]).copy_(read(local(x), torch.float32, local(self.state[x][CORRECTION])))
         return found
 

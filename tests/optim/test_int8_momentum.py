@@ -284,3 +284,16 @@ def test_other_optimizers_have_no_such_argument(make: Any) -> None:
 def test_an_unsigned_momentum_is_refused() -> None:
     with pytest.raises(ValueError, match="momentum_dtype=torch.uint8 is not valid: one of .*torch.int8"):
         Cosmos([matrix((8, 8))], momentum_dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Cosmos, {"rank": 1}), (Muon, {})])
+def test_blocks_of_columns_with_other_numbers_of_scales_are_refused_with_advice(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:  # fmt: skip
+    """Muon has no rank to lower."""
+    group = {"params": [matrix((6, 130))], "rule": kind.rule, "split_sizes": [129, 1], "split_side": "input"}
+    with pytest.raises(
+        ValueError, match=r"'M_scale' of different widths; give its group momentum_dtype=torch.bfloat16"
+    ):
+        kind([group], momentum_dtype=INT8, **options)
+    kind([group | {"momentum_dtype": torch.bfloat16}], momentum_dtype=INT8, **options)

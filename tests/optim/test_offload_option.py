@@ -27,6 +27,18 @@ def test_it_has_no_effect_on_parameters_on_a_cpu(name: str) -> None:
     assert ends[0][1] == ends[1][1]
 
 
+def test_state_that_moves_to_a_cpu_leaves_its_pinned_memory() -> None:
+    """`Tensor.to` would return a pinned tensor itself. Without a GPU, any new memory shows it."""
+    model = nn.Linear(8, 16, bias=False)
+    opt = Cosmos([{"params": [model.weight], "rule": "cosmos"}], rank=4, momentum_dtype=torch.int8, offload="cpu")
+    before = opt.state[model.weight]["M"].data_ptr()
+    model.double()
+    model.weight.grad = torch.ones_like(model.weight)
+    held = opt.state[model.weight]["M"]  # so that its memory is not used again
+    opt.step()
+    assert held.data_ptr() == before != opt.state[model.weight]["M"].data_ptr()
+
+
 def test_state_bytes_can_count_one_device() -> None:
     opt = Cosmos(decoder(), rank=4, offload="cpu")
     assert opt.state_bytes("cpu") == opt.state_bytes(torch.device("cpu")) == opt.state_bytes() > 0

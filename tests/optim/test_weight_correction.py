@@ -243,6 +243,17 @@ def test_a_fresh_model_has_no_corrections() -> None:
     assert all(torch.equal(x, model.get_parameter(k).float()) for k, x in opt.float32_weights(model).items())
 
 
+def test_float32_weights_of_a_model_that_was_converted_are_refused() -> None:
+    """Its parameters are not the bfloat16 weights that the corrections belong to."""
+    model = decoder(dtype=BF16)
+    opt = Cosmos(model, rank=4, weight_correction=True)
+    take_steps(model, opt, 1)
+    with pytest.raises(
+        ValueError, match=r"'embed.weight' of shape \(32, 12\) has dtype torch.float32: convert it with"
+    ):
+        opt.float32_weights(model.float())
+
+
 # -- state and checkpoints --------------------------------------------------------------------------------------------
 
 
@@ -298,6 +309,17 @@ def test_a_checkpoint_that_lacks_or_has_corrections_is_loaded_with_a_warning(wan
         assert ("correction" in reads.state[p]) is wanted
         assert not wanted or not reads.state[p]["correction"].any()
     take_steps(new, reads, 1)
+
+
+def test_corrections_that_the_checkpoint_reader_left_out_are_warned_of() -> None:
+    """As torch.distributed.checkpoint does: it reads only the state that the optimizer has, but all settings."""
+    wrote = build("cosmos", decoder(dtype=BF16), weight_correction=True)
+    reads = build("cosmos", decoder(dtype=BF16))
+    saved = wrote.state_dict()
+    for state in saved["state"].values():
+        del state["correction"]
+    with pytest.warns(UserWarning, match="has corrections of its weights, which are dropped"):
+        reads.load_state_dict(saved)
 
 
 def test_an_older_pickle_without_the_setting_goes_on() -> None:

@@ -25,9 +25,8 @@ def reserve_pieces(entries: Sequence[Entry], staging: StagingByDevice) -> None:
     """Make the slots large enough for the pieces of all entries with an elementwise rule."""
     for e in entries:
         if e.rule.elementwise and _names(e):
-            for piece in pieces(e):  # the last may be smaller
-                staging[e.p.device].reserve("pieces", [piece.state[name] for name in _names(e)])
-                break
+            first = next(pieces(e))  # no other is larger
+            staging[e.p.device].reserve("pieces", [first.state[name] for name in _names(e)], any_address=True)
 
 
 def run_elementwise_in_pieces(

@@ -189,10 +189,11 @@ class Staging:
         """GPU memory of all slots."""
         return sum(slot.memory.numel() for ring in self.rings.values() for slot in ring.slots)
 
-    def reserve(self, ring: str, tensors: Sequence[Tensor]) -> None:
-        """Make the slots of a ring large enough for these tensors."""
+    def reserve(self, ring: str, tensors: Sequence[Tensor], *, any_address: bool = False) -> None:
+        """Make the slots of a ring large enough for these tensors, or for such tensors at any address."""
         if tensors:
-            self.sizes[ring] = max(self.sizes.get(ring, 0), packed(tensors)[1])
+            more = ALIGN * len(tensors) if any_address else 0  # each may begin up to ALIGN bytes later in its slot
+            self.sizes[ring] = max(self.sizes.get(ring, 0), packed(tensors)[1] + more)
 
     def reserve_batch(self, batch: Batch, names: Collection[str] | None = None) -> None:
         """Reserve memory for the state of a batch, or for the state with these names."""

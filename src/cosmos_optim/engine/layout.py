@@ -255,9 +255,12 @@ class Layout:
             return self._slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
         is_cut = first.axes.startswith(self.split_axis)
         if any(s.shape[1:] != first.shape[1:] or (not is_cut and s.shape != first.shape) for s in slots):
+            hint = "lower rank to at most the smallest block"
+            if name == "M_scale":
+                hint = "give its group momentum_dtype=torch.bfloat16, or blocks of equal size"
             raise ValueError(
                 f"parameter {self.name!r}: split_sizes={list(self.splits)} give its blocks state {name!r} of different "
-                "widths; lower rank to at most the smallest block"
+                f"widths; {hint}"
             )
         if is_cut:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)

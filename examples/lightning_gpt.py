@@ -1,8 +1,8 @@
 """Train a small decoder with Lightning's Trainer: `python examples/lightning_gpt.py`.
 
 Only `configure_optimizers` is specific to COSMOS: `configure` makes the optimizer and steps the schedule after every
-batch. Checkpoints are Lightning's: run with `--checkpoints folder`, then again with `--resume folder/last.ckpt` and more
-`--steps` to continue. The schedule then follows the new number of steps.
+batch. Checkpoints are Lightning's: run with `--checkpoints folder`, then again with `--resume folder/last.ckpt` and
+more `--steps` to continue. The schedule then follows the new number of steps.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.evidence                  # writes docs/results/evidence.md and docs/figures/evidence.svg
 
-Tokens to AdamW's loss are read from the curves of the runs: where a curve first falls below AdamW's last value, on the
-same test tokens. These curves belong to runs whose rate decays at the very end. A run that was planned to end at the
+Tokens to AdamW's loss are read from the curves of the runs: the point at which a curve first falls below AdamW's last
+value, on the same test tokens. The rate of these runs decays until the very end. A run that was planned to end at the
 crossing would have decayed by then and should be lower there: what is read is probably too high. Complete shorter
 runs give a better number (docs/protocol.md; `benchmarks.sweep --table` prints it as soon as there are any).
 """
@@ -120,7 +120,7 @@ class Cost:
 
 
 def costs(folder: Path = ROOT / "results") -> dict[str, Cost]:
-    """Return the costs at LLaMA-1B, 262,144 tokens a step, with the forward and backward time of AdamW's row for all.
+    """Return the costs at LLaMA-1B, 256,000 tokens a step, with the forward and backward time of AdamW's row for all.
 
     That time differs by about 1 % between measurements, more than the optimizers do, so it is taken from one of them.
     """
@@ -204,7 +204,7 @@ def report(results: Mapping[str, Result]) -> str:
         "probably too high. Complete shorter runs will tell.",
         "- **Searches that are open**: an optimizer may still improve; if AdamW does, the shares rise.",
         "- **Time at 1B**: the share times the time of a training step at LLaMA-1B over AdamW's, both measured "
-        "(`results/h200-profile-llama-1b*.json`, 262,144 tokens a step; Muon by this library). It assumes "
+        "(`results/h200-profile-llama-1b*.json`, 256,000 tokens a step; Muon by this library). It assumes "
         "that the share at 60M holds at 1B, which is not known.",
         "", "## Step and state at LLaMA-1B", "",
         "| | optimizer step in training, ms | over AdamW's training step | state GiB |", "|---|---|---|---|",

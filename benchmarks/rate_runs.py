@@ -24,12 +24,12 @@ SIZES: Mapping[str, dict[str, Any]] = {  # Instead of the preset's; all with 32,
     "llama-130m": {"vocab_size": 32_100},
 }
 PRESETS = {"llama-30m": "llama-10m"}
-RUNS_PER_CELL = 6  # 3 or 4 hidden rates and 2 or 3 outer rates beside the starting one
+RUNS_PER_CELL = 6  # 3 or 4 hidden rates and 2 or 3 outer rates in addition to the starting one
 PARAMETERS = {"llama-10m": 22.8e6, "llama-30m": 38.8e6, "llama-60m": 58.2e6, "llama-130m": 162e6}
-# Measured on an H200, two runs at a time: COSMOS at 60M and 16 x 1024 takes 1.65 s for a million tokens and 8 s beside.
+# Measured on an H200, two runs at a time: COSMOS at 60M and 16 x 1024 takes 1.65 s for a million tokens, and 8 s more.
 # Small models and small steps are limited by launches: no faster than a model of 35 % of the size, and a guess of 12 ms
 # for a step.
-SECONDS_PER_MILLION, BESIDE, LEAST, STEP = 1.65, 8.0, 0.35, 0.012
+SECONDS_PER_MILLION, OVERHEAD, LEAST, STEP = 1.65, 8.0, 0.35, 0.012
 
 
 def name_of(steps: int, batch: int) -> str:
@@ -55,7 +55,7 @@ def seconds(model: str, regime: Regime) -> float:
     """Return the expected seconds of one run on an H200 with two at a time."""
     share = max(LEAST, PARAMETERS[model] / PARAMETERS["llama-60m"])
     tokens = regime.steps * regime.batch * regime.seq_len
-    return BESIDE + max(STEP * regime.steps, SECONDS_PER_MILLION * share * tokens / 1e6)
+    return OVERHEAD + max(STEP * regime.steps, SECONDS_PER_MILLION * share * tokens / 1e6)
 
 
 def table() -> str:

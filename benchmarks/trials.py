@@ -2,14 +2,14 @@
 
 Baselines at any memory, to see what COSMOS's memory costs:
 
-    MuonEq    Muon whose momentum has rows of equal norm before Newton-Schulz (arXiv 2603.28254)
-    SoapPolar two-sided SOAP whose update is orthogonalized: D = sqrt(max(m, n)) NS5(O P U')
+    MuonEq    Muon with rows of equal norm in the momentum before Newton-Schulz (arXiv 2603.28254)
+    SoapPolar two-sided SOAP with an orthogonalized update: D = sqrt(max(m, n)) NS5(O P U')
 
-Changes ("levers"), as options of TrialCosmos, TrialMuon, TrialNorMuon and TrialAdam: see `Levers`.
+Changes ("levers"), as options of TrialCosmos, TrialMuon, TrialNorMuon, TrialSoap and TrialAdam: see `Levers`.
 
 Letters are those of the rules: G (m, n) gradient, M momentum, N Nesterov's momentum, U O bases, V second moment.
-`register()` enters everything by name, so that the lab finds it. Nothing here runs by kernels, except where a class
-keeps the package's own rule.
+`register()` enters everything by name, so that the lab finds it. Nothing here runs by kernels, unless a class keeps
+the package's own rule.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def muon_eq(
     momentum_dtype: torch.dtype | None = None, scaling: str = "paper", ns: NewtonSchulz = NS5,
     alg: Algebra | None = None,
 ) -> tuple[Tensor, muon.MuonState]:  # fmt: skip
-    """Return Muon's direction of a momentum whose rows have been divided by their norms."""
+    """Return Muon's direction of the momentum with each row divided by its norm."""
     alg = alg or Algebra(*G.shape[-2:])
     M = as_stored(torch.lerp(state.M, G, 1 - momentum), momentum_dtype)
     N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M
@@ -203,7 +203,8 @@ class Levers(MatrixOptimizer):
     embedding_betas, head_betas: betas of AdamW there.
     gamma_attention, gamma_mlp: factors of gamma in attention and in the MLP.
     basis_beta2, balance: as in `cosmos_trial`.
-    cautious_decay: decay of hidden matrices where it does not oppose the update, times lr, as in W <- W - lr decay W.
+    cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
+        W <- W - lr decay W.
     bf16_weights: True turns the parameters into bfloat16 first, as `weight_correction` needs them.
     lookahead: gradients are taken at x + b m instead of x, with m = 0.99 m + 0.01 (x_new - x_old) and b = `lookahead`
         times the share of the peak rate, from the peak until a quarter of it (EMA-Nesterov, arXiv 2605.25395).
@@ -257,7 +258,7 @@ class Levers(MatrixOptimizer):
         super().__init__(_merged(changed), lr, **options)
 
     def _check_rules(self, groups: list[Any]) -> None:
-        """Accept the rules of trials beside AdamW's."""
+        """Accept the rules of trials, in addition to AdamW's."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -339,6 +340,6 @@ OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
 
 
 def register() -> None:
-    """Enter the rules and the optimizers by name, beside the package's; a second call changes nothing."""
+    """Enter the rules and the optimizers by name, next to the package's; a second call changes nothing."""
     RULES.update({rule.name: rule for rule in (MUON_EQ, SOAP_POLAR, COSMOS_TRIAL, ADAM_ROWS)})
     cosmos_optim.OPTIMIZERS.update(OPTIMIZERS)

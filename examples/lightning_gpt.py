@@ -1,12 +1,14 @@
 """Train a small decoder with Lightning's Trainer: `python examples/lightning_gpt.py`.
 
 Only `configure_optimizers` is specific to COSMOS: `configure` makes the optimizer and steps the schedule after every
-batch. Checkpoints are Lightning's: run again with `--resume folder/last.ckpt` and more `--steps` to continue.
+batch. Checkpoints are Lightning's: run with `--checkpoints folder`, then again with `--resume folder/last.ckpt` and
+more `--steps` to continue. The schedule then follows the new number of steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from cosmos_optim import plan
@@ -44,12 +46,20 @@ class Decoder(lightning.LightningModule):
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.losses.append(loss.item())
         if index % 10 == 0:
-            print(f"step {self.global_step:4d}   loss {self.losses[-1]:.3f}")
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            print(f"step {self.global_step:4d}   lr {rate:.2e}   loss {self.losses[-1]:.3f}")
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return the optimizer, and a schedule that moves both of its rates at every step."""
-        return configure(self, lr=self.lr, weight_decay=0.1, schedule=lambda opt: CosineAnnealingLR(opt, self.steps))
+        """Return the optimizer, and a schedule that scales both of its rates at every step.
+
+        `CosineAnnealingLR` would restore its old length from a checkpoint, and its rate would rise again.
+        """
+
+        def share(step: int) -> float:
+            return 0.5 + 0.5 * math.cos(math.pi * step / self.steps)
+
+        return configure(self, lr=self.lr, weight_decay=0.1, schedule=lambda opt: LambdaLR(opt, share))
 
 
 def batches() -> DataLoader[Tensor]:
@@ -64,7 +74,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3, help="rate of the hidden matrices, a fourth of the others'")
     parser.add_argument("--checkpoints", help="folder for checkpoints; by default none are written")
     parser.add_argument("--resume", help="checkpoint to continue from")
@@ -83,7 +93,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, batches(), ckpt_path=args.resume)
+    trainer.fit(module, batches(), ckpt_path=args.resume, weights_only=True)  # loads tensors and numbers, runs no code
     return module.losses
 
 

@@ -1,7 +1,7 @@
 """Train a GPT in plain PyTorch: fused qkv, tied head, own loop with warm-up, cosine, clipping, checkpoint and resume.
 
     python examples/nanogpt.py
-    python examples/nanogpt.py --checkpoint run.pt --stop 50    # stops after step 50, as if it were killed there
+    python examples/nanogpt.py --checkpoint run.pt --stop 30    # stops after step 30, as if it were killed there
     python examples/nanogpt.py --checkpoint run.pt              # continues, with the losses of the unbroken run
 
 The text is the source of torch.nn. Two things are specific to COSMOS: the optimizer, and that a loop with its own
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--length", type=int, default=64, help="bytes in a sequence")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=1e-3, help="rate of the hidden matrices, a fourth of the others'")
     parser.add_argument("--checkpoint", type=Path, help="file to write at the end, and to continue from if it exists")
     parser.add_argument("--stop", type=int, help="leave after this step, but keep the schedule of --steps")
@@ -86,9 +86,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     torch.manual_seed(0)
     files = sorted(Path(nn.__file__).parent.glob("modules/*.py"))
     data = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
-
-    model, w = GPT(args.width, args.depth, args.length), args.width
-    overrides = {"*.qkv.weight": {"split_sizes": (w, w, w)}}  # update q, k and v as the three matrices that they are
+    model = GPT(args.width, args.depth, args.length)
+    overrides = {"*.qkv.weight": {"split_sizes": args.width}}  # update q, k and v as the three matrices that they are
     opt = Cosmos(param_groups(model, overrides=overrides), lr=args.lr, adam_lr=4 * args.lr, weight_decay=0.1)
     print(plan(opt))
     peaks, begin = [group["lr"] for group in opt.param_groups], 0

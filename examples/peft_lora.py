@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     """Pre-train, fine-tune, and return the losses of the second part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--base-steps", type=int, default=40, help="steps that train the base model")
-    parser.add_argument("--steps", type=int, default=40, help="steps of fine-tuning")
+    parser.add_argument("--base-steps", type=int, default=30, help="steps that train the base model")
+    parser.add_argument("--steps", type=int, default=30, help="steps of fine-tuning")
     parser.add_argument("--rank", type=int, default=8, help="rank of the adapters")
     parser.add_argument("--lr", type=float, default=3e-3, help="rate of the adapters")
     parser.add_argument("--adapters", help="folder to save the adapters in")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cosmos_optim import Cosmos, param_groups, plan
 
-CONTEXT, WIDTH, BATCH, STEPS = 16, 64, 64, 200
+CONTEXT, WIDTH, BATCH, STEPS = 16, 64, 64, 100
 
 
 class CharacterModel(nn.Module):
@@ -55,7 +55,7 @@ def main(name: str = "cosmos") -> float:
         opt.zero_grad()
         schedule.step()
         losses.append(loss.item())
-        if step % 50 == 0:
+        if step % 25 == 0:
             print(f"{name}  step {step:4d}  loss {sum(losses[-10:]) / 10:.3f}")
     return sum(losses[-10:]) / 10
 

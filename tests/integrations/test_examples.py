@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,18 @@ def test_the_trainer_example_resumes_from_its_last_checkpoint(tmp_path: Path) ->
     first = example.main([*small, "--steps", "20"])
     again = example.main([*small, "--steps", "30", "--resume"])
     assert again[: len(first)] == first and len(again) == len(first) + 1
+
+
+def test_the_lightning_example_resumes_and_its_rate_falls_to_the_end_of_the_longer_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lightning")
+    example = importlib.import_module("examples.lightning_gpt")
+    small = ["--width", "16", "--depth", "1", "--lr", "0.004", "--checkpoints", str(tmp_path)]
+    first = example.main([*small, "--steps", "11"])
+    capsys.readouterr()
+    again = example.main([*small, "--steps", "21", "--resume", str(tmp_path / "last.ckpt")])
+    assert len(first) == 11 and len(again) == 10
+    assert again[0] < first[0]
+    (rate,) = re.findall(r"^step   20   lr (\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert float(rate) < 0.05 * 0.004

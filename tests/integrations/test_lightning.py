@@ -57,7 +57,7 @@ def test_a_resumed_trainer_repeats_the_losses_and_logs_the_rate_of_the_hidden_ma
     trainer.fit(whole, batches())
     again = Module(seed=1)
     resumed = lightning.Trainer(max_epochs=STEPS // CUT, **QUIET, enable_checkpointing=False)
-    resumed.fit(again, batches(), ckpt_path=str(tmp_path / f"step={CUT}.ckpt"), weights_only=False)
+    resumed.fit(again, batches(), ckpt_path=str(tmp_path / f"step={CUT}.ckpt"), weights_only=True)
     assert again.losses == whole.losses[CUT:]
     assert whole.losses[-1] < whole.losses[0]
     rows = list(csv.DictReader((Path(log.log_dir) / "metrics.csv").open()))

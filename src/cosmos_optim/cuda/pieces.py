@@ -32,7 +32,7 @@ def reserve_pieces(entries: Sequence[Entry], staging: StagingByDevice) -> None:
 def run_elementwise_in_pieces(
     entries: Sequence[Entry], skip: Tensor | None, staging: StagingByDevice
 ) -> None:  # fmt: skip
-    """Step all entries with an elementwise rule: those with state in host memory in pieces, the others as ever."""
+    """Step all entries with an elementwise rule: those with state in host memory in pieces, the others whole."""
     elementwise = [e for e in entries if e.rule.elementwise]
     run_adam([e for e in elementwise if not _names(e)], skip)
     for e in elementwise:

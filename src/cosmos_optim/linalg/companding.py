@@ -25,7 +25,8 @@ embedding and head, the largest update (exact Adam's is at most 1.70) and the lo
     both squares, random, v not 0                   0.016   0.048   2.1   3.1102
     both squares, lattice, v not 0 (this file)      0.016   0.032   1.9   3.1104
 
-The lower losses of rounding to nearest are those of another optimizer, whose v is too large.
+Rounding to nearest has lower losses because its v is too large, which makes it another optimizer.
+The trial script of this table is not in the repository.
 
 Scales have 20 significant bits, so storing a stored moment again changes no bit of it, for any noise.
 `cuda.kernels.adam_int8` does the same on a GPU.

@@ -26,7 +26,7 @@ def split_weight(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> p.tolist(), correction.tolist()
     ([1.0, 1.0, 1.0], [0, 32, -64])
     """
-    bits24 = (torch.where(x.isnan(), torch.nan, x).view(torch.int32) + 128) >> 8  # one NaN, whose bits do not overflow
+    bits24 = (torch.where(x.isnan(), torch.nan, x).view(torch.int32) + 128) >> 8  # a NaN with bits that do not overflow
     bits16 = (bits24 + 128) >> 8
     p = bits16.to(torch.int16).view(torch.bfloat16)
     return p, torch.where(p.isfinite(), bits24 - (bits16 << 8), 0).to(torch.int8)
@@ -36,7 +36,7 @@ def join_weight(p: Tensor, correction: Tensor) -> Tensor:
     """Return the float32 of a bfloat16 and its correction.
 
     If other code has written p since, the correction still moves it by at most half a unit in its last place. It is
-    ignored where it has no meaning: if p is not finite, and if it would move a zero across zero.
+    ignored if it has no meaning: if p is not finite, and if it would move a zero across zero.
 
     >>> join_weight(torch.tensor([1.0, 0.0]).bfloat16(), torch.tensor([32, -64], dtype=torch.int8)).tolist()
     [1.0009765625, 0.0]

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.demo_tuning import EMBEDDING, HIDDEN, OPTIMIZERS, best_of, noise
 from cosmos_lab.cli.main import main
-from cosmos_lab.demo import _SURE, NOISE, RATES, VALIDATIONS, DemoConfig, demo, demo_run, verdict
+from cosmos_lab.demo import NOISE, RATES, VALIDATIONS, DemoConfig, demo, demo_run, verdict
+from cosmos_lab.report.words import sure_gap
 from cosmos_lab.results.reading import read_run, read_summary
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import train
@@ -42,7 +43,9 @@ def test_the_demo_ends_with_table_link_sentence_and_commands_that_work(
     assert list(result["best"]) == ["adam", "muon", "soap", "cosmos"]
     assert "run 2 of 4" in out and "left" in out and verdict({r["optimizer"]: r["mean"] for r in result["rows"]}) in out
     (link,) = [line.removeprefix("Report: ") for line in out.splitlines() if line.startswith("Report: ")]
-    assert link.startswith("file://") and Path(urlparse(link).path).read_text().startswith("<!")
+    page = Path(urlparse(link).path).read_text()
+    assert link.startswith("file://") and page.startswith("<!")
+    assert ("cannot be told apart" in page) == ("cannot be told apart" in out)  # headline and last sentence agree
     for name, rates in RATES.items():
         assert len(read_run(demo_run(name, *rates, config).folder).validation) >= 10
     evaluate, export, more = out[out.index("Next:") :].splitlines()[1:4]
@@ -72,7 +75,7 @@ def test_the_last_sentence_names_the_winner_in_every_order(order: tuple[str, ...
     first, second, third, last = order
     clear = {name: 5.0 + place for place, name in enumerate(order)}
     assert verdict(clear) == f"{names[first]} ended lowest: validation loss 5.00, 1.00 below {names[second]}."
-    tied = {**clear, second: 5.0 + 0.9 * _SURE}
+    tied = {**clear, second: 5.0 + 0.9 * sure_gap(NOISE)}
     assert verdict(tied).startswith(f"{names[first]} and {names[second]} cannot be told apart here")
     assert verdict(tied).endswith(f"; {names[third]} and {names[last]} ended higher.")
     assert verdict({**tied, last: None}).endswith(f"; {names[third]} ended higher. {names[last]} diverged.")

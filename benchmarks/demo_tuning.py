@@ -42,7 +42,8 @@ class Tuning:
         kept = json.loads(target.read_text()) if target.exists() else {"grid": [], "seeds": []}
         self.folder, self.target = folder, target
         self.head = {key: kept[key] for key in _HEAD if key in kept}
-        self.rows: dict[Setting, Row] = {_setting(row): row for row in [*kept["grid"], *kept["seeds"]]}
+        rows = [*kept["grid"], *kept["seeds"], *kept.get("partial", [])]  # partial: pairs that not all four have tried
+        self.rows: dict[Setting, Row] = {_setting(row): row for row in rows}
 
     def of(self, settings: Iterable[Setting]) -> list[Row]:
         """Return the rows of some settings; train those that are missing."""

@@ -1,20 +1,21 @@
 """Find the rates of `cosmos-lab demo`: `python -m benchmarks.demo_tuning FOLDER results/demo-tuning.json`.
 
-Every optimizer tries the same grid, at the demo's own size and length: a rate for the hidden matrices and a rate for
-embedding, head and norms. The best pair of each then runs with two more seeds: how far the losses of one setting differ
-is the noise below which the demo calls two optimizers equal. The same call continues after a stop.
+Every optimizer tries the same pairs, at the demo's own size and length: a rate for the hidden matrices and a rate for
+embedding, head and norms. They begin with a square grid. As long as the best pair of one optimizer has a neighbour that
+was not tried (half or twice one of its rates), all four try that neighbour. The best pair of each then runs with two
+more seeds: how far the losses of one setting differ is the noise below which the demo does not tell optimizers apart.
 
-All four were best at the highest rate of the embedding, and all except SOAP at the lowest hidden rate, so a wider grid
-may find better pairs for each of them.
+The same call continues after a stop. Runs that the file has already are not trained again.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +26,96 @@ from cosmos_lab.results.reading import read_run
 from cosmos_lab.run.train import train
 
 OPTIMIZERS = ("adam", "muon", "soap", "cosmos")
-HIDDEN = (1e-3, 2e-3, 4e-3)  # rates of the hidden matrices
-EMBEDDING = (2e-3, 4e-3, 8e-3)  # rates of embedding, head and norms
+START = tuple(itertools.product((1e-3, 2e-3, 4e-3), (2e-3, 4e-3, 8e-3)))  # rates of hidden matrices, of the rest
 MORE_SEEDS = (1, 2)
+_HEAD = ("date", "versions", "data", "parameters")
+
+Row = Mapping[str, Any]
+Pair = tuple[float, float]
+Setting = tuple[str, float, float, int]
+
+
+class Tuning:
+    """The runs so far: those of the file, and those trained since."""
+
+    def __init__(self, folder: str, target: Path) -> None:
+        kept = json.loads(target.read_text()) if target.exists() else {"grid": [], "seeds": []}
+        self.folder, self.target = folder, target
+        self.head = {key: kept[key] for key in _HEAD if key in kept}
+        rows = [*kept["grid"], *kept["seeds"], *kept.get("partial", [])]  # partial: pairs that not all four have tried
+        self.rows: dict[Setting, Row] = {_setting(row): row for row in rows}
+
+    def of(self, settings: Iterable[Setting]) -> list[Row]:
+        """Return the rows of some settings; train those that are missing."""
+        return [self.rows.get(setting) or self._trained(setting) for setting in settings]
+
+    def _trained(self, setting: Setting) -> Row:
+        name, hidden_lr, embedding_lr, seed = setting
+        run = demo_run(name, hidden_lr, embedding_lr, DemoConfig(out=self.folder, seed=seed))
+        row, about = _row(run)
+        self.head = self.head or {key: about[key] for key in _HEAD}
+        if about["data"] != self.head["data"]:
+            raise ValueError(f"{self.target} has runs on another text than this machine's Python: name a new file")
+        self.rows[setting] = row
+        return row
+
+    def write(self, grid: Sequence[Row]) -> None:
+        """Write all runs as one file."""
+        seeds = [row for row in self.rows.values() if row["seed"]]
+        found = {"grid": grid, "seeds": seeds, "best": best_of(grid), "noise": noise([*grid, *seeds])}
+        write_json(self.target, {**self.head, **found})
 
 
 def tune(folder: str, target: Path) -> None:
-    """Train the grid, then the best of each with more seeds; write all of them as one file."""
-    pairs = itertools.product(OPTIMIZERS, HIDDEN, EMBEDDING)
-    grid = [demo_run(*each, DemoConfig(out=folder)) for each in pairs]
-    rows = [_row(run, number, len(grid)) for number, run in enumerate(grid, 1)]
-    best = best_of(rows)
-    again = [
-        demo_run(o, row["hidden_lr"], row["embedding_lr"], DemoConfig(out=folder, seed=seed))
-        for o, row in best.items()
-        for seed in MORE_SEEDS
-    ]
-    seeds = [_row(run, number, len(again)) for number, run in enumerate(again, 1)]
-    about = read_run(Path(folder) / rows[0]["name"]).config
-    made = {key: about[key] for key in ("date", "commit", "versions", "data", "parameters")}
-    write_json(target, {**made, "grid": rows, "seeds": seeds, "best": best, "noise": noise(best, seeds)})
+    """Train pairs until the best of each optimizer has all its neighbours, then the best with more seeds."""
+    tuning = Tuning(folder, target)
+    pairs = dict.fromkeys([*START, *(_pair(row) for row in tuning.rows.values() if not row["seed"])])
+    while True:
+        grid = tuning.of((name, *pair, 0) for name in OPTIMIZERS for pair in pairs)
+        best = best_of(grid)
+        more = [pair for row in best.values() for pair in untried(row, pairs)]
+        if not more:
+            break
+        pairs |= dict.fromkeys(more)
+    tuning.of((name, *_pair(row), seed) for name, row in best.items() for seed in MORE_SEEDS)
+    tuning.write(grid)
 
 
-def best_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the row with the lowest validation loss of each optimizer."""
+def best_of(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return the row with the lowest validation loss of each optimizer; a run that diverged has none."""
     own = {o: [row for row in rows if row["optimizer"] == o] for o in dict.fromkeys(row["optimizer"] for row in rows)}
-    return {name: dict(min(found, key=lambda row: row["final_val_loss"])) for name, found in own.items()}
+    return {name: min(found, key=_loss) for name, found in own.items()}
 
 
-def noise(best: Mapping[str, Mapping[str, Any]], seeds: Sequence[Mapping[str, Any]]) -> float:
-    """Return the standard deviation of the final loss over seeds, pooled over the optimizers."""
-    variances = []
-    for name, row in best.items():
-        losses = [row["final_val_loss"], *(s["final_val_loss"] for s in seeds if s["optimizer"] == name)]
-        variances.append(statistics.variance(losses))
-    return statistics.fmean(variances) ** 0.5
+def untried(row: Row, pairs: Collection[Pair]) -> list[Pair]:
+    """Return the neighbours of a row's pair, half or twice one of its rates, that are not among the pairs."""
+    hidden, embedding = _pair(row)
+    beside = [(hidden / 2, embedding), (2 * hidden, embedding), (hidden, embedding / 2), (hidden, 2 * embedding)]
+    return [pair for pair in beside if pair not in pairs]
 
 
-def _row(run: RunConfig, number: int, of: int) -> dict[str, Any]:
-    """Train a run, unless it is finished, and return its settings and result."""
+def noise(rows: Sequence[Row]) -> float:
+    """Return the standard deviation of the final loss over seeds, pooled over the settings that ran with several."""
+    losses: dict[tuple[str, Pair], list[float]] = {}
+    for row in rows:
+        losses.setdefault((row["optimizer"], _pair(row)), []).append(row["final_val_loss"])
+    return statistics.fmean(statistics.variance(own) for own in losses.values() if len(own) > 1) ** 0.5
+
+
+def _loss(row: Row) -> float:
+    return math.inf if row["final_val_loss"] is None else float(row["final_val_loss"])
+
+
+def _pair(row: Row) -> Pair:
+    return row["hidden_lr"], row["embedding_lr"]
+
+
+def _setting(row: Row) -> Setting:
+    return row["optimizer"], *_pair(row), row["seed"]
+
+
+def _row(run: RunConfig) -> tuple[Row, Mapping[str, Any]]:
+    """Train a run, unless it is finished; return its settings and result, and its config.json."""
     run = run.replace(val_every=0, diagnostics_every=0, checkpoint_every=0)
     summary = train(run)
     found = read_run(run.folder).config
@@ -71,11 +123,11 @@ def _row(run: RunConfig, number: int, of: int) -> dict[str, Any]:
         "name": run.run_name, "optimizer": run.optimizer.optimizer, "hidden_lr": run.optimizer.lr,
         "embedding_lr": run.optimizer.adam_lr, "seed": run.training.seed, "status": summary["status"],
         "final_val_loss": summary["final_val_loss"], "final_val_ppl": summary["final_val_ppl"],
-        "seconds": summary["time"], "config": {key: value for key, value in found["config"].items() if key != "out"},
-        "settings": found["settings"],
+        "seconds": summary["time"], "commit": found["commit"], "settings": found["settings"],
+        "config": {key: value for key, value in found["config"].items() if key != "out"},
     }  # fmt: skip
-    print(f"{number} of {of}", json.dumps({key: row[key] for key in list(row)[:8]}), flush=True)
-    return row
+    print(json.dumps({key: row[key] for key in list(row)[:8]}), flush=True)
+    return row, found
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
 from cosmos_lab.report import write_report
+from cosmos_lab.report.words import listed, sure_gap, ties
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
 # Rates of the hidden matrices, and of embedding, head and norms.
-RATES = {"adam": (1e-3, 8e-3), "muon": (1e-3, 8e-3), "soap": (2e-3, 8e-3), "cosmos": (1e-3, 8e-3)}
+RATES = {"adam": (2e-3, 3.2e-2), "muon": (1e-3, 3.2e-2), "soap": (2e-3, 3.2e-2), "cosmos": (1e-3, 3.2e-2)}
 NAMES = {"adam": "AdamW", "muon": "Muon", "soap": "SOAP", "cosmos": "COSMOS"}
 NOISE = 0.031  # standard deviation of the final loss over seeds, from the same file
 VALIDATIONS = 12  # of each run: enough for a curve
@@ -74,7 +75,7 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     result = compare(list(runs.values()), report=False)
     if any(row["failures"] for row in result["rows"]):
         raise ValueError("a run of the demo failed (see the table)")
-    page = write_report([run.folder for run in runs.values()], Path(config.out) / "report", title="Demo")
+    page = write_report([run.folder for run in runs.values()], Path(config.out) / "report", title="Demo", noise=NOISE)
     losses = {row["optimizer"]: row["mean"] for row in result["rows"]}
     print(f"\n{verdict(losses)}\nTook {time.perf_counter() - start:.0f} s.\n\n{_next_steps(page, runs['cosmos'])}")
     return result
@@ -84,27 +85,20 @@ def verdict(losses: Mapping[str, float | None]) -> str:
     """Say which optimizer ended lowest, and which ones one seed cannot tell from it; None is a run that diverged."""
     ended = sorted((loss, name) for name, loss in losses.items() if loss is not None and math.isfinite(loss))
     failed = [NAMES[name] for name, loss in losses.items() if loss is None or not math.isfinite(loss)]
-    tail = f" {_listed(failed)} diverged." if failed else ""
+    tail = f" {listed(failed)} diverged." if failed else ""
     if not ended:
         return "No run ended with a finite loss."
     best = ended[0][0]
-    near = [NAMES[name] for loss, name in ended if loss - best <= _SURE]
-    far = [NAMES[name] for loss, name in ended if loss - best > _SURE]
-    behind = f"; {_listed(far)} ended higher" if far else ""
+    close = ties([loss for loss, _ in ended], NOISE)
+    near, far = ([NAMES[name] for _, name in part] for part in (ended[:close], ended[close:]))
+    behind = f"; {listed(far)} ended higher" if far else ""
     if len(near) == 1:
         lead = "" if len(ended) == 1 else f", {ended[1][0] - best:.2f} below {NAMES[ended[1][1]]}"
         return f"{near[0]} ended lowest: validation loss {best:.2f}{lead}.{tail}"
     return (
-        f"{_listed(near)} cannot be told apart here: their validation losses, {best:.2f} at best, differ by less than "
-        f"{_SURE:.2f}, and seeds alone make such differences{behind}.{tail}"
+        f"{listed(near)} cannot be told apart here: their validation losses, {best:.2f} at best, differ by less than "
+        f"{sure_gap(NOISE):.2f}, and seeds alone make such differences{behind}.{tail}"
     )
-
-
-_SURE = 2 * math.sqrt(2) * NOISE  # two standard deviations of a difference of two runs
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _next_steps(page: Path, run: RunConfig) -> str:

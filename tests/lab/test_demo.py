@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,18 @@ from urllib.parse import urlparse
 
 import pytest
 
-from benchmarks.demo_tuning import EMBEDDING, HIDDEN, OPTIMIZERS, best_of, noise
+from benchmarks.demo_tuning import OPTIMIZERS, START, best_of, noise, tune, untried
 from cosmos_lab.cli.main import main
-from cosmos_lab.demo import _SURE, NOISE, RATES, VALIDATIONS, DemoConfig, demo, demo_run, verdict
+from cosmos_lab.config import RunConfig
+from cosmos_lab.demo import NOISE, RATES, VALIDATIONS, DemoConfig, demo, demo_run, verdict
+from cosmos_lab.report.words import sure_gap
 from cosmos_lab.results.reading import read_run, read_summary
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import train
 from tests.lab.outcomes import at_step, log_of
 
-TUNING = json.loads((Path(__file__).parents[2] / "results" / "demo-tuning.json").read_text())
+ROOT = Path(__file__).parents[2]
+TUNING = json.loads((ROOT / "results" / "demo-tuning.json").read_text())
 
 
 def test_the_demo_ends_with_table_link_sentence_and_commands_that_work(
@@ -42,7 +46,9 @@ def test_the_demo_ends_with_table_link_sentence_and_commands_that_work(
     assert list(result["best"]) == ["adam", "muon", "soap", "cosmos"]
     assert "run 2 of 4" in out and "left" in out and verdict({r["optimizer"]: r["mean"] for r in result["rows"]}) in out
     (link,) = [line.removeprefix("Report: ") for line in out.splitlines() if line.startswith("Report: ")]
-    assert link.startswith("file://") and Path(urlparse(link).path).read_text().startswith("<!")
+    page = Path(urlparse(link).path).read_text()
+    assert link.startswith("file://") and page.startswith("<!")
+    assert ("cannot be told apart" in page) == ("cannot be told apart" in out)  # headline and last sentence agree
     for name, rates in RATES.items():
         assert len(read_run(demo_run(name, *rates, config).folder).validation) >= 10
     evaluate, export, more = out[out.index("Next:") :].splitlines()[1:4]
@@ -72,7 +78,7 @@ def test_the_last_sentence_names_the_winner_in_every_order(order: tuple[str, ...
     first, second, third, last = order
     clear = {name: 5.0 + place for place, name in enumerate(order)}
     assert verdict(clear) == f"{names[first]} ended lowest: validation loss 5.00, 1.00 below {names[second]}."
-    tied = {**clear, second: 5.0 + 0.9 * _SURE}
+    tied = {**clear, second: 5.0 + 0.9 * sure_gap(NOISE)}
     assert verdict(tied).startswith(f"{names[first]} and {names[second]} cannot be told apart here")
     assert verdict(tied).endswith(f"; {names[third]} and {names[last]} ended higher.")
     assert verdict({**tied, last: None}).endswith(f"; {names[third]} ended higher. {names[last]} diverged.")
@@ -84,14 +90,69 @@ def test_the_last_sentence_is_true_of_ties_and_failures() -> None:
     assert verdict({"adam": None, "cosmos": 5.0}) == "COSMOS ended lowest: validation loss 5.00. AdamW diverged."
 
 
-def test_every_optimizer_runs_at_the_best_pair_of_the_same_grid() -> None:
-    pairs = set(itertools.product(HIDDEN, EMBEDDING))
+def test_every_optimizer_runs_at_the_best_of_the_same_pairs() -> None:
+    pairs = {(row["hidden_lr"], row["embedding_lr"]) for row in TUNING["grid"]}
+    assert pairs >= set(START)
     for name in OPTIMIZERS:
         tried = [row for row in TUNING["grid"] if row["optimizer"] == name]
         assert {(row["hidden_lr"], row["embedding_lr"]) for row in tried} == pairs and len(tried) == len(pairs)
         best = best_of(tried)[name]
-        assert RATES[name] == (best["hidden_lr"], best["embedding_lr"])
-    assert pytest.approx(noise(TUNING["best"], TUNING["seeds"]), abs=5e-4) == NOISE
+        assert best == TUNING["best"][name] and RATES[name] == (best["hidden_lr"], best["embedding_lr"])
+    assert pytest.approx(noise([*TUNING["grid"], *TUNING["seeds"]]), abs=5e-4) == NOISE
+
+
+@pytest.mark.xfail(strict=True, reason="not finished: python -m benchmarks.demo_tuning FOLDER results/demo-tuning.json")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_best_rate_is_at_the_edge_of_the_rates_tried(name: str) -> None:
+    pairs = {(row["hidden_lr"], row["embedding_lr"]) for row in TUNING["grid"]}
+    assert untried(TUNING["best"][name], pairs) == [], "a best rate at the edge says that the grid is too small"
+
+
+def test_the_documented_table_is_that_of_the_file() -> None:
+    section = (ROOT / "docs" / "lab.md").read_text().partition("## The demo's rates")[2]
+    cells = {}
+    for line in section.splitlines():
+        if line.startswith("| ") and not line.startswith("| hidden"):
+            hidden, embedding, *losses = line.strip("| ").split(" | ")
+            cells |= {(o, float(hidden), float(embedding)): x for o, x in zip(OPTIMIZERS, losses, strict=True)}
+    expected = {}
+    for row in TUNING["grid"]:
+        pair, loss = (row["hidden_lr"], row["embedding_lr"]), f"{row['final_val_loss']:.3f}"
+        expected[(row["optimizer"], *pair)] = f"**{loss}**" if pair == RATES[row["optimizer"]] else loss
+    assert cells == expected
+
+
+def test_the_tuning_widens_the_grid_for_all_until_each_best_is_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowest = {"adam": (1e-3, 3.2e-2), "muon": (5e-4, 8e-3), "soap": (2e-3, 4e-3), "cosmos": (8e-3, 2e-3)}
+    trained, text = [], {"fingerprint": "a"}
+
+    def row(run: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+        name, pair = run.optimizer.optimizer, (run.optimizer.lr, run.optimizer.adam_lr or 0.0)
+        trained.append((name, *pair, run.training.seed))
+        loss = sum(abs(math.log2(rate / best)) for rate, best in zip(pair, lowest[name], strict=True))
+        loss += 0.01 * run.training.seed
+        found = {"optimizer": name, "hidden_lr": pair[0], "embedding_lr": pair[1], "seed": run.training.seed}
+        about = {"date": "today", "versions": {}, "data": text, "parameters": 1}
+        return {**found, "final_val_loss": loss if loss < 6 else None}, about
+
+    monkeypatch.setattr("benchmarks.demo_tuning._row", row)
+    tune(str(tmp_path), tmp_path / "tuning.json")
+    kept = json.loads((tmp_path / "tuning.json").read_text())
+    pairs = {(one["hidden_lr"], one["embedding_lr"]) for one in kept["grid"]}
+    for name, best in kept["best"].items():
+        assert (best["hidden_lr"], best["embedding_lr"]) == lowest[name] and untried(best, pairs) == []
+        assert {(h, e) for o, h, e, seed in trained if o == name and not seed} == pairs
+    assert kept["noise"] == pytest.approx(0.01) and len(trained) == len(set(trained)) == 4 * len(pairs) + 8
+    before = len(trained)
+    tune(str(tmp_path), tmp_path / "tuning.json")
+    assert len(trained) == before and json.loads((tmp_path / "tuning.json").read_text()) == kept
+    text["fingerprint"] = "b"
+    kept["grid"].pop()
+    (tmp_path / "tuning.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="another text"):
+        tune(str(tmp_path), tmp_path / "tuning.json")
 
 
 def test_the_tuning_ran_at_the_size_and_length_of_the_demo() -> None:

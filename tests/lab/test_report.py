@@ -143,7 +143,8 @@ def test_best_rate_of_each_optimizer_is_marked(tmp_path: Path) -> None:
     below = 100 * (1 - math.exp(2.7) / math.exp(2.9))
     assert summary(task) == (
         f"Of 2 optimizers, each at the best rate tried, cosmos ended lowest, at a validation perplexity of "
-        f"{math.exp(2.7):.2f}: {below:.0f} % below adam ({math.exp(2.9):.2f})."
+        f"{math.exp(2.7):.2f}: {below:.0f} % below adam ({math.exp(2.9):.2f}); one seed each, so small differences may "
+        "be chance."
     )
     assert "Of 7 runs, 1 diverged, 1 unfinished." in cautions(task)
     assert describe_runs([tmp_path]) == summary(task)
@@ -186,6 +187,24 @@ def test_the_sentence_says_if_a_gap_is_within_the_spread_of_seeds(tmp_path: Path
         for seed, end in enumerate(pair)
     ]
     assert "no larger than the spread over seeds" in summary(task_of(*folders))
+    assert summary(task_of(*folders[:3])).endswith("; one seed of cosmos, so small differences may be chance.")
+
+
+def test_the_headline_claims_no_win_within_the_noise_of_one_seed_each(tmp_path: Path, no_figures: None) -> None:
+    ends = {"adam": 2.5, "muon": 2.05, "soap": 2.02, "cosmos": 2.0}
+    folders = [make_run(tmp_path / name, name, falling(end)) for name, end in ends.items()]
+    task = task_of(*folders)
+    assert "cosmos ended lowest" in summary(task)
+    assert summary(task).endswith("; one seed each, so small differences may be chance.")
+    low, high = f"{math.exp(2.0):.3f}", f"{math.exp(2.02):.3f}"
+    assert summary(task, noise=0.01) == (
+        f"Of 4 optimizers, cosmos and soap cannot be told apart: validation perplexity {low} to {high}, "
+        "a gap that seeds alone can make; muon and adam ended higher."
+    )
+    assert summary(task, noise=1.0).startswith("Of 4 optimizers, cosmos, soap, muon and adam cannot be told apart: ")
+    clear = summary(task, noise=0.001)
+    assert "cosmos ended lowest" in clear and "seed" not in clear
+    assert "cosmos and soap cannot be told apart" in write_report(folders, tmp_path / "out", noise=0.01).read_text()
 
 
 def test_a_group_with_a_diverged_seed_is_not_ranked(tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ __all__ = ["describe_runs", "write_report"]
 _log = logging.getLogger("cosmos_lab.report")
 
 
-def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training report") -> Path:
+def write_report(
+    runs: Sequence[Path], out: Path, *, title: str = "Pre-training report", noise: float | None = None
+) -> Path:
     """Write ``out``/index.html and ``out``/figures/ about run folders, or folders of them; return the page's path.
 
+    ``noise``, the standard deviation of the final loss over seeds, lets the headline judge runs of one seed each.
     A warning counts the folders that hold no run, or says how to get figures if matplotlib is missing.
     """
     tasks, misfits = arrange(map(read_run, find_runs(runs)))
@@ -29,7 +32,7 @@ def write_report(runs: Sequence[Path], out: Path, *, title: str = "Pre-training 
     page = Path(out) / "index.html"
     try:
         remark = _figures(specs, page.parent / "figures")
-        text = render(title, tasks, specs, misfits, remark)
+        text = render(title, tasks, specs, misfits, remark, noise)
         with atomic_write(page) as file:
             file.write(text.encode())
     except OSError as error:

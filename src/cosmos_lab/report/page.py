@@ -27,8 +27,9 @@ def render(
     specs: Sequence[Sequence[Section | HeatSection]],
     misfits: Sequence[Run],
     remark: str | None = None,
+    noise: float | None = None,
 ) -> str:
-    """Return the whole page as text; ``remark`` says why there are no figures to link to."""
+    """Return the whole page as text; ``remark`` says why there are no figures, ``noise`` is for the first sentence."""
     script = '"use strict";\n(() => {\n' + "\n".join(map(_static, _PARTS)) + "\n})();"
     # The policy allows this script alone and no connection: a mistake here could neither run nor fetch anything else.
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
@@ -42,7 +43,7 @@ def render(
         policy=policy,
         title=escape(title),
         style=theme_css() + _static("style.css"),
-        lead=_lead(tasks, misfits),
+        lead=_lead(tasks, misfits, noise),
         body=body + tables.misfits(misfits),
         footer=escape(f"Written by cosmos-lab on {made}. This page loads nothing from the network. {remark or ''}"),
         data=charts.embed(specs),
@@ -54,13 +55,13 @@ def _static(name: str) -> str:
     return resources.files("cosmos_lab.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _lead(tasks: Sequence[Task], misfits: Sequence[Run]) -> str:
+def _lead(tasks: Sequence[Task], misfits: Sequence[Run], noise: float | None) -> str:
     """Return the sentences, the facts below them and links to the tasks."""
     several = len(tasks) > 1
     lines = ""
     for task in tasks:
         name = f"<b>{escape(task.title)}:</b> " if several else ""
-        lines += f'<p class="lead">{name}{escape(words.summary(task)).replace(" %", "&nbsp;%")}</p>'
+        lines += f'<p class="lead">{name}{escape(words.summary(task, noise)).replace(" %", "&nbsp;%")}</p>'
     if several:
         lines += '<p class="lead">Runs of different models, data or recipes are not compared with each other.</p>'
     runs = [run for task in tasks for group in task.groups for run in group.runs]

@@ -14,8 +14,26 @@ _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the las
 FEW_POINTS = 5  # a line with fewer points has no shape
 
 
-def summary(task: Task) -> str:
-    """Say which method ended lowest, at which rate, and by how much."""
+def ties(losses: Sequence[float], noise: float) -> int:
+    """Return how many of the losses, lowest first and one seed each, cannot be told from the lowest."""
+    return sum(loss - losses[0] <= sure_gap(noise) for loss in losses)
+
+
+def sure_gap(noise: float) -> float:
+    """Return the largest gap that may be chance: two deviations of the difference of two runs."""
+    return 2 * math.sqrt(2) * noise
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names with commas, and "and" before the last."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def summary(task: Task, noise: float | None = None) -> str:
+    """Say which method ended lowest and by how much, unless the gap may be chance.
+
+    ``noise`` is the standard deviation of the final loss over seeds, if it is known: it judges runs of one seed each.
+    """
     what = "validation perplexity" if task.validated else "training loss"
     ranking = task.ranking
     if not ranking:
@@ -29,10 +47,14 @@ def summary(task: Task) -> str:
         return f"These runs are not ranked, because {lengths}: compare runs of the same length."
     if not rest:
         return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
+    field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
+    if any(len(group.counted) > 1 for group in ranking):
+        noise = None  # these seeds tell more
+    if noise is not None and (near := ties([task.score(group) for group in ranking], noise)) > 1:
+        return f"{field}, {_tied(task, ranking[:near], ranking[near:], what)}."
     rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam" != rest[0].optimizer][:1]
     compared = " and ".join(_gap(task, first, rival) for rival in rivals)
-    field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
-    doubt = ", a gap no larger than the spread over seeds" if _overlap(task, first, rest[0]) else ""
+    doubt = _doubt(task, first, rest[0]) if noise is None else ""
     return f"{field}, {_who(first)} ended lowest, at a {what} of {_value(task, first)}: {compared}{doubt}."
 
 
@@ -127,6 +149,19 @@ def _gap(task: Task, first: Group, rival: Group) -> str:
     if ours is None or theirs is None or theirs.mean == 0:
         return f"ahead of {_who(rival)}"
     return f"{significant(100 * (1 - ours.mean / theirs.mean), 2)} % below {_who(rival)} ({significant(theirs.mean)})"
+
+
+def _tied(task: Task, near: Sequence[Group], far: Sequence[Group], what: str) -> str:
+    names, ends = listed([_who(group) for group in near]), f"{_value(task, near[0])} to {_value(task, near[-1])}"
+    behind = f"; {listed([_who(group) for group in far])} ended higher" if far else ""
+    return f"{names} cannot be told apart: {what} {ends}, a gap that seeds alone can make{behind}"
+
+
+def _doubt(task: Task, first: Group, second: Group) -> str:
+    """Say why the gap of the first two may be chance, if it may."""
+    if single := [_who(group) for group in (first, second) if len(group.counted) == 1]:
+        return f"; one seed {'each' if len(single) == 2 else f'of {single[0]}'}, so small differences may be chance"
+    return ", a gap no larger than the spread over seeds" if _overlap(task, first, second) else ""
 
 
 def _overlap(task: Task, first: Group, second: Group) -> bool:

@@ -200,7 +200,7 @@ def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved:
     if len(saved) != len(ours):
         raise ValueError(
             f"the checkpoint has {len(saved)} parameter groups, this optimizer has {len(ours)}: build it from the same "
-            "model, with the same overrides and groups"
+            "model, with the same overrides and groups. State of another optimizer, such as AdamW, cannot be loaded"
         )
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         if len(a["params"]) != len(b["params"]):

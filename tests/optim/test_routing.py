@@ -88,6 +88,17 @@ def test_an_override_without_a_rule_is_refused_for_an_unknown_parameter() -> Non
     assert rules(model, overrides={"mixing": {"rule": "cosmos", "rank": 2}})["mixing"] == "cosmos"
 
 
+def test_an_unknown_parameter_that_an_override_gives_to_adam_is_not_decayed() -> None:
+    """It is most likely a table, a scale or a gate. A known matrix is decayed, and so is what asks for it."""
+    model = decoder()
+    model.mixing = nn.Parameter(torch.randn(4, 4))
+    decays = {}
+    for asked in ("adam", "cosmos", {"rule": "adam", "weight_decay": 0.1}):
+        (route,) = (r for p, r in routes(model, overrides={"mixing": asked}) if p.name == "mixing")
+        decays[str(asked)] = route.settings.get("weight_decay")
+    assert list(decays.values()) == [0.0, None, 0.1]
+
+
 class Experts(nn.Module):
     def __init__(self, **sizes: tuple[int, ...]) -> None:
         super().__init__()

@@ -149,8 +149,12 @@ def routes(
 
 
 def _without_decay(route: Route) -> Route:
-    """Return the route with a decay of 0 if nobody decays such a parameter; an override's own decay stays."""
-    if route.kind not in NOT_DECAYED:
+    """Return the route with a decay of 0 if nobody decays such a parameter; an override's own decay stays.
+
+    A parameter that nothing recognizes and an override gives to AdamW is most likely a table, a scale or a gate.
+    """
+    is_decayed = route.kind not in NOT_DECAYED if route.kind else route.rule != "adam"
+    if is_decayed:
         return route
     return replace(route, settings={"weight_decay": 0.0, **route.settings})
 

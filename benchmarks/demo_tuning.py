@@ -49,6 +49,11 @@ class Tuning:
         """Return the rows of some settings; train those that are missing."""
         return [self.rows.get(setting) or self._trained(setting) for setting in settings]
 
+    def tried_by_all(self) -> list[Pair]:
+        """Return the pairs that every optimizer has tried with the first seed."""
+        pairs = dict.fromkeys(_pair(row) for row in self.rows.values())
+        return [pair for pair in pairs if all((name, *pair, 0) in self.rows for name in OPTIMIZERS)]
+
     def _trained(self, setting: Setting) -> Row:
         name, hidden_lr, embedding_lr, seed = setting
         run = demo_run(name, hidden_lr, embedding_lr, DemoConfig(out=self.folder, seed=seed))
@@ -62,14 +67,18 @@ class Tuning:
     def write(self, grid: Sequence[Row]) -> None:
         """Write all runs as one file."""
         seeds = [row for row in self.rows.values() if row["seed"]]
-        found = {"grid": grid, "seeds": seeds, "best": best_of(grid), "noise": noise([*grid, *seeds])}
-        write_json(self.target, {**self.head, **found})
+        whole = {_setting(row) for row in [*grid, *seeds]}
+        partial = [row for setting, row in self.rows.items() if setting not in whole]
+        write_json(self.target, {
+            **self.head, "grid": grid, "seeds": seeds, "partial": partial, "best": best_of(grid),
+            "noise": noise([*grid, *seeds]),
+        })  # fmt: skip
 
 
 def tune(folder: str, target: Path) -> None:
     """Train pairs until the best of each optimizer has all its neighbours, then the best with more seeds."""
     tuning = Tuning(folder, target)
-    pairs = dict.fromkeys([*START, *(_pair(row) for row in tuning.rows.values() if not row["seed"])])
+    pairs = dict.fromkeys([*START, *tuning.tried_by_all()])
     while True:
         grid = tuning.of((name, *pair, 0) for name in OPTIMIZERS for pair in pairs)
         best = best_of(grid)

@@ -21,9 +21,9 @@ from cosmos_lab.report.words import listed, sure_gap, ties
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
 # Rates of the hidden matrices, and of embedding, head and norms.
-RATES = {"adam": (2e-3, 3.2e-2), "muon": (1e-3, 3.2e-2), "soap": (2e-3, 3.2e-2), "cosmos": (1e-3, 3.2e-2)}
+RATES = {"adam": (2e-3, 6.4e-2), "muon": (1e-3, 6.4e-2), "soap": (2e-3, 6.4e-2), "cosmos": (1e-3, 6.4e-2)}
 NAMES = {"adam": "AdamW", "muon": "Muon", "soap": "SOAP", "cosmos": "COSMOS"}
-NOISE = 0.031  # standard deviation of the final loss over seeds, from the same file
+NOISE = 0.025  # standard deviation of the final loss over seeds, from the same file
 VALIDATIONS = 12  # of each run: enough for a curve
 
 

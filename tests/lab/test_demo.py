@@ -101,7 +101,6 @@ def test_every_optimizer_runs_at_the_best_of_the_same_pairs() -> None:
     assert pytest.approx(noise([*TUNING["grid"], *TUNING["seeds"]]), abs=5e-4) == NOISE
 
 
-@pytest.mark.xfail(strict=True, reason="not finished: python -m benchmarks.demo_tuning FOLDER results/demo-tuning.json")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_best_rate_is_at_the_edge_of_the_rates_tried(name: str) -> None:
     pairs = {(row["hidden_lr"], row["embedding_lr"]) for row in TUNING["grid"]}

@@ -1,6 +1,6 @@
 """From the kept results to what people compare: tokens and time to AdamW's loss, a picture and a table.
 
-    python -m benchmarks.evidence                  # writes docs/results/evidence.md and docs/figures/evidence.svg
+    python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, evidence-800.svg
 
 Tokens to AdamW's loss are read from the curves of the runs: the point at which a curve first falls below AdamW's last
 value, on the same test tokens. The rate of these runs decays until the very end. A run that was planned to end at the
@@ -234,13 +234,8 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
     style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), GREY)
     with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1))
-        for entry in PICTURED:
-            for run in best_runs(results, regime, entry):
-                points = test_curve(run)
-                label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
-                left.plot([t / 1e6 for t, _ in points], [x for _, x in points], color=COLORS[entry], label=label)
-        left.set(xlabel="million tokens", ylabel="test loss", ylim=(None, 5.5), title="LLaMA-60M (last perplexity)")
-        left.legend(frameon=False)
+        _draw_losses(left, results, regime)
+        left.set(ylim=(None, 5.5), title="LLaMA-60M (last perplexity)")
         cost = costs()
         for axes, title, values in (
             (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in PICTURED}),
@@ -260,13 +255,42 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
         plt.close(figure)
 
 
+def draw_seeds(results: Mapping[str, Result], regime: str, target: Path) -> None:
+    """Draw loss against tokens of all seeds of a regime, from where the curves can be told apart."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), GREY)
+    with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
+        figure, axes = plt.subplots(figsize=(6, 3.2))
+        _draw_losses(axes, results, regime, linewidth=1)
+        axes.set(ylim=(None, 4.5), title="LLaMA-60M, 800 steps: every seed (last perplexity of seed 0)")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(target, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+def _draw_losses(axes: Any, results: Mapping[str, Result], regime: str, **style: Any) -> None:
+    """Draw the curves of the best runs so far, one line for each seed."""
+    for entry in PICTURED:
+        for run in best_runs(results, regime, entry):
+            points = test_curve(run)
+            label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
+            axes.plot([t / 1e6 for t, _ in points], [x for _, x in points], color=COLORS[entry], label=label, **style)
+    axes.set(xlabel="million tokens", ylabel="test loss")
+    axes.legend(frameon=False)
+
+
 def read(paths: Iterable[Path]) -> dict[str, Result]:
     """Return the runs of several bundles."""
     return {name: run for path in paths for name, run in json.loads(path.read_text())["runs"].items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and the picture."""
+    """Write the page and the pictures."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--results", nargs="+", type=Path, default=sorted((ROOT / "results").glob("protocol-*.json")))
     p.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "evidence.md")
@@ -275,6 +299,8 @@ def main(arguments: list[str] | None = None) -> int:
     a = p.parse_args(arguments)
     results = read(a.results)
     draw(results, a.regime, a.picture)
+    if any(best_runs(results, "A", entry) for entry in PICTURED):
+        draw_seeds(results, "A", a.picture.with_stem(f"{a.picture.stem}-800"))
     text = report(results)
     a.page.parent.mkdir(parents=True, exist_ok=True)
     a.page.write_text(text)

@@ -1,42 +1,23 @@
 """torch.distributed.checkpoint: save on some ranks, continue on another number of ranks."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.sharding.cases import STEPS, Case, distance, fsdp, full_weights, take_steps
+from tests.sharding.cases import STEPS, Case, distance, fsdp, full_weights
+from tests.sharding.checkpoints import run_part
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9
 CASE = Case()
 
 
-def save(model: Any, opt: Any, folder: Path) -> None:
-    weights, state = get_state_dict(model, opt)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=not dist.is_initialized())
-
-
-def load(model: Any, opt: Any, folder: Path) -> None:
-    weights, state = get_state_dict(model, opt)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state)
-
-
 def continue_run(rank: int, source: Path | None, which: range, target: Path | None) -> dict[str, torch.Tensor]:
-    """Load, take some steps, save."""
+    """Continue a run from one folder to another."""
     model, opt = CASE.build(fsdp if dist.is_initialized() else None)
-    if source is not None:
-        for p in model.parameters():
-            torch.nn.init.zeros_(p)
-        load(model, opt, source)
-    take_steps(model, opt, CASE.dtype, which)
-    if target is not None:
-        save(model, opt, target)
+    run_part(model, opt, CASE.dtype, source, which, target)
     return full_weights(model)
 
 

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cosmos_optim import Adam
 from tests.sharding.cases import STEPS, Block, Case, distance, fsdp, full_weights, gradient, placed, take_steps
+from tests.sharding.checkpoints import run_part
 from tests.sharding.ranks import run_ranks
 from tests.sharding.test_refused_layouts import message
 
@@ -63,17 +62,9 @@ def test_two_ranks_of_fsdp2_end_with_weights_codes_and_scales_of_one_process() -
 
 
 def continue_run(rank: int, source: Path | None, which: range, target: Path | None) -> dict[str, torch.Tensor]:
-    """Load, take some steps, save."""
+    """Continue a run from one folder to another."""
     model, opt = CASE.build(fsdp if dist.is_initialized() else None)
-    for folder, act in ((source, dcp.load), (target, dcp.save)):
-        if folder is target:
-            take_steps(model, opt, torch.float64, which)
-        if folder is not None:
-            weights, state = get_state_dict(model, opt)
-            both = {"model": weights, "optimizer": state}
-            act(both, checkpoint_id=folder, no_dist=not dist.is_initialized())
-            if folder is source:
-                set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state)
+    run_part(model, opt, CASE.dtype, source, which, target)
     return full_weights(model)
 
 

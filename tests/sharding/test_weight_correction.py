@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from cosmos_optim import OPTIMIZERS, param_groups
@@ -26,6 +24,7 @@ from tests.sharding.cases import (
     full,
     take_steps,
 )
+from tests.sharding.checkpoints import run_part
 from tests.sharding.ranks import run_ranks
 
 BF16 = torch.bfloat16
@@ -95,17 +94,9 @@ def test_ranks_end_with_the_weights_of_one_process(
 
 
 def continue_run(rank: int, source: Path | None, which: range, target: Path | None) -> Weights:
-    """Load, take some steps, save."""
+    """Continue a run from one folder to another."""
     model, opt = made(TallAndWide, "adam", fsdp if dist.is_initialized() else None)
-    for folder, act in ((source, dcp.load), (target, dcp.save)):
-        if folder is target:
-            take_steps(model, opt, BF16, which)
-        if folder is not None:
-            weights, state = get_state_dict(model, opt)
-            both = {"model": weights, "optimizer": state}
-            act(both, checkpoint_id=folder, no_dist=not dist.is_initialized())
-            if folder is source:
-                set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state)
+    run_part(model, opt, BF16, source, which, target)
     return exported(model, opt)
 
 

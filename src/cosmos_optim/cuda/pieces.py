@@ -33,17 +33,15 @@ def run_elementwise_in_pieces(
     entries: Sequence[Entry], skip: Tensor | None, staging: StagingByDevice
 ) -> None:  # fmt: skip
     """Step all entries with an elementwise rule: those with state in host memory in pieces, the others whole."""
-    elementwise = [e for e in entries if e.rule.elementwise]
-    run_adam([e for e in elementwise if not _names(e)], skip)
-    for e in elementwise:
-        if names := _names(e):
-            ring = staging[e.p.device].rings["pieces"]
-            for piece in pieces(e):
-                lease = ring.lend([piece.state[name] for name in names])
-                lease.load()
-                state = piece.state | dict(zip(names, lease.tensors, strict=True))
-                run_adam([piece._replace(state=state)], skip)
-                lease.store()
+    elementwise = [(e, _names(e)) for e in entries if e.rule.elementwise]
+    run_adam([e for e, names in elementwise if not names], skip)
+    for e, names in elementwise:
+        for piece in pieces(e) if names else ():
+            lease = staging[e.p.device].rings["pieces"].lend([piece.state[name] for name in names])
+            lease.load()
+            state = piece.state | dict(zip(names, lease.tensors, strict=True))
+            run_adam([piece._replace(state=state)], skip)
+            lease.store()
 
 
 def pieces(e: Entry) -> Iterator[Entry]:
@@ -70,5 +68,6 @@ def pieces(e: Entry) -> Iterator[Entry]:
 
 
 def _names(e: Entry) -> list[str]:
-    """Return the names of an entry's state that is in host memory."""
-    return [name for name in e.layout.slots(e.group) if in_host_memory(e.state[name], e.p.device)]
+    """Return the names of an entry's state that is in host memory. Without `offload` there is none, found quickly."""
+    on_host = {name for name, x in e.state.items() if isinstance(x, Tensor) and in_host_memory(x, e.p.device)}
+    return [name for name in e.layout.slots(e.group) if name in on_host] if on_host else []

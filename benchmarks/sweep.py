@@ -427,7 +427,7 @@ class Queue:
 
 @contextmanager
 def compile_cache(archive: Path | None, folder: Path) -> Iterator[None]:
-    """Let compiled code of an earlier machine be used again: unpack the archive, and write it anew at the end."""
+    """Unpack compiled code of an earlier machine, and write the archive again at the end."""
     if archive is None:
         yield
         return

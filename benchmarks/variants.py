@@ -1,7 +1,7 @@
 """Changes to try on top of a row of the comparison: a name, one line of what it does, and the settings it changes.
 
 A variant runs at the best point that its row has so far. It is compared with the row's own run at that point. Variants
-that win there deserve a row of their own, with its own search; nothing is concluded from one run.
+that win there should become rows with separate searches; nothing is concluded from one run.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def cautions(task: Task) -> list[str]:
 
 
 def unequal(task: Task) -> str:
-    """Say in what the ranked runs differ in length, or return "": a longer run ends lower whatever its optimizer."""
+    """Say in what the ranked runs differ in length, or return "": a longer run ends lower with any optimizer."""
     for what, key, form in (("tokens", "tokens", count), ("steps", "steps", lambda x: f"{x:,.0f}")):
         found = [spread.mean for group in task.ranking if (spread := group.stat(key))]
         if found and max(found) - min(found) > _SAME_LENGTH * max(found):

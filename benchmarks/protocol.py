@@ -26,6 +26,7 @@ MOST = {"lr": 5, "adam_lr": 4}  # most values tried for each rate, including the
 RATES = ("lr", "adam_lr")
 TUNING = (*RATES, "beta2")
 ALL = (*TUNING, "seeds")
+STAGES = (*ALL, "short", "levers", "memory")
 POINTS = 25  # number of points of each curve
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by number of seeds
 
@@ -220,13 +221,13 @@ class Protocol:
         return [run for run in runs if run.id not in loss]
 
     def changed(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
-        """Return the variants of an entry that have not run at its best point so far; none before its first run.
+        """Return the variants of an entry that have not run at its best point so far; before its first run, that one.
 
         Levers have one seed; what changes memory has all seeds, because there the question is whether nothing is lost.
         """
         best = self.at(regime, entry, self.best(regime, entry, loss)[0])
         if best.id not in loss:
-            return []
+            return [best]
         levers = [(v, best.seed) for v in LEVERS if "levers" in stages]
         memory = [(v, seed) for v in MEMORY for seed in self.seeds if "memory" in stages]
         runs = [replace(best, seed=seed, variant=v.name) for v, seed in (*levers, *memory) if entry in v.rows]

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from benchmarks import rate_runs, trials
-from benchmarks.protocol import Protocol, Result, Run, losses, table
+from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, table
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write
@@ -476,6 +476,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--only", nargs="*", help="these rows of the comparison")
     p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
     p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
+    p.add_argument("--stages", nargs="*", default=[], choices=STAGES, help="only these stages of the comparison")
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", default="auto")
     p.add_argument("--cache", help="folder for unpacked shards")
@@ -497,6 +498,7 @@ def main(arguments: list[str] | None = None) -> int:
         p.error("--out and --data are needed, or --table")
     only = a.only or tuple(protocol.entries)
     kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in regimes]
+    kept = [(r, names, s) for r, names, s in kept if not a.stages or {*s} & {*a.stages}]
     protocol = dataclasses.replace(protocol, phases=kept)
     options = Options(
         a.data,

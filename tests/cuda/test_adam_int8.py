@@ -18,7 +18,7 @@ from cosmos_optim.rules import adam
 from tests.cuda.kernel_run import run_by_kernels
 from tests.cuda.step_problems import INTERPRETED, equal
 
-INT8 = torch.int8
+INT8, BF16 = torch.int8, torch.bfloat16
 GROUP: dict[str, Any] = {**adam.DEFAULTS, "lr": 0.01, "weight_decay": 0.1, "maximize": False}
 # In float32: an update has a size of 0.01, so this is 2e-5 of it and a rounding of weights of size 4.
 CLOSE = 5e-7
@@ -137,10 +137,11 @@ def test_the_self_check_passes(device: torch.device) -> None:
     assert step_error(device, *narrow, False, True) < 2.0**-16
 
 
-def trained(steps: int = 4, **options: Any) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def trained(
+    steps: int = 4, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:  # fmt: skip
     """Return parameters and states after a few steps: two embeddings, a vector, a small norm."""
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if "weight_correction" in options else torch.float32
     shapes = ((50, 130), (50, 130), (4500,), (30,))
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
     opt = Adam(params, **{"adam_dtype": INT8, "weight_decay": 0.1} | options)
@@ -153,13 +154,17 @@ def trained(steps: int = 4, **options: Any) -> tuple[list[Tensor], list[dict[str
 
 @pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
 @pytest.mark.parametrize(("options", "tensors"), [
-    ({}, [2, 1]), ({"maximize": True}, [2, 1]), ({"lr": torch.tensor(1e-3)}, [2, 1]), ({"eps": 0.0}, [2, 1]),
-    ({"weight_correction": True}, [2, 1, 1]), ({"weight_correction": True, "adam_dtype": None}, [2, 1, 1]),
+    ({}, [2, 1]), ({"maximize": True}, [2, 1]), ({"lr": torch.tensor(1e-3)}, [2, 1]), ({"eps": 0.0}, [2, 1, 1]),
+    ({"weight_correction": True, "dtype": BF16}, [2, 1, 1]),
+    ({"weight_correction": True, "dtype": BF16, "adam_dtype": None}, [2, 1, 1]),
+    ({"adam_dtype": None}, []), ({"adam_dtype": None, "dtype": BF16}, [2, 1, 1]),
+    ({"adam_dtype": None, "dtype": BF16, "stochastic_rounding": True}, [2, 1, 1]),
+    ({"adam_dtype": None, "dtype": torch.float16}, [2, 1, 1]),
 ])  # fmt: skip
 def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
     options: dict[str, Any], tensors: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Tensors of equal shape are one launch. A small norm stays with torch's kernel, if that can step it."""
+    """Tensors of equal shape are one launch. What torch's kernel can step stays with it."""
     expected = trained(**options)
     run_by_kernels(monkeypatch)
     launches: list[int] = []
@@ -178,6 +183,11 @@ def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
             p, q = join_weight(p, a["correction"]), join_weight(q, b["correction"])
         # A code that is one apart moves later steps, by at most 1e-4; two neighbours of 24 bits are 2^-15 apart.
         atol, rtol = 1e-4 if "exp_avg_scale" in a else 1e-6, 2**-14 if "correction" in a else 0
+        if p.dtype is BF16 and "stochastic_rounding" not in options:
+            atol, rtol = 1e-4, 2**-5  # the interpreter cuts bfloat16 off, in each of four steps
+        elif p.dtype is not torch.float32:
+            assert (p != q).float().mean() < 1e-2
+            atol, rtol = 1e-4, 2 * torch.finfo(p.dtype).eps
         assert torch.allclose(p, q, atol=atol, rtol=rtol)
         for x, y in zip(adam.load(a, torch.float32), adam.load(b, torch.float32), strict=True):
             assert relative_error(x, y) < MOMENTS

@@ -1,9 +1,9 @@
 """M <- M + w (G - M) for an M of 8 bits (L4), and G U, M U and the largest |entry| of G and M in the same kernel.
 
-The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A program takes one
-block of columns after another. It looks for the largest |entry| of the new M in each row, which gives the scale, and
-then reads the same tiles again, from the cache, and writes their codes. The products use M as it is stored. If `skip`
-is True, neither codes nor scales are written.
+The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A new
+scale needs the largest |entry| of its whole block, so a tile is read twice: one block ahead for the scale, and then,
+from the cache, to write its codes. One loop does both, because two short loops could not prefetch. The products use M
+as it is stored. If `skip` is True, neither codes nor scales are written.
 
 Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r); B matrices each.
 """
@@ -64,35 +64,38 @@ def _momentum_int8(
     e = 0
     if THIN:
         e = exponent(tl.load(grad_max + batch))
-    largest = 0.0
-    for first in range(0, n, BLOCK):
-        end = tl.minimum(first + BLOCK, n)
-        old = tl.load(row_scales + first // BLOCK, mask=i < m, other=0.0)
-        row_max = tl.zeros((BM,), dtype=tl.float32)
-        for k in range(first, end, BK):
-            j = k + tl.arange(0, BK)
-            g, new = _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
-            row_max = tl.maximum(row_max, tl.max(tl.abs(new), axis=1))
-        scale = scale_of(row_max)
-        inverse = 1.0 / scale
-        for k in range(first, end, BK):
-            j = k + tl.arange(0, BK)
-            g, new = _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
-            code = nearest_code(new * inverse[:, None])
-            inside = (i[:, None] < m) & (j[None, :] < n) & write
-            # Every thread has read this tile's row for `row_max`, which the code depends on: no write comes too early.
-            tl.store(codes + i[:, None] * mm + j[None, :] * mn, code.to(tl.int8), mask=inside)
-            new = code * scale[:, None]
-            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(g), tl.abs(new))))
-            if THIN:
-                at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
-                u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
-                acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-                v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
-                acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, False, FLOAT32_DOTS)
-        tl.debug_barrier()  # other warps may hold copies of `old`: all must have read it
-        tl.store(row_scales + first // BLOCK, scale, mask=(i < m) & write)
-    tl.store(block_max + batch * tl.num_programs(0) + block, largest)
+    ahead_old, ahead_max = tl.load(row_scales, mask=i < m, other=0.0), tl.zeros((BM,), dtype=tl.float32)
+    for k in range(0, BLOCK, BK):
+        _, new = _load_updated(start, codes, ahead_old, i, k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        ahead_max = tl.maximum(ahead_max, tl.max(tl.abs(new), axis=1))
+    tl.debug_barrier()  # warps may hold copies of a scale: all must have read it before one writes it
+    old, scale = ahead_old, ahead_max
+    tile_max = tl.zeros((BM, BK), dtype=tl.float32)
+    for k in range(0, n, BK):
+        first = k % BLOCK == 0  # of the tiles of a block
+        old, scale = tl.where(first, ahead_old, old), tl.where(first, scale_of(ahead_max), scale)
+
+        ahead = k + BLOCK
+        loaded = tl.load(row_scales + ahead // BLOCK, mask=(i < m) & (ahead < n) & first, other=0.0)
+        ahead_old = tl.where(first, loaded, ahead_old)
+        _, new = _load_updated(start, codes, ahead_old, i, ahead + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        ahead_max = tl.maximum(tl.where(first, 0.0, ahead_max), tl.max(tl.abs(new), axis=1))
+
+        j = k + tl.arange(0, BK)
+        g, new = _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
+        code = nearest_code(new * (1.0 / scale)[:, None])
+        tl.store(codes + i[:, None] * mm + j[None, :] * mn, code.to(tl.int8),
+                 mask=(i[:, None] < m) & (j[None, :] < n) & write)  # fmt: skip
+        tl.store(row_scales + k // BLOCK, scale, mask=(i < m) & write & first)  # all have read `old` a block ago
+        tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(g), tl.abs(code * scale[:, None])))
+        if THIN:
+            at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
+            u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
+            acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
+            v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
+            # A code is exact in bfloat16, so it has one part. The scales of the rows come after the product.
+            acc_m += scale[:, None] * dot_bfloat16_tile(code, v1, v2, tl.zeros_like(acc_m), True, FLOAT32_DOTS)
+    tl.store(block_max + batch * tl.num_programs(0) + block, tl.max(tile_max))
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
         inside = (i[:, None] < m) & (c[None, :] < r)

@@ -181,6 +181,8 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         elif "loss" in record:
             train_curve.append([record["step"], _finite(record["loss"])])
 
+    if any(option.startswith("bf16_weights") for option in config.optimizer.options):
+        model_cache.clear()  # graphs for float32 weights read others wrongly: losses were NaN from the first step
     with launch.session(config.training.device, config.training.sharding) as world:
         build.seed_everything(config.training.seed, config.training.deterministic)
         with closing(TwoTextTrainer(config, world, note)) as trainer:

@@ -59,6 +59,9 @@ LEVERS = (  # In the order in which they should be tried.
     Variant("heads", "each head of attention its own matrix", MATRIX, options=("split_heads=True",)),
     _lever("gamma-attention-half", "half of gamma in attention", "gamma_attention=0.5", rows=("cosmos",)),
     _lever("gamma-mlp-half", "half of gamma in the MLP", "gamma_mlp=0.5", rows=("cosmos",)),
+    Variant("two-sided", "bases on both sides of a matrix", ("cosmos",), options=("two_sided=True",)),
+    _lever("two-sided-half", "bases on both sides, half of gamma", "two_sided=True", "gamma_attention=0.5",
+           "gamma_mlp=0.5", rows=("cosmos",)),
     _lever("lookahead-0.6", "gradient at x + 0.6 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.6"),
     _lever("lookahead-0.3", "gradient at x + 0.3 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.3"),
 )  # fmt: skip

@@ -78,13 +78,9 @@ def compare(mine: Description, ranks: Sequence[int], seconds: float) -> bool:
     Each time that all ranks are here, they agree on what is common to all that they wait for: a rank that had to
     continue without the others may be one optimizer ahead of them. If nothing is common, they differ.
     """
-    if len(ranks) < 2 or mine.agreed:
+    if len(ranks) < 2 or mine.agreed or dist.get_backend() == "fake":  # a fake process group has no other ranks
         return True
     store = dist.PrefixStore(f"cosmos_optim/{_digest(str(list(ranks)))}", dist.distributed_c10d._get_default_store())
-    try:
-        store.add("round", 0)
-    except RuntimeError:  # a fake process group has no store: there are no other ranks
-        return True
     waiting, end = _waiting[tuple(ranks)], time.monotonic() + seconds
     waiting.add(mine)
     while not mine.agreed:

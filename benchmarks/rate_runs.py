@@ -1,7 +1,8 @@
 """The runs from which a rule for learning rates is fitted: 17 cells of size, steps and batch, in two sittings.
 
     python -m benchmarks.rate_runs [RESULTS...]              # the cells, expected seconds, and the commands
-    python -m benchmarks.sweep --rates llama-10m --parallel 4 --data DATA --out rates --known results/protocol-60m.json
+    python -m benchmarks.sweep --rates llama-10m --parallel 4 --mps --data DATA --out rates \\
+        --known results/protocol-60m.json --seconds 580      # one size; all sizes into the same folder
     python -m benchmarks.rate_fit results/protocol-60m.json rates/bundle.json                    # the rule
 
 Why these cells: a log-linear rule has four numbers for each rate, so a full grid (4 sizes x 8) is not needed. Every
@@ -67,13 +68,15 @@ class Call:
         return f"python -m benchmarks.sweep --rates {self.model} --regimes {cells} --parallel {self.parallel}"
 
 
-CALLS = (  # In this order; each takes less than ten minutes.
+# In this order. A cell offers three runs, then two: three at a time keep the GPU busy, and long cells begin early. Each
+# command is expected to take less than ten minutes; given again, it continues.
+CALLS = (
     Call(1, "llama-10m", 4, ("400x8", "1600x8", "6400x8", "1600x32", "400x64")),
-    Call(1, "llama-60m", 2, ("A", "B")),
-    Call(1, "llama-60m", 2, ("400x8", "1600x8")),
-    Call(2, "llama-30m", 3, ("400x8", "1600x8", "6400x8", "400x64")),
-    Call(2, "llama-130m", 2, ("400x8", "1600x8", "400x32")),
-    Call(2, "llama-60m", 2, ("6400x8",)),
+    Call(1, "llama-60m", 3, ("A", "B")),
+    Call(1, "llama-60m", 3, ("400x8", "1600x8")),
+    Call(2, "llama-30m", 3, ("6400x8", "400x64", "1600x8", "400x8")),
+    Call(2, "llama-130m", 3, ("1600x8", "400x32", "400x8")),
+    Call(2, "llama-60m", 3, ("6400x8",)),
 )
 Key = tuple[str, str]  # model, name of a regime
 CELLS: tuple[Key, ...] = tuple((call.model, name) for call in CALLS for name in call.regimes)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks import rate_fit, rate_runs, sweep
-from benchmarks.protocol import Protocol, Run, losses, table
+from benchmarks.protocol import Protocol, Regime, Run, losses, table
 from benchmarks.rate_fit import CENTER, RATES, TERMS
 from benchmarks.rate_runs import CALLS, CELLS, RUNS, plan, protocol, regime
+from cosmos_lab.data import write_shard
 from cosmos_lab.models import PRESETS
 
 BUNDLE = Path(__file__).resolve().parents[2] / "results" / "protocol-60m.json"
@@ -161,6 +163,26 @@ def test_the_commands_of_the_list_are_commands_of_the_sweep(tmp_path: Path, caps
         assert sweep.main([*arguments, "--plan", "--out", str(tmp_path), "--known", str(BUNDLE)]) == 0
         planned = capsys.readouterr().out
         assert all(f"{call.model}-{name}-cosmos" in planned for name in call.regimes)
+
+
+def test_a_run_of_the_list_trains_in_small_passes_and_the_fit_reads_it(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, length in (("train", 8_000), ("val", 1_000)):
+        tokens = rng.integers(2, 64, length)
+        tokens[29::30] = 1
+        write_shard(tmp_path / f"toy_t5_{name}.bin", tokens)
+    options = sweep.Options(str(tmp_path / "toy_t5"), tmp_path / "out", device="cpu", compile="off",
+                            cache=str(tmp_path / "cache"), commit="abc")  # fmt: skip
+    tiny = dataclasses.replace(
+        protocol("llama-30m"), sizes={"width": 64, "depth": 1, "mlp": 96, "vocab_size": 64}, cut=500, block=256,
+        regimes={"400x64": Regime(steps=5, batch=16, seq_len=16)}, phases=[("400x64", ("cosmos",), RATES)],
+    )  # fmt: skip
+    search = pickle.loads(pickle.dumps(tiny))  # as a worker receives it
+    found = sweep.train(search, options, search.candidates({})[0])
+    assert found["status"] == "done" and found["config"]["micro_batch"] == 8 and len(found["curve"]) == 5
+    (cell,) = rate_fit.cells([json.loads(json.dumps(found))])
+    assert (cell.width, cell.steps, cell.batch, len(cell.points)) == (64, 5, 256, 1)
+    assert len(search.candidates(losses({found["id"]: found}))) == 2
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import benchmarks.protocol as protocol_module
-from benchmarks import rate_runs, trials
+from benchmarks import trials
 from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, run_of, table
 from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, read_results, split, train
 from benchmarks.variants import VARIANTS, Variant
@@ -185,17 +185,6 @@ def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pyt
     assert archive.exists() and not folder.exists()
     with compile_cache(archive, folder):
         assert (place / "kernel").read_text() == "code"
-
-
-def test_the_list_for_rates_has_every_size_and_length_and_says_how_long_it_takes() -> None:
-    for model in rate_runs.SIZES:
-        search = rate_runs.protocol(model)
-        assert {r.steps for r in search.regimes.values()} == {400, 800, 1600, 3200, 6400}
-        assert {name for name, _, _ in search.phases} == set(search.regimes)
-        runs = search.candidates({})
-        assert len(runs) == 8 and all(search.tokens(run) < 70_303_935 for run in runs)
-        settings(search.config(runs[0]).check().optimizer, search.config(runs[0]).model.model)
-    assert rate_runs.table().count("llama-130m") == 8 and "minutes" in rate_runs.table()
 
 
 @pytest.mark.parametrize(("entry", "variant"), [("cosmos", "balance"), ("adamw", "outer-rows"), ("cosmos", "embed-x4")])

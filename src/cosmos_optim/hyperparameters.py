@@ -203,21 +203,21 @@ def rule_named(name: str) -> Rule:
     return RULES[name]
 
 
-def choose_rule(own: str, group: Mapping[str, Any], both_sides: bool) -> tuple[str, dict[str, Any]]:
-    """Return the name of a group's rule, and the group without the keys that chose it: `rule` and `two_sided`.
+def choose_rule(own: str, group: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    """Return the rule of a group, and the group without the keys that chose it: `rule` and `two_sided`.
 
     own: the optimizer's rule, for groups that name none. It may have a one-sided and a two-sided form.
-    both_sides: the default of `two_sided`.
+    options: the optimizer's arguments; `two_sided` among them is the default of a group's.
     """
     rest = dict(group)
     name = rest.pop("rule", own)
     if name == own and two_sided(own) in RULES:
-        name = two_sided(own) if rest.pop("two_sided", both_sides) else own
-    return name, rest
+        name = two_sided(own) if rest.pop("two_sided", options.get("two_sided", False)) else own
+    return rule_named(name), rest
 
 
 def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], soap_lr: float) -> dict[str, Any]:
-    """Return the group with all hyper-parameters of its rule, or raise a ValueError that names a wrong one.
+    """Return the group with its rule's name and hyper-parameters, or raise a ValueError that names a wrong one.
 
     A value comes from the group itself, else from the optimizer's options, else from the defaults.
 
@@ -239,7 +239,7 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
         filled["lr"] = filled["lr"].view(())  # a view, not a copy
     if "gamma" in rule.defaults and filled["gamma"] is None:
         filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
-    return filled
+    return filled | {"rule": rule.name}
 
 
 def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:

@@ -115,9 +115,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
         options = {**self._options, "lr": self.defaults["lr"]}
         param_group = other_engines.without_filled_in(param_group, options)
-        name, group = hyperparameters.choose_rule(self.rule, param_group, options.get("two_sided", False))
-        rule = hyperparameters.rule_named(name)
-        super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
+        rule, group = hyperparameters.choose_rule(self.rule, param_group, options)
+        super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
         group, not_compared = self.param_groups[-1], list(self._not_compared)
         try:
             if not rule.elementwise and "layout" not in param_group:
@@ -132,7 +131,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
-        self._first_rates.setdefault("adam_lr" if name == "adam" else "lr", float(group["lr"]))
+        self._first_rates.setdefault("adam_lr" if rule.name == "adam" else "lr", float(group["lr"]))
         self._keep_structure()
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:

@@ -118,7 +118,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     total: 6 tensors, 4,068 parameters, 30.7 KiB of state
     """
     if isinstance(model, MatrixOptimizer):
-        return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)
+        return Plan(tuple(_row(model._layouts[p].name, p, "", group)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
     routing = {key: hyper.pop(key) for key in ROUTING if key in hyper}
     kind, options = _optimizer(rule, hyper)
@@ -127,9 +127,9 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         group = {"rule": route.rule, **route.settings}
         if "block_rows" in group and options.get("head_dim"):
             group["block_rows"] = options["head_dim"]
-        name, group = choose_rule(kind.rule, group, options.get("two_sided", False))
-        group = complete(group, rule_named(name), options, kind.soap_lr)
-        row = _row(parameter.name, parameter.p, name, route.why, group)
+        chosen, group = choose_rule(kind.rule, group, options)
+        group = complete(group, chosen, options, kind.soap_lr)
+        row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=fused_hint(parameter, route)))
     return Plan(tuple(rows), _head_hint(model, routing.get("head"), rows))
 
@@ -159,14 +159,14 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
     return kind, options
 
 
-def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> PlanRow:
+def _row(name: str, p: Tensor, why: str, group: dict[str, Any]) -> PlanRow:
     """Return a parameter's row: its state as the optimizer would allocate it."""
-    slots = sharding.layout_of(name, p, RULES[rule], dict(group)).slots(group)
+    slots = sharding.layout_of(name, p, RULES[group["rule"]], group).slots(group)
     elements = sum(math.prod(slot.shape) for slot in slots.values())
     size = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots.values() if slot.dtype)
     rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
     rates = float(group["lr"]), float(group["weight_decay"])
-    return PlanRow(name, tuple(p.shape), rule, why, rank, *rates, elements, size + 4)
+    return PlanRow(name, tuple(p.shape), group["rule"], why, rank, *rates, elements, size + 4)
 
 
 # -- the printed form --------------------------------------------------------------------------------------------------

@@ -394,10 +394,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         device: count only what is there, such as "cuda" for the state that `offload="cpu"` leaves on the GPU.
         """
-        found = ((layout, self.state.get(p, {})) for p, layout in self._layouts.items())
-        tensors = ((layout, x) for layout, state in found for x in state.values() if isinstance(x, Tensor))
-        parts = (layout.local(x) for layout, x in tensors)
-        held = (x.untyped_storage() for x in parts if device is None or _is_on(x, torch.device(device)))
+        found = ((layout, x) for p, layout in self._layouts.items() for x in self.state.get(p, {}).values())
+        parts = [layout.local(x) for layout, x in found if isinstance(x, Tensor)]
+        if device is not None:
+            place = torch.device(device)  # without an index it means all of its type
+            parts = [x for x in parts if x.device.type == place.type and place.index in (None, x.device.index)]
+        held = (x.untyped_storage() for x in parts)
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     @torch.no_grad()
@@ -482,11 +484,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)
-
-
-def _is_on(x: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is on a device; one without an index means all of its type."""
-    return x.device.type == device.type and device.index in (None, x.device.index)
 
 
 def _refuse_one_rate(

@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -79,7 +79,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._first_rates: dict[str, float] = {}
-        self._shared_lr: float | None = math.nan  # of all groups at the last step, None if they had several
+        self._shared_lr: float | None = math.nan  # of all groups at the last step; None: several, NaN: no step
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
@@ -282,8 +282,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
-        _refuse_one_rate(type(self).__name__, self.param_groups, self._first_rates, self._shared_lr)
-        self._shared_lr = _one_value(self.param_groups, "lr")
+        self._refuse_one_rate()
+        self._shared_lr = self._one_value("lr")
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
@@ -354,6 +354,45 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     mine = state[p]
                 entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
         return entries
+
+    def _refuse_one_rate(self) -> None:
+        """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
+
+        The error lists one value for each group. It is not repaired here: schedulers also keep rates themselves. A
+        loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
+        Rates that differed, meet and then stay are at a floor (ReduceLROnPlateau's min_lr), which needs no warning.
+        """
+        first, groups = self._first_rates, self.param_groups
+        if len(set(first.values())) < 2 or first["lr"] == 0:
+            return
+        written = next((key for key in (*RATES_WRITTEN, "lr") if self._one_value(key) is not None), None)
+        if written is None or len({group["rule"] == "adam" for group in groups}) < 2:
+            return
+        value, name = groups[0][written], type(self).__name__
+        built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
+        one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
+        if written != "lr":
+            writer, argument = RATES_WRITTEN[written]
+            shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
+            rates = ", ".join(f"{value * share:g}" for share in shares)
+            raise ValueError(
+                f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
+                f"{argument.format(f'[{rates}]')} {one}"
+            )
+        at_floor = self._shared_lr is None or value == self._shared_lr
+        if not at_floor and not any("initial_lr" in group for group in groups):  # other schedulers may have a floor too
+            warnings.warn(
+                # Without the value, so that Python shows the same text only once, not at every step of a schedule.
+                f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",
+                stacklevel=2,
+            )
+
+    def _one_value(self, key: str) -> float | None:
+        """Return the value of `key` if all groups have the same positive number there, else None."""
+        values = [group.get(key) for group in self.param_groups]
+        # A tensor is not read: on a GPU that would wait for it at every step.
+        same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
+        return values[0] if same and values[0] else None
 
     # -- information for the user -------------------------------------------------------------------------------------
 
@@ -446,11 +485,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._finish_copies()
         checkpoint.load(self, state_dict)
         self._adopt_one_rate()
-        self._shared_lr = _one_value(self.param_groups, "lr") or math.nan
+        self._shared_lr = self._one_value("lr") or math.nan
 
     def _adopt_one_rate(self) -> None:
         """Take the one rate of a checkpoint that a scheduler drove: it is meant, so steps must not refuse it."""
-        written = next((key for key in RATES_WRITTEN if _one_value(self.param_groups, key) is not None), None)
+        written = next((key for key in RATES_WRITTEN if self._one_value(key) is not None), None)
         if written is None or len(set(self._first_rates.values())) < 2:
             return
         built = " and ".join(f"{key}={value:g}" for key, value in self._first_rates.items())
@@ -475,7 +514,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
         self._structure, self._not_compared, self._is_built = {}, [], False  # a copy is not compared again
         self._first_rates = state.get("_first_rates", {})  # older pickles lack it
-        self._shared_lr = _one_value(self.param_groups, "lr") or math.nan
+        self._shared_lr = self._one_value("lr") or math.nan
         self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
         for group in self.param_groups:
@@ -484,50 +523,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)
-
-
-def _refuse_one_rate(
-    name: str, groups: Sequence[Mapping[str, Any]], first: Mapping[str, float], before: float | None
-) -> None:
-    """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
-
-    The error lists one value for each group. It is not repaired here, because schedulers also keep rates themselves.
-    A loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
-    Rates that were different, meet and then stay are at a floor (ReduceLROnPlateau's min_lr), which needs no warning.
-
-    name: the optimizer's class, for the message.
-    first: the rates that the optimizer was built with, "lr" and "adam_lr".
-    before: the rate of all groups at the last step, None if they had several, NaN if there was no step.
-    """
-    if len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
-        return
-    written = next((key for key in (*RATES_WRITTEN, "lr") if _one_value(groups, key) is not None), None)
-    both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
-    if written is None or not both_kinds:
-        return
-    value = groups[0][written]
-    built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
-    one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
-    if written != "lr":
-        writer, argument = RATES_WRITTEN[written]
-        shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
-        rates = ", ".join(f"{value * share:g}" for share in shares)
-        raise ValueError(
-            f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
-            f"{argument.format(f'[{rates}]')} {one}"
-        )
-    at_floor = before is None or value == before
-    if not at_floor and not any("initial_lr" in group for group in groups):  # other schedulers may have a floor too
-        warnings.warn(
-            # Without the value, so that Python shows the same text only once, not at every step of a schedule.
-            f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",
-            stacklevel=2,
-        )
-
-
-def _one_value(groups: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Return the value of `key` if all groups have the same positive number there, else None."""
-    values = [group.get(key) for group in groups]
-    # A tensor is not read: on a GPU that would wait for it at every step.
-    same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
-    return values[0] if same and values[0] else None

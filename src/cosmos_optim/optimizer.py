@@ -70,10 +70,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cuda_graphs: bool = True, offload: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
-        self._options: dict[str, Any] = {
-            "adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options
-        }  # fmt: skip
+        self._options = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
+        self._begin()
+        # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
+        cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
+        groups = as_groups(params, self.rule)
+        self._check_rules(groups)
+        super().__init__(groups, {"lr": lr, **cycled})
+        other_engines.refuse_pieces(self._layouts)
+        self._is_built = True
+        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
+
+    def _begin(self) -> None:
+        """Create the attributes that are not saved with the optimizer, and those that older pickles lack."""
         self._layouts: dict[Tensor, Layout] = {}
         self._not_compared: list[Description] = []  # groups that wait for other ranks
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
@@ -83,15 +93,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
-        # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
-        cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
-        groups = as_groups(params, self.rule)
-        self._check_rules(groups)
         self._is_built = False
-        super().__init__(groups, {"lr": lr, **cycled})
-        other_engines.refuse_pieces(self._layouts)
-        self._is_built = True
-        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -504,18 +506,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
         self._finish_copies()
-        names = ("defaults", "state", "param_groups", "_options", "_first_rates")
-        kept = {k: v for k, v in self.__dict__.items() if k in names}
-        return kept | {"state": dict(self.state)}
+        kept = ("defaults", "param_groups", "_options", "_first_rates")
+        return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin()
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
-        self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
-        self._structure, self._not_compared, self._is_built = {}, [], False  # a copy is not compared again
-        self._first_rates = state.get("_first_rates", {})  # older pickles lack it
         self._shared_lr = self._one_value("lr") or math.nan
-        self._skipped = SkippedSteps(other_engines.is_first)
         self._match_layouts()
         for group in self.param_groups:
             for p in group["params"]:

@@ -119,13 +119,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         param_group = other_engines.without_filled_in(param_group, options)
         rule, group = hyperparameters.choose_rule(self.rule, param_group, options)
         super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
-        group, not_compared = self.param_groups[-1], list(self._not_compared)
+        group, index, not_compared = self.param_groups[-1], len(self.param_groups) - 1, list(self._not_compared)
         try:
             if not rule.elementwise and "layout" not in param_group:
                 refuse_four_dimensions(group["params"], rule)
-            self._add_layouts(len(self.param_groups) - 1)
+            self._add_layouts(index)
             if self._is_built:
-                self._join_ranks([len(self.param_groups) - 1], ("lr", *hyperparameters.OURS))
+                self._join_ranks([index], ("lr", *hyperparameters.OURS))
         except Exception:
             self.param_groups.pop()
             self._not_compared = not_compared
@@ -153,21 +153,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
             if p.layout is not torch.strided:
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
-            self._layouts[p] = self._layout_of(name, p, group)
+            layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
+            layout.offloads = self._options.get("offload") is not None  # older pickles lack it
+            if layout.offloads and layout.is_sharded:
+                raise ValueError(
+                    f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole "
+                    "parameters only: leave offload out. To keep shards in host memory, give fully_shard(..., "
+                    "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
+                )
+            self._layouts[p] = layout
             if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
-
-    def _layout_of(self, name: str, p: Tensor, group: dict[str, Any]) -> Layout:
-        """Return the layout of a parameter. Raise ValueError if its state cannot be where `offload` puts it."""
-        layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
-        layout.offloads = self._options.get("offload") is not None  # older pickles lack it
-        if layout.offloads and layout.is_sharded:
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole parameters "
-                "only: leave offload out. To keep shards in host memory, give fully_shard(..., "
-                "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
-            )
-        return layout
 
     def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
         """Compare new groups with those of the other ranks, and make the process groups that a step needs."""

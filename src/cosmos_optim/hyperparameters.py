@@ -108,7 +108,6 @@ def _is_sizes(value: Any) -> bool:
 
 _NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
 _FRACTION = _number(0, 1, "it must lie in [0, 1)")
-_ONE_STEP = "give True or False (looking ahead more than one step performed worse)"
 # A hyper-parameter means the same in every rule, so one check is enough.
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("weight_decay", "eps"), _NOT_NEGATIVE),  # at eps = 0, 0/0 counts as 0
@@ -123,7 +122,7 @@ CHECKS: dict[str, Check] = {
     "row_beta2": _number(0, 1, "it must lie in [0, 1); None is off", optional=True),
     "residual_guard": _number(0, 1, "it must lie in [0, 1); 0 is off"),
     "scale": _number(1e-300, math.inf, "it must be positive"),
-    "nesterov": _check(is_bool, _ONE_STEP),
+    "nesterov": _check(is_bool, "give True or False (looking ahead more than one step performed worse)"),
     "eps_placement": _one_of("outside", "inside"),
     "scaling": _one_of(*sorted(SCALINGS)),
     "squares": _one_of("gradient", "momentum"),
@@ -151,8 +150,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def near_miss(key: str, known: Iterable[str] = OURS) -> str | None:
-    """Return the known name that `key` misspells, or None if it is another word.
+def near_miss(key: str) -> str | None:
+    """Return the name of ours that `key` misspells, or None if it is another word.
 
     A letter more or less, two swapped, or one other letter in a long name is a slip. One other letter in a short name
     is usually another word (role, size, beta1), and so is a name with a word more (no_weight_decay).
@@ -160,7 +159,7 @@ def near_miss(key: str, known: Iterable[str] = OURS) -> str | None:
     >>> near_miss("gama"), near_miss("weight_decy"), near_miss("rnak"), near_miss("lr_scale"), near_miss("role")
     ('gamma', 'weight_decay', 'rank', None, None)
     """
-    known = sorted({*known, *SYNONYMS})
+    known = sorted({*OURS, *SYNONYMS})
     swapped = [name for name in known if sorted(name) == sorted(key)]
     # One letter more or less in a name of four gives 0.89; a digit more in "eps" 0.857; another letter in eight 0.875.
     alike = [name for name in known if abs(len(name) - len(key)) <= 2]
@@ -203,21 +202,21 @@ def rule_named(name: str) -> Rule:
     return RULES[name]
 
 
-def choose_rule(own: str, group: Mapping[str, Any], both_sides: bool) -> tuple[str, dict[str, Any]]:
-    """Return the name of a group's rule, and the group without the keys that chose it: `rule` and `two_sided`.
+def choose_rule(own: str, group: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    """Return the rule of a group, and the group without the keys that chose it: `rule` and `two_sided`.
 
     own: the optimizer's rule, for groups that name none. It may have a one-sided and a two-sided form.
-    both_sides: the default of `two_sided`.
+    options: the optimizer's arguments; `two_sided` among them is the default of a group's.
     """
     rest = dict(group)
     name = rest.pop("rule", own)
     if name == own and two_sided(own) in RULES:
-        name = two_sided(own) if rest.pop("two_sided", both_sides) else own
-    return name, rest
+        name = two_sided(own) if rest.pop("two_sided", options.get("two_sided", False)) else own
+    return rule_named(name), rest
 
 
 def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], soap_lr: float) -> dict[str, Any]:
-    """Return the group with all hyper-parameters of its rule, or raise a ValueError that names a wrong one.
+    """Return the group with its rule's name and hyper-parameters, or raise a ValueError that names a wrong one.
 
     A value comes from the group itself, else from the optimizer's options, else from the defaults.
 
@@ -239,7 +238,7 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
         filled["lr"] = filled["lr"].view(())  # a view, not a copy
     if "gamma" in rule.defaults and filled["gamma"] is None:
         filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
-    return filled
+    return filled | {"rule": rule.name}
 
 
 def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:

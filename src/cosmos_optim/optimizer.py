@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -70,28 +70,30 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cuda_graphs: bool = True, offload: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         adam_lr = lr if adam_lr is None else adam_lr
-        self._options: dict[str, Any] = {
-            "adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options
-        }  # fmt: skip
+        self._options = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
+        self._begin()
+        # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
+        cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
+        groups = as_groups(params, self.rule)
+        self._check_rules(groups)
+        super().__init__(groups, {"lr": lr, **cycled})
+        other_engines.refuse_pieces(self._layouts)
+        self._is_built = True
+        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
+
+    def _begin(self) -> None:
+        """Create the attributes that are not saved with the optimizer, and those that older pickles lack."""
         self._layouts: dict[Tensor, Layout] = {}
         self._not_compared: list[Description] = []  # groups that wait for other ranks
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._first_rates: dict[str, float] = {}
-        self._shared_lr: float | None = math.nan  # of all groups at the last step, None if they had several
+        self._shared_lr: float | None = math.nan  # of all groups at the last step; None: several, NaN: no step
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
-        # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
-        cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
-        groups = as_groups(params, self.rule)
-        self._check_rules(groups)
         self._is_built = False
-        super().__init__(groups, {"lr": lr, **cycled})
-        other_engines.refuse_pieces(self._layouts)
-        self._is_built = True
-        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -115,16 +117,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
         options = {**self._options, "lr": self.defaults["lr"]}
         param_group = other_engines.without_filled_in(param_group, options)
-        name, group = hyperparameters.choose_rule(self.rule, param_group, options.get("two_sided", False))
-        rule = hyperparameters.rule_named(name)
-        super().add_param_group({**hyperparameters.complete(group, rule, options, self.soap_lr), "rule": name})
-        group, not_compared = self.param_groups[-1], list(self._not_compared)
+        rule, group = hyperparameters.choose_rule(self.rule, param_group, options)
+        super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
+        group, index, not_compared = self.param_groups[-1], len(self.param_groups) - 1, list(self._not_compared)
         try:
             if not rule.elementwise and "layout" not in param_group:
                 refuse_four_dimensions(group["params"], rule)
-            self._add_layouts(len(self.param_groups) - 1)
+            self._add_layouts(index)
             if self._is_built:
-                self._join_ranks([len(self.param_groups) - 1], ("lr", *hyperparameters.OURS))
+                self._join_ranks([index], ("lr", *hyperparameters.OURS))
         except Exception:
             self.param_groups.pop()
             self._not_compared = not_compared
@@ -132,7 +133,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._layouts.pop(p, None)
                 self.state.pop(p, None)
             raise
-        self._first_rates.setdefault("adam_lr" if name == "adam" else "lr", float(group["lr"]))
+        self._first_rates.setdefault("adam_lr" if rule.name == "adam" else "lr", float(group["lr"]))
         self._keep_structure()
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
@@ -152,21 +153,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
             if p.layout is not torch.strided:
                 raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
-            self._layouts[p] = self._layout_of(name, p, group)
+            layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
+            layout.offloads = self._options.get("offload") is not None  # older pickles lack it
+            if layout.offloads and layout.is_sharded:
+                raise ValueError(
+                    f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole "
+                    "parameters only: leave offload out. To keep shards in host memory, give fully_shard(..., "
+                    "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
+                )
+            self._layouts[p] = layout
             if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
-
-    def _layout_of(self, name: str, p: Tensor, group: dict[str, Any]) -> Layout:
-        """Return the layout of a parameter. Raise ValueError if its state cannot be where `offload` puts it."""
-        layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
-        layout.offloads = self._options.get("offload") is not None  # older pickles lack it
-        if layout.offloads and layout.is_sharded:
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole parameters "
-                "only: leave offload out. To keep shards in host memory, give fully_shard(..., "
-                "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
-            )
-        return layout
 
     def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
         """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
@@ -283,8 +280,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
-        _refuse_one_rate(type(self).__name__, self.param_groups, self._first_rates, self._shared_lr)
-        self._shared_lr = _one_value(self.param_groups, "lr")
+        self._refuse_one_rate()
+        self._shared_lr = self._one_value("lr")
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
@@ -356,6 +353,45 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
         return entries
 
+    def _refuse_one_rate(self) -> None:
+        """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
+
+        The error lists one value for each group. It is not repaired here: schedulers also keep rates themselves. A
+        loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
+        Rates that differed, meet and then stay are at a floor (ReduceLROnPlateau's min_lr), which needs no warning.
+        """
+        first, groups = self._first_rates, self.param_groups
+        if len(set(first.values())) < 2 or first["lr"] == 0:
+            return
+        written = next((key for key in (*RATES_WRITTEN, "lr") if self._one_value(key) is not None), None)
+        if written is None or len({group["rule"] == "adam" for group in groups}) < 2:
+            return
+        value, name = groups[0][written], type(self).__name__
+        built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
+        one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
+        if written != "lr":
+            writer, argument = RATES_WRITTEN[written]
+            shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
+            rates = ", ".join(f"{value * share:g}" for share in shares)
+            raise ValueError(
+                f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
+                f"{argument.format(f'[{rates}]')} {one}"
+            )
+        at_floor = self._shared_lr is None or value == self._shared_lr
+        if not at_floor and not any("initial_lr" in group for group in groups):  # other schedulers may have a floor too
+            warnings.warn(
+                # Without the value, so that Python shows the same text only once, not at every step of a schedule.
+                f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",
+                stacklevel=2,
+            )
+
+    def _one_value(self, key: str) -> float | None:
+        """Return the value of `key` if all groups have the same positive number there, else None."""
+        values = [group.get(key) for group in self.param_groups]
+        # A tensor is not read: on a GPU that would wait for it at every step.
+        same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
+        return values[0] if same and values[0] else None
+
     # -- information for the user -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -395,10 +431,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         device: count only what is there, such as "cuda" for the state that `offload="cpu"` leaves on the GPU.
         """
-        found = ((layout, self.state.get(p, {})) for p, layout in self._layouts.items())
-        tensors = ((layout, x) for layout, state in found for x in state.values() if isinstance(x, Tensor))
-        parts = (layout.local(x) for layout, x in tensors)
-        held = (x.untyped_storage() for x in parts if device is None or _is_on(x, torch.device(device)))
+        found = ((layout, x) for p, layout in self._layouts.items() for x in self.state.get(p, {}).values())
+        parts = [layout.local(x) for layout, x in found if isinstance(x, Tensor)]
+        if device is not None:
+            place = torch.device(device)  # without an index it means all of its type
+            parts = [x for x in parts if x.device.type == place.type and place.index in (None, x.device.index)]
+        held = (x.untyped_storage() for x in parts)
         return sum({(storage.data_ptr(), storage.device): storage.nbytes() for storage in held}.values())
 
     @torch.no_grad()
@@ -445,11 +483,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._finish_copies()
         checkpoint.load(self, state_dict)
         self._adopt_one_rate()
-        self._shared_lr = _one_value(self.param_groups, "lr") or math.nan
+        self._shared_lr = self._one_value("lr") or math.nan
 
     def _adopt_one_rate(self) -> None:
         """Take the one rate of a checkpoint that a scheduler drove: it is meant, so steps must not refuse it."""
-        written = next((key for key in RATES_WRITTEN if _one_value(self.param_groups, key) is not None), None)
+        written = next((key for key in RATES_WRITTEN if self._one_value(key) is not None), None)
         if written is None or len(set(self._first_rates.values())) < 2:
             return
         built = " and ".join(f"{key}={value:g}" for key, value in self._first_rates.items())
@@ -464,18 +502,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
         self._finish_copies()
-        names = ("defaults", "state", "param_groups", "_options", "_first_rates")
-        kept = {k: v for k, v in self.__dict__.items() if k in names}
-        return kept | {"state": dict(self.state)}
+        kept = ("defaults", "param_groups", "_options", "_first_rates")
+        return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin()
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
-        self._diagnostics, self._graphed, self._layouts, self._started = [], None, {}, set()
-        self._structure, self._not_compared, self._is_built = {}, [], False  # a copy is not compared again
-        self._first_rates = state.get("_first_rates", {})  # older pickles lack it
-        self._shared_lr = _one_value(self.param_groups, "lr") or math.nan
-        self._skipped = SkippedSteps(other_engines.is_first)
+        self._shared_lr = self._one_value("lr") or math.nan
         self._match_layouts()
         for group in self.param_groups:
             for p in group["params"]:
@@ -483,55 +517,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)
-
-
-def _is_on(x: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is on a device; one without an index means all of its type."""
-    return x.device.type == device.type and device.index in (None, x.device.index)
-
-
-def _refuse_one_rate(
-    name: str, groups: Sequence[Mapping[str, Any]], first: Mapping[str, float], before: float | None
-) -> None:
-    """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
-
-    The error lists one value for each group. It is not repaired here, because schedulers also keep rates themselves.
-    A loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
-    Rates that were different, meet and then stay are at a floor (ReduceLROnPlateau's min_lr), which needs no warning.
-
-    name: the optimizer's class, for the message.
-    first: the rates that the optimizer was built with, "lr" and "adam_lr".
-    before: the rate of all groups at the last step, None if they had several, NaN if there was no step.
-    """
-    if len(first) < 2 or first["lr"] == first["adam_lr"] or first["lr"] == 0:
-        return
-    written = next((key for key in (*RATES_WRITTEN, "lr") if _one_value(groups, key) is not None), None)
-    both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
-    if written is None or not both_kinds:
-        return
-    value = groups[0][written]
-    built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
-    one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
-    if written != "lr":
-        writer, argument = RATES_WRITTEN[written]
-        shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
-        rates = ", ".join(f"{value * share:g}" for share in shares)
-        raise ValueError(
-            f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
-            f"{argument.format(f'[{rates}]')} {one}"
-        )
-    at_floor = before is None or value == before
-    if not at_floor and not any("initial_lr" in group for group in groups):  # other schedulers may have a floor too
-        warnings.warn(
-            # Without the value, so that Python shows the same text only once, not at every step of a schedule.
-            f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",
-            stacklevel=2,
-        )
-
-
-def _one_value(groups: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Return the value of `key` if all groups have the same positive number there, else None."""
-    values = [group.get(key) for group in groups]
-    # A tensor is not read: on a GPU that would wait for it at every step.
-    same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
-    return values[0] if same and values[0] else None

@@ -71,8 +71,7 @@ class Plan:
     def __str__(self) -> str:
         """Return the table with one line for equal layers, the totals of each rule, the total, and hints."""
         table = [("parameter", "shape", "rule", "because", "rank", "lr", "decay", "state")]
-        lines = collapse(self.rows)
-        for name, row, count in lines:
+        for name, row, count in collapse(self.rows):
             shape = " x ".join(map(str, row.shape)) or "scalar"
             rank = "" if row.rank is None else str(row.rank)
             why = f"{row.why}, tied to {', '.join(row.tied)}" if row.tied else row.why
@@ -83,12 +82,12 @@ class Plan:
                    if any(column[1:])]  # fmt: skip
         form = "  ".join(f"{{:{side}{max(map(len, column))}}}" for side, column in columns)
         texts = [form.format(*cells).rstrip() for cells in zip(*(column for _, column in columns), strict=True)]
-        rule = "-" * max(map(len, texts))
+        line = "-" * max(map(len, texts))
         sums = [f"{name}: {_tensors(count)}, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip
         total = f"total: {_tensors(len(self.rows))}, {self.parameters:,} parameters, {human(self.state_bytes)} of state"
         hints = dict.fromkeys(f"hint: {hint}" for hint in (self.hint, *(row.hint for row in self.rows)) if hint)
-        return "\n".join([texts[0], rule, *texts[1:], rule, *sums, total, *hints])
+        return "\n".join([texts[0], line, *texts[1:], line, *sums, total, *hints])
 
 
 def _tensors(count: int) -> str:
@@ -118,7 +117,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     total: 6 tensors, 4,068 parameters, 30.7 KiB of state
     """
     if isinstance(model, MatrixOptimizer):
-        return Plan(tuple(_row(model._layouts[p].name, p, group["rule"], "", group)
+        return Plan(tuple(_row(model._layouts[p].name, p, "", group)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
     routing = {key: hyper.pop(key) for key in ROUTING if key in hyper}
     kind, options = _optimizer(rule, hyper)
@@ -127,9 +126,9 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         group = {"rule": route.rule, **route.settings}
         if "block_rows" in group and options.get("head_dim"):
             group["block_rows"] = options["head_dim"]
-        name, group = choose_rule(kind.rule, group, options.get("two_sided", False))
-        group = complete(group, rule_named(name), options, kind.soap_lr)
-        row = _row(parameter.name, parameter.p, name, route.why, group)
+        chosen, group = choose_rule(kind.rule, group, options)
+        group = complete(group, chosen, options, kind.soap_lr)
+        row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=fused_hint(parameter, route)))
     return Plan(tuple(rows), _head_hint(model, routing.get("head"), rows))
 
@@ -159,14 +158,14 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
     return kind, options
 
 
-def _row(name: str, p: Tensor, rule: str, why: str, group: Mapping[str, Any]) -> PlanRow:
+def _row(name: str, p: Tensor, why: str, group: dict[str, Any]) -> PlanRow:
     """Return a parameter's row: its state as the optimizer would allocate it."""
-    slots = sharding.layout_of(name, p, RULES[rule], dict(group)).slots(group)
+    slots = sharding.layout_of(name, p, RULES[group["rule"]], group).slots(group)
     elements = sum(math.prod(slot.shape) for slot in slots.values())
     size = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots.values() if slot.dtype)
     rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
     rates = float(group["lr"]), float(group["weight_decay"])
-    return PlanRow(name, tuple(p.shape), rule, why, rank, *rates, elements, size + 4)
+    return PlanRow(name, tuple(p.shape), group["rule"], why, rank, *rates, elements, size + 4)
 
 
 # -- the printed form --------------------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow, int]]:
 
     One number at a time: first rows that differ in the last number of their names, then in the one before it.
     """
-    lines = [(_parts(row.name), row, 1) for row in rows]
+    lines = [(row.name.split("."), row, 1) for row in rows]
     for place in reversed(range(max((len(parts) for parts, _, _ in lines), default=0))):
         found: dict[object, list[tuple[list[str], PlanRow, int]]] = {}
         for parts, row, count in lines:
@@ -186,10 +185,6 @@ def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow, int]]:
             found.setdefault((others, replace(row, name="", tied=(), hint=""), count), []).append((parts, row, count))
         lines = [_merged(alike, place) for alike in found.values()]
     return [(".".join(parts) + (f" x{count}" if count > 1 else ""), row, count) for parts, row, count in lines]
-
-
-def _parts(name: str) -> list[str]:
-    return name.split(".")
 
 
 def _merged(alike: list[tuple[list[str], PlanRow, int]], place: int) -> tuple[list[str], PlanRow, int]:

@@ -12,8 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import compress, islice
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class GradientCheck:
     def grad_max_by_parameter(self) -> dict[Tensor, list[Tensor]]:
         """The largest |g| of each block of each parameter."""
         values = iter(self.grad_max.unbind())
-        return {e.p: list(islice(values, e.layout.count)) for e in self.entries}
+        return {e.p: list(itertools.islice(values, e.layout.count)) for e in self.entries}
 
 
 class SkippedStepWarning(RuntimeWarning):
@@ -68,14 +67,14 @@ class HostCopy:
     """A number on its way from the GPU to the host, which does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = partial(torch.cuda.current_stream, device)
+        self._device = device
         self._value = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
         self._event = torch.cuda.Event()
 
     def start(self, number: Tensor) -> None:
         """Start the copy, after the work that the GPU already has."""
         self._value.copy_(number, non_blocking=True)
-        self._event.record(self._stream())
+        self._event.record(torch.cuda.current_stream(self._device))
 
     def value(self) -> int | None:
         """Return the number, or None if it has not arrived."""
@@ -200,8 +199,8 @@ def check_gradients(
         return GradientCheck(entries, False, bad.any(), old, none, grad_max, scaled)
     flags = bad.tolist()
     if any(flags):
-        _raise_if_asked(compress(entries, flags) if raising else ())
-        first = next(compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
+        _raise_if_asked(itertools.compress(entries, flags))
+        first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
         return GradientCheck(entries, True, None, old, none, grad_max, scaled, first)
     fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
     return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)

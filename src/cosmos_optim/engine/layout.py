@@ -275,14 +275,11 @@ class Layout:
 
         It is on the parameter's device, or in pinned host memory if it is offloaded.
         """
-        order = self._memory_order
-        if self._is_offloaded(p, slot):
-            if slot.axes == "*":
-                return torch.zeros_like(p, dtype=slot.dtype, memory_format=order, device="cpu", pin_memory=p.is_cuda)
-            return torch.zeros(slot.shape, dtype=slot.dtype, device="cpu", pin_memory=p.is_cuda)
+        device, pinned = ("cpu", p.is_cuda) if self._is_offloaded(p, slot) else (p.device, False)
         if slot.axes == "*":
-            return torch.zeros_like(p, dtype=slot.dtype, memory_format=order)
-        return torch.zeros(slot.shape, dtype=slot.dtype, device=p.device)
+            order = self._memory_order
+            return torch.zeros_like(p, dtype=slot.dtype, memory_format=order, device=device, pin_memory=pinned)
+        return torch.zeros(slot.shape, dtype=slot.dtype, device=device, pin_memory=pinned)
 
     @property
     def _memory_order(self) -> torch.memory_format:

@@ -29,8 +29,11 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
     live, fresh = advance(entries, check)
     copies: list[tuple[Tensor, Tensor]] = []
     assigned: Counter[object] = Counter()
-    matrices = [e for e in live if not e.rule.elementwise]
-    run_jobs([job for b in batches(matrices, fresh, copies) for job in stack_jobs(b, check, diagnostics, assigned)])
+    jobs: list[LocatedJob] = []
+    for batch in batches([e for e in live if not e.rule.elementwise], fresh, copies):
+        for stack, location in located_stacks(batch, assigned):
+            jobs.append((stack, partial(run_stack, stack, location, check, diagnostics)))
+    run_jobs(jobs)
     run_elementwise_groups(live, check.skip)
     write_back(copies)
 
@@ -62,16 +65,8 @@ def decay_(e: Entry) -> None:
         write_(p, read(p, torch.float32, correction) * decay_of(e.group), correction=correction)
 
 
-def stack_jobs(
-    batch: Batch, check: GradientCheck, diagnostics: Diagnostics | None, assigned: Counter[object]
-) -> Iterator[LocatedJob]:
-    """Return a job for each stack of a batch. `assigned` counts the matrices assigned to each team so far."""
-    for stack, location in located_stacks(batch, assigned):
-        yield stack, partial(run_stack, stack, location, check, diagnostics)
-
-
 def located_stacks(batch: Batch, assigned: Counter[object]) -> Iterator[tuple[Batch, Location]]:
-    """Return the stacks of a batch, each with its location; count its matrices in `assigned`."""
+    """Return the stacks of a batch, each with its location; `assigned` counts the matrices of each team so far."""
     for stack in batch.stacks():
         location = stack.location.after(assigned[stack.location.team])
         assigned[stack.location.team] += len(stack.matrices)

@@ -43,9 +43,7 @@ def leave_mark(module: nn.Module, attribute: str, mark: Mark) -> None:
     """Mark the module's parameter of this name, and any parameter that replaces it."""
     held = module._parameters
     if not isinstance(held, _MarkedParameters):
-        held = _MarkedParameters(held)
-        held.marks = {}
-        module._parameters = held
+        module._parameters = held = _MarkedParameters(held)
     held.marks = {**held.marks, attribute: mark}
     held[attribute] = held[attribute]
 
@@ -89,7 +87,8 @@ def _split(group: Mapping[str, Any]) -> list[dict[str, Any]]:
         p = _tensor(item)
         if not p.requires_grad:
             continue
-        name, mark = p._cosmos_mark["name"], {key: value for key, value in p._cosmos_mark.items() if key != "name"}
+        mark = dict(mark_of(p) or {})
+        name = mark.pop("name")
         part = parts.setdefault(repr(sorted(mark.items())), {**mark, **group, "params": []})
         part["params"].append(item if isinstance(item, tuple) else (name, p))
     return sorted(parts.values(), key=lambda part: part["rule"] == "adam")

@@ -88,9 +88,10 @@ def mark(
     >>> [(group["rule"], group["params"][0][0]) for group in as_groups(model.parameters(), "cosmos")]
     [('cosmos', '1.weight'), ('adam', '0.weight')]
     """
-    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     options: dict[str, Any] = {"overrides": overrides, "head": head, "decay": decay, "split_heads": split_heads}
-    for parameter, route in routes(model, rule, frozen=True, **options):
+    routed = routes(model, rule, frozen=True, **options)
+    modules = dict(model.named_modules())
+    for parameter, route in routed:
         found = {"name": parameter.name, "rule": route.rule, **route.settings}
         for name in (parameter.name, *parameter.aliases):
             path, _, attribute = name.rpartition(".")
@@ -118,26 +119,26 @@ def routes(
             wanted = "neither a rule's name nor a mapping of hyper-parameters"
             raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
     used: set[str] = set()
-    heads = find_output_heads(model, head)
-    tied = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    output_heads = find_output_heads(model, head)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[ModelParameter, Route]] = []
     unknown: list[ModelParameter] = []
     parameters = _model_parameters(model)
-    split = find_heads(model, parameters, split_heads)
+    attention_heads = find_heads(model, parameters, split_heads)
     for parameter in parameters:
-        _refuse_flat(parameter)
+        _refuse_piece(parameter)
         names = (parameter.name, *parameter.aliases)
         matches = [pattern for pattern in asked if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
         used.update(matches)
         if not (parameter.p.requires_grad or frozen):
             continue
-        is_head = parameter.module_path in heads
-        route = route_of(parameter, rule, is_embedding=id(parameter.p) in tied, is_head=is_head)
+        is_head = parameter.module_path in output_heads
+        route = route_of(parameter, rule, is_embedding=id(parameter.p) in embeddings, is_head=is_head)
         override = asked[matches[0]] if matches else {}
         if matches:
             route = _overridden(parameter, route, matches[0], override)
         if route is not None:
-            route = with_heads(parameter, route, split.get(parameter.name), override)
+            route = with_heads(parameter, route, attention_heads.get(parameter.name), override)
             found.append((parameter, route if decay == "all" else _without_decay(route)))
         elif parameter.p.requires_grad:
             unknown.append(parameter)
@@ -205,7 +206,7 @@ def _model_parameters(model: nn.Module) -> list[ModelParameter]:
     return list(found.values())
 
 
-def _refuse_flat(parameter: ModelParameter) -> None:
+def _refuse_piece(parameter: ModelParameter) -> None:
     """Reject the 1-D pieces of matrices that FSDP1 and ZeRO make: they would silently be trained by AdamW."""
     p, module = parameter.p, parameter.module
     matrix = isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)) and parameter.attribute == "weight"

@@ -83,8 +83,8 @@ def route_of(parameter: ModelParameter, rule: str, *, is_embedding: bool, is_hea
     is_embedding: its tensor is the weight of an embedding, perhaps under another name.
     is_head: its module is an output head.
     """
-    kind = _adam_kind(parameter, is_embedding, is_head)
     form, settings = matrix_form(parameter)
+    kind = _adam_kind(parameter, form, is_embedding, is_head)
     if kind:
         found = Route("adam", _reason(kind, parameter.p.dim()), kind=kind)
     elif form == "depthwise convolution":
@@ -103,7 +103,7 @@ def _reason(kind: str, dim: int) -> str:
     return {"bias": "biases", "vector": "vector in effect"}.get(kind, kind)
 
 
-def _adam_kind(parameter: ModelParameter, is_embedding: bool, is_head: bool) -> str:
+def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head: bool) -> str:
     """Return what a parameter is if AdamW should train it; otherwise "" (also if nothing is known)."""
     p, module, own, place = parameter.p, parameter.module, words(own_name(parameter)), _place(parameter)
     is_layer = isinstance(module, (nn.Linear, _ConvNd)) and parameter.tensor_name == "weight"
@@ -127,9 +127,9 @@ def _adam_kind(parameter: ModelParameter, is_embedding: bool, is_head: bool) -> 
         return "bias"
     if is_norm:
         return "norm"
-    if p.numel() == max(p.shape) or (1 in p.shape[-2:] and not matrix_form(parameter)[0]):
+    if p.numel() == max(p.shape) or (1 in p.shape[-2:] and not form):
         return "vector"  # in effect: one row or one column
-    if matrix_form(parameter)[0]:
+    if form:
         return ""
     if not SCALE.isdisjoint(own):
         return "scale"

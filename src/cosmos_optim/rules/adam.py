@@ -75,8 +75,8 @@ def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
     """Return two moments, shaped like the parameter, and the scales of their blocks if they are stored as integers."""
     dtype = h.get("adam_dtype")
     if dtype is not torch.int8 or m * n <= LARGEST_FLOAT32:
-        dtype = None if dtype is torch.int8 else dtype
-        return {"exp_avg": Slot("*", (m, n), dtype), "exp_avg_sq": Slot("*", (m, n), dtype)}
+        moment = Slot("*", (m, n), None if dtype is torch.int8 else dtype)
+        return {"exp_avg": moment, "exp_avg_sq": moment}
     scale = Slot("mc", (m, scale_columns(n)), torch.float32)
     return {"exp_avg": Slot("*", (m, n), torch.int8), "exp_avg_scale": scale,
             "exp_avg_sq": Slot("*", (m, n), torch.uint8), "exp_avg_sq_scale": scale}  # fmt: skip

@@ -15,12 +15,12 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol import STUDENT, Protocol, Result, losses
+from benchmarks.protocol import STUDENT, Protocol, Result, losses, read_results
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "muon": "Muon", "normuon": "NorMuon", "cosmos": "COSMOS"}
@@ -284,11 +284,6 @@ def _draw_losses(axes: Any, results: Mapping[str, Result], regime: str, **style:
     axes.legend(frameon=False)
 
 
-def read(paths: Iterable[Path]) -> dict[str, Result]:
-    """Return the runs of several bundles."""
-    return {name: run for path in paths for name, run in json.loads(path.read_text())["runs"].items()}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Write the page and the pictures."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -297,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--picture", type=Path, default=ROOT / "docs" / "figures" / "evidence.svg")
     p.add_argument("--regime", default="B", help="of the picture")
     a = p.parse_args(arguments)
-    results = read(a.results)
+    results = read_results(a.results)
     draw(results, a.regime, a.picture)
     if any(best_runs(results, "A", entry) for entry in PICTURED):
         draw_seeds(results, "A", a.picture.with_stem(f"{a.picture.stem}-800"))

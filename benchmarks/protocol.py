@@ -8,10 +8,12 @@ remembered, so a search continues from its results.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.variants import LEVERS, MEMORY, VARIANTS
@@ -248,6 +250,19 @@ class Protocol:
             for _, run in sorted(offers, key=lambda offer: offer[0]):
                 found.setdefault(run.id, run)
         return list(found.values())
+
+
+def read_results(paths: Iterable[Path]) -> dict[str, Result]:
+    """Return the results by id, of bundles and of folders with one file per run."""
+    found: dict[str, Result] = {}
+    for path in paths:
+        if path.is_dir():
+            found |= {r["id"]: r for file in sorted(path.glob("*.json")) for r in [json.loads(file.read_text())]}
+        elif path.exists():
+            found |= json.loads(path.read_text())["runs"]
+        else:
+            raise ValueError(f"there are no results at {path}")
+    return found
 
 
 def losses(results: Mapping[str, Result]) -> dict[str, float]:

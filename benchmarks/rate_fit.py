@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 from collections import Counter
@@ -28,16 +27,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.protocol import BETA2, RATES, Result, losses, read_results
+
 Array = NDArray[np.float64]
 Points = Mapping[tuple[float, float], float]  # Validation loss by (lr, adam_lr); inf: diverged.
 
 BAR = 1.0  # Percent of perplexity that a rule may cost.
-RATES = ("lr", "adam_lr")
 CENTER = {"width": 512, "steps": 1600, "batch": 8192}  # Where a rule's constant is the rate; batch in tokens.
 TERMS = tuple(CENTER)
 RULES = tuple(terms for n in range(len(TERMS) + 1) for terms in itertools.combinations(TERMS, n))
 WIDTHS = {"llama-10m": 256, "llama-30m": 384, "llama-60m": 512, "llama-130m": 768}
-BETA2 = 0.98
 JUDGED = ("", "size", "length")  # What is left out where the bar must hold: nothing, a cell's size, its length.
 LEAST = len(TERMS) + 2  # cells
 
@@ -71,26 +70,15 @@ class Cell:
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
-def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the runs of bundles and of folders with one file per run."""
-    runs: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        if path.is_dir():
-            runs |= {run["id"]: run for file in sorted(path.glob("*.json")) for run in [json.loads(file.read_text())]}
-        else:
-            runs |= json.loads(path.read_text())["runs"]
-    return list(runs.values())
-
-
-def cells(runs: Iterable[Mapping[str, Any]]) -> list[Cell]:
+def cells(results: Iterable[Result]) -> list[Cell]:
     """Return the cells of the plain runs of COSMOS with seed 0, smallest first."""
     found: dict[tuple[str, int, int, int], dict[tuple[float, float], float]] = {}
-    for r in runs:
+    for r in results:
         plain = r["entry"] == "cosmos" and not r.get("variant") and r["share"] == 1
         if plain and r["seed"] == 0 and r["beta2"] == BETA2:
             width = r["config"]["width"] or WIDTHS[r["model"]]
             points = found.setdefault((r["model"], width, r["steps"], r["batch"] * r["seq_len"]), {})
-            points[r["lr"], r["adam_lr"]] = math.inf if r["val_loss"] is None else r["val_loss"]
+            points[r["lr"], r["adam_lr"]] = losses({"": r})[""]
     return sorted((Cell(*key, points) for key, points in found.items()), key=lambda c: (c.width, c.batch, c.steps))
 
 
@@ -284,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("results", nargs="+", type=Path, help="bundles, or folders with one file per run")
     p.add_argument("--bar", type=float, default=BAR, help="percent of perplexity that a rule may cost")
     a = p.parse_args(arguments)
-    print(report(cells(read(a.results)), a.bar))
+    print(report(cells(read_results(a.results).values()), a.bar))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The runs from which a rule for learning rates is fitted: 17 cells of size, steps and batch, in two sittings.
+"""The runs from which a rule for learning rates is fitted: 17 cells of size, steps and batch, in two parts.
 
     python -m benchmarks.rate_runs [RESULTS...]              # the cells, expected seconds, and the commands
     python -m benchmarks.sweep --rates llama-10m --parallel 4 --mps --data DATA --out rates \\
@@ -14,7 +14,7 @@ Not covered: 130M with more than 1,600 steps, and with it whether the exponent o
 Why few runs: a cell tries three values of `lr` by factors of 2 at once, then two more of `adam_lr` at the best one, and
 moves by a factor of 2 only if the best is at an end. It starts at rates predicted from all finished cells, of all
 sizes. Small models share the GPU, and every batch is made of forward passes with 8 sequences, so that a model compiles
-once. The first sitting has the smallest size, 60M, and all lengths and batches: `rate_fit` reads it alone.
+once. The first part has the smallest size, 60M, and all lengths and batches: `rate_fit` reads it alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import rate_fit
-from benchmarks.protocol import BETA2, RATES, Entry, Losses, Protocol, Regime, Run, losses
+from benchmarks.protocol import BETA2, RATES, Entry, Losses, Protocol, Regime, Run, losses, read_results
 from cosmos_lab.config import RunConfig
 
 BATCH = 8  # Sequences of 1,024 tokens in a forward pass; 6,400 steps of 8 see 52M tokens, and the shards have 70.3M.
@@ -56,7 +56,7 @@ TRUST, SCATTER = np.array([0.7, 0.4, 0.3, 0.3]), 0.25
 class Call:
     """One command: some cells of a size, this many runs at a time."""
 
-    sitting: int
+    part: int
     model: str
     parallel: int
     regimes: tuple[str, ...]
@@ -243,16 +243,16 @@ def plan(loss: Losses) -> Iterator[tuple[Call, list[tuple[str, int, float]], flo
 
 def table(loss: Losses) -> str:
     """Return the cells with the runs left and seconds of the GPU, and the commands."""
-    lines = [f"{'sitting':8}{'model':12}{'cell':>8}{'tokens':>8}{'runs':>6}{'s a run':>9}{'GPU s':>8}"]
+    lines = [f"{'part':6}{'model':12}{'cell':>8}{'tokens':>8}{'runs':>6}{'s a run':>9}{'GPU s':>8}"]
     total: dict[int, float] = {}
     for call, rows, cost in plan(loss):
         for name, runs, each in rows:
             tokens = regime(name).steps * regime(name).batch * regime(name).seq_len / 1e6
-            lines.append(f"{call.sitting:<8}{call.model:12}{name:>8}{tokens:7.1f}M{runs:6}{each:9.0f}"
+            lines.append(f"{call.part:<6}{call.model:12}{name:>8}{tokens:7.1f}M{runs:6}{each:9.0f}"
                          f"{runs * each / call.parallel:8.0f}")  # fmt: skip
         lines.append(f"  {cost:.0f} s with compiling: {call.command}")
-        total[call.sitting] = total.get(call.sitting, 0.0) + cost
-    parts = ", ".join(f"sitting {sitting}: {cost / 60:.1f}" for sitting, cost in total.items())
+        total[call.part] = total.get(call.part, 0.0) + cost
+    parts = ", ".join(f"part {part}: {cost / 60:.1f}" for part, cost in total.items())
     lines.append(f"in all {sum(total.values()) / 60:.1f} minutes ({parts}), without the start of machines")
     return "\n".join(lines)
 
@@ -261,8 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the list, less the runs that the named results have."""
     paths = sys.argv[1:] if arguments is None else arguments
     default = Path(__file__).resolve().parents[1] / "results" / "protocol-60m.json"
-    runs = rate_fit.read([Path(path) for path in paths] or [default])
-    print(table(losses({run["id"]: run for run in runs})))
+    print(table(losses(read_results([Path(path) for path in paths] or [default]))))
     return 0
 
 

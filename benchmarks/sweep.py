@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from benchmarks import rate_runs, trials
-from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, table
+from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, read_results, table
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write
@@ -229,19 +229,6 @@ def _finite(value: float | None) -> float | None:
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
-
-
-def read_results(paths: Iterable[Path]) -> dict[str, Result]:
-    """Return the results by id, of bundles and of folders with one file per run."""
-    found: dict[str, Result] = {}
-    for path in paths:
-        if path.is_dir():
-            found |= {r["id"]: r for file in sorted(path.glob("*.json")) for r in [json.loads(file.read_text())]}
-        elif path.exists():
-            found |= json.loads(path.read_text())["runs"]
-        else:
-            raise ValueError(f"there are no results at {path}")
-    return found
 
 
 def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
@@ -500,7 +487,8 @@ def main(arguments: list[str] | None = None) -> int:
         p.error("--out and --data are needed, or --table")
     only = a.only or tuple(protocol.entries)
     kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in regimes]
-    kept = [(r, names, s) for r, names, s in kept if not a.stages or {*s} & {*a.stages}]
+    if a.stages:
+        kept = [(r, names, some) for r, names, s in kept if (some := tuple(x for x in s if x in a.stages))]
     protocol = dataclasses.replace(protocol, phases=kept)
     options = Options(
         a.data,

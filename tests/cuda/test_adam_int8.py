@@ -154,10 +154,10 @@ def trained(
 
 @pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
 @pytest.mark.parametrize(("options", "tensors"), [
-    ({}, [2, 1]), ({"maximize": True}, [2, 1]), ({"lr": torch.tensor(1e-3)}, [2, 1]), ({"eps": 0.0}, [2, 1, 1]),
+    ({}, [2, 1]), ({"maximize": True}, [2, 1]), ({"lr": torch.tensor(1e-3)}, [2, 1]), ({"eps": 0.0}, [2, 1]),
     ({"weight_correction": True, "dtype": BF16}, [2, 1, 1]),
     ({"weight_correction": True, "dtype": BF16, "adam_dtype": None}, [2, 1, 1]),
-    ({"adam_dtype": None}, []), ({"adam_dtype": None, "dtype": BF16}, [2, 1, 1]),
+    ({"adam_dtype": None}, []), ({"adam_dtype": None, "dtype": BF16, "lr": 0.1}, [2, 1, 1]),
     ({"adam_dtype": None, "dtype": BF16, "stochastic_rounding": True}, [2, 1, 1]),
     ({"adam_dtype": None, "dtype": torch.float16}, [2, 1, 1]),
 ])  # fmt: skip
@@ -183,11 +183,9 @@ def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
             p, q = join_weight(p, a["correction"]), join_weight(q, b["correction"])
         # A code that is one apart moves later steps, by at most 1e-4; two neighbours of 24 bits are 2^-15 apart.
         atol, rtol = 1e-4 if "exp_avg_scale" in a else 1e-6, 2**-14 if "correction" in a else 0
-        if p.dtype is BF16 and "stochastic_rounding" not in options:
-            atol, rtol = 1e-4, 2**-5  # the interpreter cuts bfloat16 off, in each of four steps
-        elif p.dtype is not torch.float32:
-            assert (p != q).float().mean() < 1e-2
-            atol, rtol = 1e-4, 2 * torch.finfo(p.dtype).eps
+        if p.dtype is not torch.float32:
+            # The same bits, but the interpreter cuts bfloat16 off in each step; elements move by 0.4 in that case.
+            atol, rtol = 0.08 if p.dtype is BF16 and "stochastic_rounding" not in options else 0, 0
         assert torch.allclose(p, q, atol=atol, rtol=rtol)
         for x, y in zip(adam.load(a, torch.float32), adam.load(b, torch.float32), strict=True):
             assert relative_error(x, y) < MOMENTS

@@ -44,12 +44,12 @@ def test_a_coarse_curve_is_refused_with_what_to_store() -> None:
 
 
 def test_every_kept_run_has_a_curve_that_is_fine_enough() -> None:
-    for run in evidence.read([KEPT]).values():
+    for run in evidence.read_results([KEPT]).values():
         assert evidence.test_curve(run)[-1][0] == run["tokens"]
 
 
 def test_time_counts_the_step_and_one_seed_is_called_one_seed() -> None:
-    page = evidence.report(evidence.read([KEPT]))
+    page = evidence.report(evidence.read_results([KEPT]))
     assert "one seed" in page and "is not a run of that length" in page
     cost = evidence.costs()
     assert cost["adamw"].step_s < cost["cosmos"].step_s < cost["soap-f10"].step_s
@@ -69,7 +69,7 @@ def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path: Pa
 
 
 def test_the_results_are_not_changed_by_reading_them() -> None:
-    results = evidence.read([KEPT])
+    results = evidence.read_results([KEPT])
     before = copy.deepcopy(results)
     evidence.report(results)
     assert results == before

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks import rate_fit, rate_runs, sweep
-from benchmarks.protocol import Protocol, Regime, Run, losses, table
-from benchmarks.rate_fit import CENTER, RATES, TERMS
+from benchmarks.protocol import RATES, Protocol, Regime, Run, losses, read_results, table
+from benchmarks.rate_fit import CENTER, TERMS
 from benchmarks.rate_runs import CALLS, CELLS, RUNS, plan, protocol, regime
 from cosmos_lab.data import write_shard
 from cosmos_lab.models import PRESETS
@@ -77,11 +77,11 @@ def fits(runs: list[Result]) -> tuple[list[rate_fit.Cell], list[rate_fit.Fit]]:
 
 
 def test_the_list_takes_less_than_45_minutes_and_no_call_more_than_ten() -> None:
-    calls = list(plan(losses({r["id"]: r for r in rate_fit.read([BUNDLE])})))
+    calls = list(plan(losses(read_results([BUNDLE]))))
     assert sum(cost for _, _, cost in calls) < 45 * 60
     assert all(cost < 600 for _, _, cost in calls)
-    for sitting in (1, 2):
-        assert sum(cost for call, _, cost in calls if call.sitting == sitting) < 25 * 60
+    for part in (1, 2):
+        assert sum(cost for call, _, cost in calls if call.part == part) < 25 * 60
 
 
 def test_every_size_and_length_is_listed_and_no_run_needs_more_tokens_than_there_are() -> None:
@@ -143,7 +143,7 @@ def test_a_search_that_was_cut_off_continues_with_its_finished_runs() -> None:
 
 
 def test_the_regimes_of_the_comparison_run_with_its_settings_and_count_its_runs() -> None:
-    results = {r["id"]: r for r in rate_fit.read([BUNDLE])}
+    results = read_results([BUNDLE])
     search = protocol("llama-60m")
     runs = [run for run in search.candidates(losses(results)) if run.regime in "AB"]
     assert {run.id for run in runs} == {
@@ -264,8 +264,8 @@ def test_a_cell_without_a_bracket_is_named_and_left_out(rate: str, how: str) -> 
     assert text.count("no bracket") == 1 and "16 cells" in text
 
 
-def test_the_first_sitting_alone_leaves_a_table() -> None:
-    first = {(call.model, name) for call in CALLS if call.sitting == 1 for name in call.regimes}
+def test_the_first_part_alone_leaves_a_table() -> None:
+    first = {(call.model, name) for call in CALLS if call.part == 1 for name in call.regimes}
     text = rate_fit.report(rate_fit.cells([r for r in finished(EXPONENTS) if (r["model"], r["regime"]) in first]))
     assert "9 cells" in text and "def rates(" in text
 
@@ -281,7 +281,7 @@ def test_the_printed_code_gives_the_rates_of_the_table() -> None:
 
 
 def test_only_plain_runs_of_cosmos_with_one_seed_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = rate_fit.cells(rate_fit.read([BUNDLE]))
+    found = rate_fit.cells(read_results([BUNDLE]).values())
     assert {cell.name: len(cell.points) for cell in found} == {
         "llama-60m 3200 x 16384": 2, "llama-60m 800 x 65536": 1,
     }  # fmt: skip

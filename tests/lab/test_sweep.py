@@ -10,8 +10,8 @@ import pytest
 
 import benchmarks.protocol as protocol_module
 from benchmarks import trials
-from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, run_of, table
-from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, read_results, split, train
+from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, read_results, run_of, table
+from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, split, train
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import settings
@@ -150,6 +150,15 @@ def test_filters_leave_only_the_named_variants_and_seeds() -> None:
     named = [r for r in runs if Filters(("embed-x4", "momentum-int8"), (0,)).allow(r)]
     assert {r.variant for r in named} == {"embed-x4", "momentum-int8"} and {r.seed for r in named} == {0}
     assert all(not r.variant for r in runs if Filters(("none",)).allow(r)) and all(map(Filters().allow, runs))
+
+
+def test_stages_leave_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = ["--plan", "--out", str(tmp_path), "--known", str(BUNDLE), "--parallel", "2"]
+    assert main([*known, "--regimes", "A", "--only", "cosmos", "--stages", "memory"]) == 0
+    ids = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert ids and all(VARIANTS[name.rpartition("-s2-")[2]] in protocol_module.MEMORY for name in ids if "-s2-" in name)
+    assert main([*known, "--regimes", "A", "--only", "cosmos", "--stages", "seeds"]) == 0
+    assert "llama" not in capsys.readouterr().out  # rates come before seeds, and are not tuned yet
 
 
 def test_a_plan_lists_what_comes_next_with_seconds_and_names_what_cannot_run(

@@ -1,4 +1,4 @@
-"""Step AdamW's tensors on GPUs: by torch's kernel if it can (float32 throughout), by ours if they have other types.
+"""Step AdamW's tensors on GPUs: float32 ones as on a CPU, by torch's kernel; 8-bit moments and other weights by ours.
 
 The kernel reads learning rate, step counts and the flag of a skipped step from the device, so the host never waits.
 """
@@ -17,7 +17,6 @@ from cosmos_optim.cuda.kernels.launch import available, on_device
 from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
 from cosmos_optim.engine.batching import Entry, by_group, decay_of, signed_lr
-from cosmos_optim.engine.elementwise import can_fuse
 from cosmos_optim.engine.run import run_elementwise_groups
 from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.linalg.weight24 import join_weight
@@ -48,10 +47,9 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
 
 
 def kernel_supports(e: Entry) -> bool:
-    """Return whether our kernel steps an entry: torch's cannot, and all memory is contiguous."""
+    """Return whether our kernel steps an entry: not float32 throughout, and contiguous in memory."""
     names, correction = state_names(e), e.correction
-    plain = names == adam.AdamState._fields and correction is None
-    if (plain and can_fuse(e, names)) or not available(e.p.device):
+    if (e.p.dtype is torch.float32 and names == adam.AdamState._fields) or not available(e.p.device):
         return False
     tensors = [*(e.layout.local(x) for x in (e.p, e.grad, *(e.state[k] for k in names)))]
     p, grad, m = tensors[:3]

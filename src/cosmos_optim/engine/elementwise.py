@@ -21,7 +21,7 @@ def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
     names = list(rule.State._fields)
     fused: dict[Any, list[Entry]] = defaultdict(list)
     for e in entries:
-        if rule.fused is not None and can_fuse(e, names):
+        if rule.fused is not None and _can_fuse(e, names):
             fused[e.p.device, e.p.dtype].append(e)
         else:
             run_one(e, skip)
@@ -34,7 +34,7 @@ def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def can_fuse(e: Entry, names: Sequence[str]) -> bool:
+def _can_fuse(e: Entry, names: Sequence[str]) -> bool:
     """Return whether torch's kernel can run an entry.
 
     The kernel needs one dtype, ignores strides, and divides 0 by 0 if eps is 0.

@@ -1,9 +1,9 @@
 """M <- M + w (G - M) for an M of 8 bits (L4), and G U, M U and the largest |entry| of G and M in the same kernel.
 
-The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A new
-scale needs the largest |entry| of its whole block, so a tile is read twice: one block ahead for the scale, and then,
-from the cache, to write its codes. One loop does both, because two short loops could not prefetch. The products use M
-as it is stored. If `skip` is True, neither codes nor scales are written.
+The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A new scale needs the
+largest |entry| of its whole block, so a tile is read twice: one block ahead for the scale, and then, from the cache, to
+write its codes. One loop does both, because two short loops could not prefetch. The products use M as it is stored. If
+`skip` is True, neither codes nor scales are written.
 
 Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r); B matrices each.
 """

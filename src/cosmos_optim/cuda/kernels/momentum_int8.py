@@ -2,8 +2,9 @@
 
 The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A new scale needs the
 largest |entry| of its whole block, so a tile is read twice: one block ahead for the scale, and then, from the cache, to
-write its codes. One loop does both, because two short loops could not prefetch. The products use M as it is stored. If
-`skip` is True, neither codes nor scales are written.
+write its codes. One loop does both, because two short loops could not prefetch. The products use M as it is stored:
+codes are exact in float16, so M U needs only the float16 parts of U that G U reads. If `skip` is True, neither codes
+nor scales are written.
 
 Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r); B matrices each.
 """
@@ -16,11 +17,12 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
-from cosmos_optim.cuda.kernels.tiles import dot_bfloat16_tile, dot_split_tile, exponent, load_tile, matrix_start
+from cosmos_optim.cuda.kernels.tiles import dot_parts, dot_split_tile, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg.quantization import BLOCK
 
-LAUNCH = Launch(64, 32, warps=4, stages=2)
+LAUNCH = Launch(64, 32, warps=4, stages=3)
+UNALIGNED_LAUNCH = Launch(32, 32, warps=4, stages=2)
 
 
 @jit
@@ -48,12 +50,12 @@ def _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w):
 
 @jit(unaligned=("x",), unspecialized=("m",))
 def _momentum_int8(
-    x, mom, scales, u, v, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, scale_stride, w, gain,
+    x, mom, scales, u, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, scale_stride, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, M_ALIGNED: tl.constexpr, SINGLE_PART: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Update M and multiply: u is U in float16 parts for G (x), v is U in bfloat16 parts for M (mom)."""
+    """Update M (mom) and multiply G (x) and M by U, which is in float16 parts (u)."""
     block, batch = tl.program_id(0), tl.program_id(1)
     i, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
     start, codes = matrix_start(x, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, tl.int8, M_ALIGNED)
@@ -89,18 +91,17 @@ def _momentum_int8(
         tl.store(row_scales + k // BLOCK, scale, mask=(i < m) & write & first)  # all have read `old` a block ago
         tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(g), tl.abs(code * scale[:, None])))
         if THIN:
-            at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
-            u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
+            u1, u2 = load_parts(u + base + j[:, None] * R + c[None, :], u_step, j[:, None] < n)
             acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-            v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
-            # A code is exact in bfloat16, so it has one part. The scales of the rows come after the product.
-            acc_m += scale[:, None] * dot_bfloat16_tile(code, v1, v2, tl.zeros_like(acc_m), True, FLOAT32_DOTS)
+            code = code.to(tl.float16)  # one part is exact; the scales of the rows come after the product
+            acc_m += scale[:, None] * dot_parts(
+                code, code, u1, u2, tl.zeros_like(acc_m), True, False, FLOAT32_DOTS)  # fmt: skip
     tl.store(block_max + batch * tl.num_programs(0) + block, tl.max(tile_max))
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
         inside = (i[:, None] < m) & (c[None, :] < r)
         tl.store(gu + at, acc_g * gain, mask=inside)
-        tl.store(mu + at, acc_m, mask=inside)
+        tl.store(mu + at, acc_m * gain, mask=inside)
 
 
 def momentum_int8_(
@@ -110,14 +111,15 @@ def momentum_int8_(
     """Do what `momentum.momentum_` does, for codes M with `M.scales`."""
     assert M.scales is not None
     (m, n), batch, R = M.shape, len(M), 16 if U is None else U[0].shape[-1]
-    target, how = M.rows_source(), LAUNCH.fit(R)
+    source, target = G.rows_source(), M.rows_source()
+    how = (LAUNCH if source["ALIGNED"] and target["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
     blocks = -(-m // how.rows)
     GU, MU = (torch.empty(batch, 0 if U is None else m, r, dtype=torch.float32, device=M.device) for _ in range(2))
     block_max = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     _momentum_int8[(blocks, batch)](
-        **G.rows_source(), mom=M.table, scales=M.scales.table, u=block_max if U is None else U[0],
-        v=block_max if U is None else U[1], gu=GU, mu=MU, block_max=block_max,
-        grad_max=block_max if grad_max is None else grad_max, skip=false_flag(M.device) if skip is None else skip,
+        **source, mom=M.table, scales=M.scales.table, u=block_max if U is None else U[0], gu=GU, mu=MU,
+        block_max=block_max, grad_max=block_max if grad_max is None else grad_max,
+        skip=false_flag(M.device) if skip is None else skip,
         u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"],
         scale_stride=M.scales.tensors[0].stride(0), w=w, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, BLOCK=BLOCK,
         R=R, THIN=U is not None, M_ALIGNED=target["ALIGNED"], SINGLE_PART=G.dtype is torch.bfloat16,

@@ -64,16 +64,19 @@ class FakeProfiler:
 @pytest.mark.parametrize("bend", [0.9, 1.0, 1.05])
 @pytest.mark.parametrize("slope", [0.11, 1.0, 4.9, 30.0])
 @pytest.mark.parametrize("base", [0.0, 21.7, 79.5])
-def test_the_largest_batch_is_found_in_few_tries(base: float, slope: float, bend: float) -> None:
+@pytest.mark.parametrize("near", [1, 10, 300])
+def test_the_largest_batch_is_found_in_few_tries(base: float, slope: float, bend: float, near: int) -> None:
     profiler: Any = FakeProfiler(base, slope, bend)
-    found = largest_batch(profiler, quiet)
-    assert found == sum(base + slope * size**bend <= 80.0 for size in range(1, 2000))
-    assert profiler.tried <= 25  # each costs two passes
+    found = largest_batch(profiler, quiet, near)
+    expected = sum(base + slope * size**bend <= 80.0 for size in range(1, 2000))
+    assert found == expected
+    assert profiler.tried <= 3 + 2 * max(1, abs(expected - near)).bit_length()  # each costs two passes
 
 
 def test_the_largest_batch_is_0_if_nothing_fits() -> None:
-    profiler: Any = FakeProfiler(90.0, 1.0, 1.0)
-    assert largest_batch(profiler, quiet) == 0
+    for near in (1, 2, 10):
+        profiler: Any = FakeProfiler(90.0, 1.0, 1.0)
+        assert largest_batch(profiler, quiet, near) == 0
 
 
 def test_a_batch_that_fits_for_two_passes_must_fit_for_whole_iterations(monkeypatch: pytest.MonkeyPatch) -> None:

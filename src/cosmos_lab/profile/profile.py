@@ -99,13 +99,15 @@ def throughput_rows(profiler: Profiler, log: Log) -> Iterator[Row]:
     """Find the largest batch under the cap, and samples per second at it with the same accumulation.
 
     The search runs on one graph for all batch sizes, since each would take a minute to compile; the timing does not.
-    With `--compile blocks` it takes seconds.
+    With `--compile blocks` it takes seconds. Each row begins at the last row's size, which is usually near.
     """
+    near = profiler.config.batch
     for name in profiler.config.optimizers:
         log(f"  {name}")
         profiler.set_optimizer(name)
         profiler.recompile(dynamic=True)
-        size = largest_batch(profiler, log)
+        size = largest_batch(profiler, log, near)
+        near = size or near
         profiler.recompile(dynamic=False)
         size, found = _timed_under_the_cap(profiler, size, log)
         speed = found["tokens_per_s"] / profiler.config.seq_len if "tokens_per_s" in found else None
@@ -124,17 +126,28 @@ def _timed_under_the_cap(profiler: Profiler, size: int, log: Log) -> tuple[int, 
     return 0, {}
 
 
-def largest_batch(profiler: Profiler, log: Log) -> int:
-    """Find the largest batch that fits under the cap by doubling and bisection; 0 if not even one sequence does."""
+def largest_batch(profiler: Profiler, log: Log, near: int = 1) -> int:
+    """Find the largest batch that fits under the cap; 0 if not even one sequence does.
+
+    The distance from ``near`` doubles until one size fits and a larger one does not. Bisection does the rest.
+    """
 
     def check(size: int) -> bool:
         fits = profiler.fits(size)
         log(f"  batch {size}: {'fits' if fits else 'too large'}")
         return fits
 
-    low, high = 0, 1
-    while check(high):
-        low, high = high, 2 * high
+    low, high, distance = 0, near, 1
+    if check(near):
+        low, high = near, near + 1
+        while check(high):
+            distance *= 2
+            low, high = high, high + distance
+    else:
+        while high - distance > 0 and not check(high - distance):
+            high -= distance
+            distance *= 2
+        low = max(0, high - distance)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if check(middle) else (low, middle)

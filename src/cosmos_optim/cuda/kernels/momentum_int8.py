@@ -22,7 +22,7 @@ from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg.quantization import BLOCK
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
-UNALIGNED_LAUNCH = Launch(32, 32, warps=4, stages=2)
+UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=2)  # a third stage would spill more registers
 
 
 @jit

@@ -127,7 +127,6 @@ class Protocol:
     seeds: tuple[int, ...] = (0, 1, 2)
     shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
     cut: int = 1_048_577  # The validation text ends with the first document that ends at this token or after it.
-    tail: float = 0.1  # The weights are also averaged over this last share of the steps, and reported apart.
     block: int = 65_536  # Final losses are also kept as means over blocks of this many tokens.
     curve_tokens: int = 131_072  # Read from each text at every point of a curve.
 

@@ -37,6 +37,7 @@ import torch
 from benchmarks import rate_runs, trials
 from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, read_results, table
 from benchmarks.variants import VARIANTS
+from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write
 from cosmos_lab.optimizers import settings
@@ -101,33 +102,6 @@ class TwoTextTrainer(Trainer):
     """The lab's trainer with a validation text and a test text."""
 
     texts: dict[str, TokenSource]
-    tail: float = 0.0  # Share of the steps over which `mean` averages the weights.
-    mean: list[torch.Tensor] | None = None
-    averaged: int = 0
-
-    def _step(self) -> None:
-        """Train one step, and add the weights to their mean near the end."""
-        super()._step()
-        steps = self.config.training.steps
-        if self.state.step <= steps - round(self.tail * steps):
-            return
-        weights = [p.detach().float() for p in self.model.parameters()]
-        self.averaged += 1
-        if self.mean is None:
-            self.mean = [w.clone() for w in weights]
-        else:
-            torch._foreach_lerp_(self.mean, weights, 1 / self.averaged)
-
-    @torch.no_grad()
-    def final_of_mean(self, block: int) -> dict[str, Any]:
-        """Return the losses of the averaged weights; the model then keeps these weights."""
-        if self.mean is None:
-            return {}
-        for p, mean in zip(self.model.parameters(), self.mean, strict=True):
-            p.copy_(mean)
-        found = self.final(block)
-        return {"steps": self.averaged} | {k: v for k, v in found.items() if k.endswith(("_loss", "_ppl"))}
-
     @torch.no_grad()
     def read(self, source: TokenSource, tokens: int) -> list[float]:
         """Return the mean loss of each batch of the first tokens; only whole batches, so that nothing recompiles."""
@@ -181,7 +155,7 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         elif "loss" in record:
             train_curve.append([record["step"], _finite(record["loss"])])
 
-    if any(option.startswith("bf16_weights") for option in config.optimizer.options):
+    if has_bfloat16_weights(config):
         model_cache.clear()  # graphs for float32 weights read others wrongly: losses were NaN from the first step
     with launch.session(config.training.device, config.training.sharding) as world:
         build.seed_everything(config.training.seed, config.training.deterministic)
@@ -190,15 +164,14 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
             tokens = config.training.steps * config.training.batch * config.data.seq_len
             if tokens >= about["data"]["tokens"]:
                 raise ValueError(f"{tokens:,} tokens asked for, {about['data']['tokens']:,} found: add a shard")
-            trainer.texts, trainer.tail = texts, protocol.tail
+            trainer.texts = texts
             summary = trainer.run()
             final = trainer.final(protocol.block)
-            average = trainer.final_of_mean(protocol.block)
             groups = [
                 {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
                  "peak_lr": lr} for g, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True)
             ]  # fmt: skip
-            if all(p.dtype == torch.float32 for p in trainer.model.parameters()):  # not turned by a variant
+            if not has_bfloat16_weights(config):
                 model_cache.store(trainer.network)
     shutil.rmtree(out, ignore_errors=True)
     if summary["status"] != "done":
@@ -218,10 +191,15 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "wall_s": round(time.time() - began, 2), "train_s": round(summary["time"], 2),
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
-        "train_loss": _finite(summary["final_train_loss"]), **final, "tail_average": average,
+        "train_loss": _finite(summary["final_train_loss"]), **final,
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
         "curve": curve, "train_curve": train_curve,
     }  # fmt: skip
+
+
+def has_bfloat16_weights(config: RunConfig) -> bool:
+    """Return whether a run turns the weights into bfloat16, so that its model is compiled for it alone."""
+    return any(option.startswith("bf16_weights") for option in config.optimizer.options)
 
 
 def _finite(value: float | None) -> float | None:
@@ -267,7 +245,6 @@ class Worker:
         self.process.start()
         theirs.close()
         self.run: Run | None = None
-        self.warm = False  # has finished a run: its model is compiled
 
     def begin(self, run: Run) -> None:
         """Begin a run."""
@@ -306,14 +283,10 @@ class Queue:
     def work(self) -> bool:
         """Run the queue; return whether every run that began and was not cut off has finished."""
         self._bundle()
-        count = min(self.options.parallel, len(self._fitting(())))
-        workers = [Worker(self.protocol, self.options) for _ in range(count)]
+        workers: list[Worker] = []
         try:
             while True:
-                for worker in workers:
-                    busy = [w.run.id for w in workers if w.run]
-                    if worker.run is None and (runs := self._fitting(busy, not worker.warm)):
-                        worker.begin(runs[0])
+                self._begin_runs(workers)
                 running = [worker for worker in workers if worker.run]
                 left = self._left()
                 if not running or left <= 0:
@@ -325,14 +298,28 @@ class Queue:
                     if worker.pipe in ready and not self._receive(worker):
                         workers.remove(worker)
                         worker.end()
-                        if len(self.failed) < MOST_FAILURES:
-                            workers.append(Worker(self.protocol, self.options))
         finally:
             for worker in workers:
                 worker.end()
             shutil.rmtree(self.options.out / "unfinished", ignore_errors=True)
         self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed")
         return not self.failed
+
+    def _begin_runs(self, workers: list[Worker]) -> None:
+        """Give runs to idle workers, and start further workers if more runs can begin."""
+        for worker in workers:
+            if worker.run is None and (run := self._first_fitting(workers, cold=False)):
+                worker.begin(run)
+        while len(workers) < self.options.parallel and len(self.failed) < MOST_FAILURES:
+            if (run := self._first_fitting(workers, cold=True)) is None:
+                return
+            workers.append(Worker(self.protocol, self.options))
+            workers[-1].begin(run)
+
+    def _first_fitting(self, workers: list[Worker], cold: bool) -> Run | None:
+        """Return the next run that no worker has and that is expected to end in time."""
+        busy = [worker.run.id for worker in workers if worker.run]
+        return next((run for run in self.next(busy) if self.estimate(run, cold) < self._left()), None)
 
     def plan(self) -> str:
         """Return the runs that can begin now, one a line, with expected seconds on a started process and in all."""
@@ -346,10 +333,6 @@ class Queue:
 
     def _left(self) -> float:
         return self.began + self.options.seconds - time.time()
-
-    def _fitting(self, busy: Iterable[str], cold: bool = True) -> list[Run]:
-        """Return the runs that can begin now and are expected to end in time."""
-        return [run for run in self.next(busy) if self.estimate(run, cold) < self._left()]
 
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
         """Return the runs that can begin now, in order; a run whose options do not exist here is named and left out."""
@@ -376,6 +359,7 @@ class Queue:
         An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
         for the same number of tokens. Without any result the answer is 0, so that one run is tried.
         """
+        cold = cold or has_bfloat16_weights(self.protocol.config(run))
         mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
         mine = [r for r in mine if r["model"] == run.model] or mine
         if not mine:
@@ -392,7 +376,6 @@ class Queue:
         """Keep a worker's result; return False if there is none."""
         assert worker.run is not None
         name, answer = worker.run.id, worker.answer()
-        worker.warm = True
         if isinstance(answer, str):
             self.failed[name] = answer
             self._say(f"FAILED {name}: {answer}")

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import benchmarks.protocol as protocol_module
-from benchmarks import trials
-from benchmarks.protocol import MOST, Entry, Protocol, Regime, losses, read_results, run_of, table
+from benchmarks import sweep, trials
+from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, losses, read_results, run_of, table
 from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, split, train
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
@@ -27,7 +28,6 @@ TINY = Protocol(
     cut=500,
     block=64,
     curve_tokens=64,
-    tail=0.5,
 )
 
 
@@ -70,8 +70,6 @@ def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Option
     assert one["clip"] == 1.0 and one["config"]["warmup"] == 0.1 and one["commit"] == "abc" and one["settings"]
     assert len(one["curve"]) == 4 and one["test_tokens"] == 448 and len(one["test_blocks"]) == 7
     assert one["settings"]["adam.lr"] == [2e-3, 1e-3]  # AdamW has both rates
-    average = one["tail_average"]
-    assert average["steps"] == 2 and average["test_loss"] != one["test_loss"] and average["test_ppl"] > 1
 
     later = dataclasses.replace(options, out=options.out / "more", known=(options.out / "bundle.json",))
     again = Queue(first_runs, later)
@@ -86,8 +84,30 @@ def test_no_run_begins_that_would_pass_the_deadline(options: Options) -> None:
     queue = Queue(TINY, dataclasses.replace(options, seconds=100.0))
     queue.results[run.id] = {"model": "tiny", "regime": "B", "entry": "adamw", "share": 1.0, "at_a_time": 1,
                              "wall_s": 1000.0, "train_s": 900.0, "tokens": 256, "val_loss": 1.0}  # fmt: skip
-    assert queue._fitting(()) == []
+    assert queue._first_fitting([], cold=False) is None
     assert len(TINY.candidates(losses(queue.results))) == 2
+
+
+def test_workers_start_when_a_second_run_can_begin(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first only the run without a change can begin; two changes follow, at the same time."""
+
+    class FakeWorker:
+        def __init__(self, *_: Any) -> None:
+            self.run: Run | None = None
+
+        def begin(self, run: Run) -> None:
+            self.run = run
+
+    monkeypatch.setattr(sweep, "Worker", FakeWorker)
+    levers = dataclasses.replace(TINY, phases=[("B", ("cosmos",), ("levers",))])
+    queue, workers = Queue(levers, dataclasses.replace(options, parallel=2)), list[Any]()
+    queue._begin_runs(workers)
+    (first,) = (worker.run for worker in workers)
+    assert not first.variant
+    queue.results[first.id] = {"model": "tiny", "regime": "B", "entry": "cosmos", "at_a_time": 1, "val_loss": 1.0}
+    workers[0].run = None
+    queue._begin_runs(workers)
+    assert len({worker.run.variant for worker in workers}) == 2 and all(worker.run.variant for worker in workers)
 
 
 def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options) -> None:

@@ -177,6 +177,14 @@ def check_options(options: Mapping[str, Any]) -> None:
             CHECKS[name](name, value)
 
 
+def adam_rate(lr: Any, adam_lr: Any, ratio: float) -> Any:
+    """Return `adam_lr`, or `ratio` times lr if it is None. One constant for every lr would be wrong for fine-tuning."""
+    if adam_lr is not None:
+        return adam_lr
+    check_options({"lr": lr})
+    return lr if ratio == 1 else ratio * lr
+
+
 def check_arguments(optimizer: type, given: Iterable[str]) -> None:
     """Raise a TypeError if the optimizer's constructor does not have one of these arguments."""
     signature = inspect.signature(optimizer.__init__)  # type: ignore[misc]
@@ -256,7 +264,7 @@ def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
 def _gamma(lr: float | Tensor, adam_lr: float | Tensor, soap_lr: float) -> float:
     """Return the paper's gamma = lr / adam_lr, with adam_lr at most soap_lr."""
     means = "gamma=None is computed from lr and adam_lr: give gamma, or"
-    require(float(adam_lr) > 0, "adam_lr", adam_lr, f"{means} a positive adam_lr")
     require(float(lr) > 0, "lr", lr, f"{means} the peak lr")
+    require(float(adam_lr) > 0, "adam_lr", adam_lr, f"{means} a positive adam_lr")
     bounded = float(adam_lr) > 1.0001 * soap_lr  # 2e-3 in a float32 tensor is more than 2e-3
     return float(lr) / (soap_lr if bounded else float(adam_lr))

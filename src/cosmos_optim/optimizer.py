@@ -51,13 +51,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     Args:
         params: a model, tensors, (name, tensor) pairs, or group dicts as torch.optim takes them.
         lr: learning rate of the groups with the optimizer's rule; a group's "lr" overrides it.
-        adam_lr: learning rate of the AdamW groups; None means lr.
+        adam_lr: learning rate of the AdamW groups; None means `adam_ratio` times lr.
         cuda_graphs: record the step on a GPU as a CUDA graph (`cuda_graph`), which saves most of the host's time.
         offload: "cpu" keeps large state of parameters on a GPU in pinned host memory.
         options: hyper-parameters for every group with a rule that has them.
     """
 
     rule: ClassVar[str]  # default rule of a group
+    adam_ratio: ClassVar[float] = 1.0  # adam_lr / lr, if adam_lr is not given
     soap_lr: ClassVar[float] = SOAP_LR  # upper bound of adam_lr in gamma = lr / adam_lr
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -69,7 +70,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self, params: nn.Module | Iterable[Any], lr: float | Tensor, *, adam_lr: float | Tensor | None = None,
         cuda_graphs: bool = True, offload: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        adam_lr = lr if adam_lr is None else adam_lr
+        adam_lr = hyperparameters.adam_rate(lr, adam_lr, self.adam_ratio)
         self._options = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
         self._begin()

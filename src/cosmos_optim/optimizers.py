@@ -43,7 +43,7 @@ class Cosmos(MatrixOptimizer):
     Args:
         params: a model, `param_groups(model)`, or anything torch.optim takes (then every parameter must be a matrix).
         lr: learning rate of the hidden matrices: the RMS of their update.
-        adam_lr: learning rate of embeddings, output head, norms and biases.
+        adam_lr: learning rate of embeddings, output head, norms and biases; None means 4 lr.
         weight_decay: decoupled weight decay, multiplied by the group's lr.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
@@ -87,9 +87,10 @@ class Cosmos(MatrixOptimizer):
     """
 
     rule = "cosmos"
+    adam_ratio = 4.0
 
     def __init__(
-        self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
+        self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         rank: int = 32, gamma: float | None = None, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         nesterov: bool = True, row_beta2: float | None = 0.95, two_sided: bool = False, side: str = "auto",
         eps_placement: str = "outside", residual_guard: float = 1e-5,
@@ -108,7 +109,7 @@ class CosmosPaper(Cosmos):
     Two points differ from the printed algorithm: epsilon is outside the root (`eps_placement="inside"` is the
     paper's), and `residual_guard` is on (0 turns it off).
 
-    Arguments and options are those of `Cosmos`.
+    Arguments and options are those of `Cosmos`, but `adam_lr` is the paper's 2e-3 for any lr.
 
     >>> group = CosmosPaper(nn.Linear(8, 16), lr=5e-4, adam_lr=4e-3).param_groups[0]
     >>> group["rank"], group["nesterov"], group["row_beta2"], group["gamma"]
@@ -136,7 +137,8 @@ class Muon(MatrixOptimizer):
 
     Args:
         lr: learning rate of the hidden matrices; with scaling="paper" the RMS of their update is about lr.
-        params, adam_lr, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "muon")`.
+        adam_lr: learning rate of embeddings, output head, norms and biases; None means 2 lr.
+        params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "muon")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         momentum: decay of the momentum; the paper's LLaMA runs use 0.9.
@@ -154,9 +156,10 @@ class Muon(MatrixOptimizer):
     """
 
     rule = "muon"
+    adam_ratio = 2.0
 
     def __init__(
-        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
+        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         momentum: float = 0.95, nesterov: bool = True, scaling: str = "paper", normalize: bool = False,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
@@ -175,7 +178,8 @@ class NorMuon(MatrixOptimizer):
 
     Args:
         lr: learning rate of the hidden matrices: the RMS of their update.
-        params, adam_lr, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "normuon")`.
+        adam_lr: learning rate of embeddings, output head, norms and biases; None means 2 lr.
+        params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "normuon")`.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         momentum: decay of the momentum.
@@ -192,9 +196,10 @@ class NorMuon(MatrixOptimizer):
     """
 
     rule = "normuon"
+    adam_ratio = 2.0
 
     def __init__(
-        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
+        self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         momentum: float = 0.95, beta2: float = 0.95, nesterov: bool = True,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,

@@ -11,7 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from cosmos_optim import sharding
-from cosmos_optim.hyperparameters import ROUTING, check_arguments, choose_rule, complete, require_bool, rule_named
+from cosmos_optim.hyperparameters import (
+    ROUTING,
+    adam_rate,
+    check_arguments,
+    choose_rule,
+    complete,
+    require_bool,
+    rule_named,
+)
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
 from cosmos_optim.routing.fused import fused_hint
@@ -152,8 +160,7 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
     check_arguments(kind, given)
     parameters = inspect.signature(kind).parameters.values()
     options = {p.name: given.get(p.name, p.default) for p in parameters if p.name != "params"}
-    if options["adam_lr"] is None:
-        options["adam_lr"] = options["lr"]
+    options["adam_lr"] = adam_rate(options["lr"], options["adam_lr"], kind.adam_ratio)
     require_bool("two_sided", options.get("two_sided", False))
     return kind, options
 

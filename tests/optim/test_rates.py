@@ -9,10 +9,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from cosmos_optim import Cosmos, rates_from_adamw
+from cosmos_optim import OPTIMIZERS, Cosmos, plan, rates_from_adamw
 from tests.optim.helpers import decoder, train
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -22,6 +23,24 @@ SCHEDULERS = {
     "SWALR": (lambda opt, lr: SWALR(opt, swa_lr=lr), "swa_lr"),
     "CyclicLR": (lambda opt, lr: lr_scheduler.CyclicLR(opt, base_lr=lr, max_lr=1e-1), "base_lr"),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("cosmos", 8e-5), ("muon", 4e-5), ("normuon", 4e-5), ("cosmos-paper", 2e-3), ("soap", 2e-5)]
+)
+def test_without_adam_lr_the_embedding_follows_lr(name: str, expected: float) -> None:
+    """A small rate for fine-tuning is small for the embedding too; the paper's optimizer keeps the paper's rate."""
+    for lr in (2e-5, torch.tensor(2e-5, dtype=torch.float64)):
+        opt = OPTIMIZERS[name](decoder(), lr=lr)
+        rates = {group["rule"]: float(group["lr"]) for group in opt.param_groups}
+        assert rates == {opt.rule: 2e-5, "adam": pytest.approx(expected)}
+    planned = {row.rule: row.lr for row in plan(decoder(), name, lr=2e-5).rows}
+    assert planned == {opt.rule: 2e-5, "adam": pytest.approx(expected)}
+
+
+def test_the_default_rates_are_those_of_the_paper() -> None:
+    opt = Cosmos(decoder())
+    assert [group["lr"] for group in opt.param_groups] == [5e-4, 2e-3, 2e-3] and opt.param_groups[0]["gamma"] == 0.25
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -1,11 +1,10 @@
 """One small module for each training framework; docs/frameworks.md shows their use. None is imported until it is used.
 
-`build` is what they share: an optimizer by name, from a model, with one or both rates.
+`build` is what they share: an optimizer by name, from a model.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,20 +23,16 @@ def optimizer_class(name: str) -> type[MatrixOptimizer]:
 
 def build(
     params: nn.Module | Iterable[Any], optimizer: str = "cosmos", *, lr: float | None = None,
-    adam_lr: float | None = None, overrides: Any = None, head: Any = None, **options: Any,
+    overrides: Any = None, head: Any = None, **options: Any,
 ) -> MatrixOptimizer:  # fmt: skip
     """Return the optimizer of this name.
-
-    Frameworks pass one rate. `adam_lr` then follows it in the ratio of the optimizer's defaults (4 for `Cosmos`), so
-    that a small rate for fine-tuning is small for the embedding too.
 
     Args:
         params: a model, or anything that the optimizer takes.
         optimizer: a name in OPTIMIZERS.
-        lr: rate of the hidden matrices; None means the optimizer's default.
-        adam_lr: rate of embeddings, output head, norms and biases; None means `lr` times that ratio.
+        lr: learning rate of the hidden matrices; None means the optimizer's default.
         overrides, head: as `param_groups` takes them; they need a model.
-        options: further arguments of the optimizer.
+        options: further arguments of the optimizer, such as adam_lr.
 
     >>> opt = build(nn.Linear(8, 16), lr=1e-5)
     >>> [(group["rule"], group["lr"]) for group in opt.param_groups]
@@ -48,9 +43,5 @@ def build(
         if not isinstance(params, nn.Module):
             raise TypeError("overrides and head need the model: pass it instead of its parameters")
         params = param_groups(params, kind.rule, overrides=overrides, head=head)
-    defaults = inspect.signature(kind).parameters
-    usual, usual_adam = defaults["lr"].default, defaults["adam_lr"].default
-    if lr is not None and adam_lr is None and usual_adam is not None:
-        adam_lr = lr * usual_adam / usual
-    rates: dict[str, Any] = {"lr": lr, "adam_lr": adam_lr}
-    return kind(params, **{key: value for key, value in rates.items() if value is not None}, **options)
+    rate = {} if lr is None else {"lr": lr}
+    return kind(params, **rate, **options)

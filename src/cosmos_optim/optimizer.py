@@ -110,12 +110,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: fill in its rule's hyper-parameters, check them, and allocate the state.
+        """Add a group. Without a "rule", its parameters follow their marks, as those of the constructor do."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
+        for group in as_groups([param_group], self.rule, stacklevel=3) if self._is_built else [param_group]:
+            self._add_group(group)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        """Fill in the hyper-parameters of a group's rule, check them, and allocate the state.
 
         If the optimizer's rule has a two-sided form, a group's `two_sided` chooses it.
         """
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
         options = {**self._options, "lr": self.defaults["lr"]}
         param_group = other_engines.without_filled_in(param_group, options)
         rule, group = hyperparameters.choose_rule(self.rule, param_group, options)

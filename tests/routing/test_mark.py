@@ -207,6 +207,24 @@ def test_bare_matrices_warn_once_with_their_number_and_largest_shape() -> None:
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
+def test_named_embeddings_and_heads_without_a_rule_warn() -> None:
+    given = [("tok.embed.weight", matrix((50, 4))), ("up.weight", matrix((6, 4))), ("lm_head.weight", matrix((50, 4)))]
+    with pytest.warns(UserWarning, match="of AdamW: 'tok.embed.weight', 'lm_head.weight'. Call mark") as caught:
+        Cosmos(given, rank=2)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_a_group_added_later_follows_its_marks_or_warns() -> None:
+    model = mark(decoder())
+    opt = Cosmos([model.up.weight], rank=2)
+    opt.add_param_group({"params": [model.lm_head.weight]})
+    assert opt.param_groups[-1]["rule"] == "adam"
+    opt = Cosmos([("w", matrix((6, 4)))], rank=2)
+    with pytest.warns(UserWarning, match="'lm_head.weight'") as caught:
+        opt.add_param_group({"params": [("lm_head.weight", matrix((50, 4)))]})
+    assert len(caught) == 1 and caught[0].filename == __file__ and opt.param_groups[-1]["rule"] == "cosmos"
+
+
 def test_named_marked_and_ruled_parameters_and_models_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cosmos_optim.routing.output_head import is_head_name
+from cosmos_optim.routing.words import holds_table
+
 ATTRIBUTE = "_cosmos_mark"
 Mark = dict[str, Any]
 
@@ -103,15 +106,20 @@ def _named(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {**group, "params": params}
 
 
-def warn_unnamed(groups: list[dict[str, Any]]) -> None:
-    """Warn if groups without a rule hold matrices without names: an embedding among them would not be recognized."""
-    tensors = [item for group in groups if "rule" not in group for item in group["params"] if isinstance(item, Tensor)]
-    if not tensors:
+def warn_unrouted(groups: list[dict[str, Any]], stacklevel: int) -> None:
+    """Warn if groups without a rule hold matrices that may be embeddings or heads: unnamed ones, or by their names."""
+    items = [item for group in groups if "rule" not in group for item in group["params"]]
+    unnamed = [item for item in items if isinstance(item, Tensor)]
+    names = [item[0] for item in items if isinstance(item, tuple)]
+    outer = [name for name in names if holds_table(path := name.rpartition(".")[0]) or is_head_name(path)]
+    if unnamed:
+        largest = max(unnamed, key=lambda p: p.numel())
+        what = f"unnamed matrices ({len(unnamed)}, the largest of shape {tuple(largest.shape)}) all get the optimizer's"
+        what += " rule: embeddings and output heads among them cannot be recognized"
+    elif outer:
+        what = "embeddings or output heads, by their names, get the optimizer's rule instead of AdamW: "
+        what += ", ".join([*map(repr, outer[:3]), *(["..."] if outer[3:] else [])])
+    else:
         return
-    largest = max(tensors, key=lambda p: p.numel())
-    warnings.warn(
-        f"unnamed matrices ({len(tensors)}, the largest of shape {tuple(largest.shape)}) all get the optimizer's rule: "
-        "embeddings and output heads among them cannot be recognized. Call mark(model) first, or give "
-        "param_groups(model). A group with a 'rule' does not warn",
-        stacklevel=5,
-    )
+    remedy = "Call mark(model) first, or give param_groups(model). A group with a 'rule' does not warn"
+    warnings.warn(f"{what}. {remedy}", stacklevel=stacklevel)

@@ -133,14 +133,23 @@ def _named_heads(once: Modules, modules: Modules, declared: set[str]) -> set[str
 
 def _has_head_name(path: str, module: nn.Module, modules: Modules) -> bool:
     """Return whether the name of a module is that of a head, in a place where a head can be."""
-    parent, _, name = path.rpartition(".")
-    found = set(words(name))
-    if not HIDDEN.isdisjoint(words(parent.rpartition(".")[2])):
-        return False
-    if name in LAST_NAMES:
+    if path.rpartition(".")[2] in LAST_NAMES and not _is_in_hidden(path):
         return _is_last_layer(path, module, modules)
+    return is_head_name(path)
+
+
+def is_head_name(path: str) -> bool:
+    """Return whether the path of a module alone says that it is a head."""
+    name = path.rpartition(".")[2]
+    found = set(words(name))
     is_name = any(f"_{name}".endswith(f"_{ending}") for ending in NAMES)
-    return is_name or (not WORDS.isdisjoint(found) and EXCLUDED.isdisjoint(found))
+    return not _is_in_hidden(path) and (is_name or (not WORDS.isdisjoint(found) and EXCLUDED.isdisjoint(found)))
+
+
+def _is_in_hidden(path: str) -> bool:
+    """Return whether a module is a direct part of attention or of an MLP."""
+    parent = path.rpartition(".")[0]
+    return not HIDDEN.isdisjoint(words(parent.rpartition(".")[2]))
 
 
 def _is_last_layer(path: str, module: nn.Module, modules: Modules) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cosmos_optim.routing.heads import find_heads, with_heads
-from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unnamed
+from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
 from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
@@ -226,11 +226,11 @@ def _listed(items: Iterable[Any]) -> list[Any]:
     return list(items)
 
 
-def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
+def as_groups(params: nn.Module | Iterable[Any], rule: str, stacklevel: int = 4) -> list[Any]:
     """Return a model, or anything that torch.optim takes, as a list of groups or parameters.
 
-    Parameters follow their marks (`mark`). Bare tensors with neither a mark nor a rule must all be matrices: embeddings
-    cannot be recognized among them.
+    Parameters follow their marks (`mark`). Those with neither a mark nor a rule must all be matrices, and a warning
+    says if they may be embeddings or heads; `stacklevel` is as in `warnings.warn`.
     """
     if isinstance(params, nn.Module):
         return param_groups(params, rule)
@@ -256,5 +256,5 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str) -> list[Any]:
                         "gives embeddings, heads, norms and biases to AdamW, or put it in a group with rule='adam'"
                     )
     if rule != "adam":
-        warn_unnamed(groups)
+        warn_unrouted(groups, stacklevel + 1)
     return groups if given else given

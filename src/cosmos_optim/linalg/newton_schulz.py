@@ -290,6 +290,15 @@ def _rescale(coefficients: Coefficients, scale: float) -> Coefficients:
     return a, b / scale**2, c / scale**4
 
 
+def normalized(X: Tensor, norm_sq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return scale X / |X| in a type that may be narrower; a zero matrix stays zero."""
+    norm = norm_sq.sqrt().to(torch.promote_types(X.dtype, torch.float32))
+    # Divide before the cast, because 1e18 and 1e-30 do not fit in the narrower type.
+    # Below the smallest normal number, the norm is rounded so much that X / norm may be too long to converge.
+    Y = torch.where(norm > 0, X / norm.clamp_min(torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
+    return (Y * scale).to(dtype)
+
+
 def newton_schulz(
     X: Tensor, ns: NewtonSchulz, products: Products | None = None, norm_sq: Tensor | None = None
 ) -> Tensor:
@@ -309,13 +318,8 @@ def newton_schulz(
     if norm_sq is None:
         wide = X.dtype if X.device.type == "mps" else torch.float64
         norm_sq = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).square()
-    norm = norm_sq.sqrt().to(torch.promote_types(X.dtype, torch.float32))
-    # Divide before the cast, because 1e18 and 1e-30 do not fit in the narrower type.
-    # Below the smallest normal number, the norm is rounded so much that X / norm may be too long to converge.
-    Y = torch.where(norm > 0, X / norm.clamp_min(torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
-    is_wide = shape[-2] < shape[-1]
+    is_wide, Y = shape[-2] < shape[-1], normalized(X, norm_sq, scale, dtype)
     Y = (Y.mT if is_wide else Y).reshape(-1, max(shape[-2:]), min(shape[-2:]))
-    Y = (Y * scale).to(dtype)
     products = products or TorchProducts()
     iterations, gram_steps = iterations_for(ns, Y.shape[-2], Y.shape[-1], dtype, products.selective)
     Y = iterate(Y, iterations, products, scale=scale, gram_steps=gram_steps)

@@ -22,6 +22,7 @@ from cosmos_optim.linalg.newton_schulz import (
     gram_count,
     iterate,
     newton_schulz,
+    normalized,
 )
 from cosmos_optim.sharding import collectives
 
@@ -101,9 +102,7 @@ class ShardedAlgebra(Algebra):
     def _polar_by_sums(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz, dtype: torch.dtype, team: Team) -> Tensor:
         """Return Newton-Schulz of X / |X| with the longer side divided over ranks."""
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
-        gain = torch.where(norm_sq > 0, scale * norm_sq.rsqrt(), torch.zeros_like(norm_sq)).to(X.dtype)
-        is_wide = self.m < self.n
-        Y = (X * gain).to(dtype)
+        is_wide, Y = self.m < self.n, normalized(X, norm_sq, scale, dtype)
         rows = ns.coefficients_of_steps()
         gram_steps = choose_gram_steps(max(self.m, self.n), min(self.m, self.n), rows, dtype)
         Y = iterate(Y.mT if is_wide else Y, rows, _SummedProducts(team), scale=scale, gram_steps=gram_steps)

@@ -1,9 +1,12 @@
 """Ranks compare what they build: a difference is an error on all of them, and a missing rank is not waited for long."""
 
+import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -240,3 +243,40 @@ def test_nothing_is_sent_if_nothing_is_sharded_or_the_ranks_are_not_real() -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks.dist, "barrier", lambda: None)
         assert run_ranks(1, without_other_ranks) == [1]
+
+
+def test_ranks_that_time_out_together_take_the_result_of_a_full_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank has come, but is slow to write the result: nobody may leave."""
+    me = threading.local()
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: me.rank)
+    store, ranks, found = dist.HashStore(), [0, 1, 2], {}
+
+    def meet(rank: int) -> None:
+        me.rank = rank
+        found[rank] = agreement._meet(store, 0, {"x"}, ranks, time.monotonic() + 0.2)
+
+    early = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+    for thread in early:
+        thread.start()
+    while store.add("0/here", 0) < 2:
+        time.sleep(0.001)
+    store.add("0/here", 1)  # rank 2 comes, and reads what the others have brought
+    time.sleep(0.6)
+    store.set("0/result", '["x"]')
+    for thread in early:
+        thread.join()
+    assert found == {0: {"x"}, 1: {"x"}}
+
+
+def test_a_rank_that_left_as_the_last_one_came_learns_the_result_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, mine = dist.HashStore(), agreement.Description([("lr", "1")])
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(agreement.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(agreement.dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(agreement, "_waiting", defaultdict(WeakSet))
+    monkeypatch.setattr(agreement, "_left", {})
+    assert not agreement.compare(mine, [0, 1], seconds=0.01)
+    shared = dist.PrefixStore(f"cosmos_optim/{agreement._digest('[0, 1]')}", store)
+    shared.add("round", 1)  # rank 1 counted this rank before it left
+    shared.set("0/result", f'["{mine.digest}"]')
+    assert agreement.compare(mine, [0, 1], seconds=0.01) and mine.agreed

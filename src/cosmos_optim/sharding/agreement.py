@@ -70,6 +70,8 @@ class Description:
 
 # Descriptions that wait for other ranks, by those ranks. They are forgotten with their optimizers.
 _waiting: dict[tuple[int, ...], weakref.WeakSet[Description]] = defaultdict(weakref.WeakSet)
+# The round that this rank left last. If the last rank came at that moment, it counted this one, and there is a result.
+_left: dict[tuple[int, ...], int] = {}
 
 
 def compare(mine: Description, ranks: Sequence[int], seconds: float) -> bool:
@@ -81,12 +83,18 @@ def compare(mine: Description, ranks: Sequence[int], seconds: float) -> bool:
     if len(ranks) < 2 or mine.agreed or dist.get_backend() == "fake":  # a fake process group has no other ranks
         return True
     store = dist.PrefixStore(f"cosmos_optim/{_digest(str(list(ranks)))}", dist.distributed_c10d._get_default_store())
-    waiting, end = _waiting[tuple(ranks)], time.monotonic() + seconds
+    team, end = tuple(ranks), time.monotonic() + seconds
+    waiting = _waiting[team]
     waiting.add(mine)
     while not mine.agreed:
-        round_ = store.add("round", 0)
-        common = _meet(store, round_, {x.digest for x in waiting}, ranks, end)
+        left = _left.pop(team, None)
+        if left is not None and store.check([f"{left}/result"]):
+            round_, common = left, _result(store, left)
+        else:
+            round_ = store.add("round", 0)
+            common = _meet(store, round_, {x.digest for x in waiting}, ranks, end)
         if common is None:
+            _left[team] = round_
             return False
         if not common:
             waiting.discard(mine)
@@ -104,21 +112,27 @@ def _meet(store: dist.Store, round_: int, digests: set[str], ranks: Sequence[int
 
     The last rank to come reads those of all, opens the next round, and writes the result.
     """
-    here, result, pause = f"{round_}/here", f"{round_}/result", 0.001
+    here, pause = f"{round_}/here", 0.001
     store.set(f"{round_}/from/{dist.get_rank()}", json.dumps(sorted(digests)))
     if store.add(here, 1) == len(ranks):
         common = set.intersection(*(set(json.loads(store.get(f"{round_}/from/{rank}"))) for rank in ranks))
         store.add("round", 1)
-        store.set(result, json.dumps(sorted(common)))
+        store.set(f"{round_}/result", json.dumps(sorted(common)))
         return common
-    while not store.check([result]):
+    while not store.check([f"{round_}/result"]):
         if time.monotonic() > end:
-            if store.add(here, -1) < len(ranks) - 1:
+            # Several ranks may leave at once: after one of them, the count no longer shows that all were here.
+            if store.add(here, 0) < len(ranks) and store.add(here, -1) < len(ranks) - 1:
                 return None  # this rank may come again
             end = math.inf  # all were here: the result will follow
         time.sleep(pause)  # a blocking wait would keep torch's own threads from the store
         pause = min(2 * pause, LONGEST_PAUSE_S)
-    return set(json.loads(store.get(result)))
+    return _result(store, round_)
+
+
+def _result(store: dist.Store, round_: int) -> set[str]:
+    """Return the digests that all ranks brought to a finished round."""
+    return set(json.loads(store.get(f"{round_}/result")))
 
 
 def _digest(text: str) -> str:

@@ -260,7 +260,10 @@ def _warn_of_dtypes(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> 
 
 
 def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], state: Mapping[Any, Any]) -> None:
-    """Remove `weight_correction` from the saved groups, so that ours stays; warn if their state does not fit it."""
+    """Remove `weight_correction` from the saved groups, so that ours stays; warn if their state does not fit it.
+
+    Corrected weights are not rounded stochastically: with ours on, a saved `stochastic_rounding` is removed too.
+    """
     outcomes = {
         True: "has no corrections of its weights, so they begin at zero",
         False: "has corrections of its weights, which are dropped: the weights go on from their bfloat16 values. To "
@@ -269,6 +272,8 @@ def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], s
     unlike: dict[bool, list[int]] = {True: [], False: []}  # our setting -> the groups with other state
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         wanted = bool(a.get("weight_correction"))
+        if wanted:
+            b.pop("stochastic_rounding", None)
         had = bool(b.pop("weight_correction", wanted))  # torch.distributed.checkpoint loads only the state that we keep
         if had != wanted or any((CORRECTION in state[key]) != wanted for key in b["params"] if key in state):
             unlike[wanted].append(i)

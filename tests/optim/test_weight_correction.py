@@ -366,6 +366,16 @@ def test_both_kinds_of_rounding_together_are_refused(in_group: bool) -> None:
         Cosmos([{"params": [matrix((8, 8), dtype=BF16)], **(both if in_group else {})}], **({} if in_group else both))
 
 
+def test_a_checkpoint_with_stochastic_rounding_does_not_bring_it_to_corrected_weights() -> None:
+    model = decoder(dtype=BF16)
+    rounded = Cosmos(model, rank=4, stochastic_rounding=True)
+    train(model, rounded, range(1))
+    opt = Cosmos(model, rank=4, weight_correction=True)
+    with pytest.warns(UserWarning, match="no corrections of its weights"):
+        opt.load_state_dict(rounded.state_dict())
+    assert {(g["weight_correction"], g["stochastic_rounding"]) for g in opt.param_groups} == {(True, False)}
+
+
 def test_a_setting_changed_after_the_state_was_made_is_refused() -> None:
     model = decoder(dtype=BF16)
     opt = Cosmos(model, rank=4, weight_correction=True)

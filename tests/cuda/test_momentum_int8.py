@@ -155,4 +155,4 @@ def test_the_self_check_holds_with_int8(rule: str, rank: int, m: int, n: int) ->
 @pytest.mark.parametrize(("rule", "rank"), [("cosmos", 32), ("cosmos", 256), ("muon", 1), ("normuon", 1)])
 def test_the_kernels_of_this_gpu_work_with_int8(rule: str, rank: int, shape: tuple[int, int]) -> None:
     """The self-check on the device, for every kind of matrix."""
-    assert self_check.kernels_work(torch.empty(shape, device="cuda"), RULES[rule], rank, quantized=True)
+    assert self_check.kernels_work(torch.empty(shape, device="cuda"), RULES[rule], rank, INT8)

@@ -17,6 +17,7 @@ from tests.cuda.test_support import batch_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SOUND = 5e-3  # half of `CLOSE`, so that the check does not fail for rounding; measured 2.0e-3
+CUT_OFF = 7e-3  # the same for bfloat16, which the interpreter cuts off instead of rounding; measured 5.1e-3
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decides whether kernels run on a CPU")
 
@@ -28,6 +29,25 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET decid
 def test_good_kernels_are_close_to_the_definition(rule: str, rank: int, m: int, n: int) -> None:
     """The error is at most half of what the check allows."""
     assert self_check.step_error(RULES[rule], rank, m, n, CPU, torch.float32) < SOUND
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum_dtype", [None, torch.bfloat16])
+def test_weights_and_momentum_are_compared_in_their_own_types(
+    dtype: torch.dtype, momentum_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels for these types write the user's weights. Their rounding is well within the bound."""
+    stored: list[torch.dtype] = []
+    real = step.SCHEDULES["cosmos"]
+
+    def schedule(W: Any, G: Any, state: Any, *args: Any, **more: Any) -> Any:
+        stored.extend((W.dtype, G.dtype, state.M.dtype))
+        return real(W, G, state, *args, **more)
+
+    monkeypatch.setitem(step.SCHEDULES, "cosmos", schedule)
+    assert self_check.step_error(RULES["cosmos"], 8, 24, 20, CPU, dtype, momentum_dtype) < CUT_OFF
+    assert stored == [dtype, dtype, momentum_dtype or torch.float32]
 
 
 @pytest.mark.gpu
@@ -96,11 +116,11 @@ def test_nan_counts_as_an_infinite_error() -> None:
 
 @pytest.mark.usefixtures("unasked")
 def test_each_kind_of_matrix_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kinds differ by rule, rank up to the next power of two, dtype, width, orientation and alignment of rows."""
+    """Kinds differ by rule, rank up to the next power of two, dtypes, width, orientation and alignment of rows."""
     asked: list[tuple[Any, ...]] = []
 
-    def step_error(rule: Any, rank: int, m: int, n: int, device: torch.device, dtype: torch.dtype) -> float:
-        asked.append((rule.name, rank, m, n, dtype))
+    def step_error(rule: Any, rank: int, m: int, n: int, device: torch.device, *types: Any) -> float:
+        asked.append((rule.name, rank, m, n, *types))
         return 0.0
 
     monkeypatch.setattr(self_check, "step_error", step_error)
@@ -109,20 +129,24 @@ def test_each_kind_of_matrix_is_compared_once(monkeypatch: pytest.MonkeyPatch) -
         for shape in ((640, 512), (512, 512), (1024, 1024)):  # one kind
             assert self_check.kernels_work(torch.empty(shape), cosmos, 32)
         assert self_check.kernels_work(torch.empty(640, 512), cosmos, 20)  # rounded up to 32 columns
-    assert asked == [("cosmos", 32, 320, 272, torch.float32)]
+    assert asked == [("cosmos", 32, 320, 272, torch.float32, None, False)]
     self_check.kernels_work(torch.empty(512, 640), cosmos, 32)
     self_check.kernels_work(torch.empty(640, 517), cosmos, 32)
     self_check.kernels_work(torch.empty(2048, 2048), cosmos, 32)
     self_check.kernels_work(torch.empty(640, 512), cosmos, 256)
     self_check.kernels_work(torch.empty(640, 512, dtype=torch.bfloat16), cosmos, 32)
     self_check.kernels_work(torch.empty(640, 512), muon, 1)
+    self_check.kernels_work(torch.empty(640, 512), muon, 1, torch.bfloat16)
+    self_check.kernels_work(torch.empty(640, 512, dtype=torch.bfloat16), cosmos, 32, corrected=True)
     assert asked[1:] == [
-        ("cosmos", 32, 272, 320, torch.float32),
-        ("cosmos", 32, 320, 273, torch.float32),
-        ("cosmos", 32, 1088, 1040, torch.float32),
-        ("cosmos", 255, 320, 272, torch.float32),
-        ("cosmos", 32, 320, 272, torch.bfloat16),
-        ("muon", 1, 320, 272, torch.float32),
+        ("cosmos", 32, 272, 320, torch.float32, None, False),
+        ("cosmos", 32, 320, 273, torch.float32, None, False),
+        ("cosmos", 32, 1088, 1040, torch.float32, None, False),
+        ("cosmos", 255, 320, 272, torch.float32, None, False),
+        ("cosmos", 32, 320, 272, torch.bfloat16, None, False),
+        ("muon", 1, 320, 272, torch.float32, None, False),
+        ("muon", 1, 320, 272, torch.float32, torch.bfloat16, False),
+        ("cosmos", 32, 320, 272, torch.bfloat16, None, True),
     ]
 
 

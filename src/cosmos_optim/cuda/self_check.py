@@ -2,7 +2,8 @@
 
 One step of a small problem runs by kernels and by plain torch, from the same numbers. If they disagree, or a kernel
 does not compile, this warns, and plain torch does the work. Kernels are compiled for each kind of matrix, so
-there is one comparison for each kind: by rule, rank (rounded up to a power of two), width, orientation and alignment.
+there is one comparison for each kind: by rule, rank (rounded up to a power of two), width, orientation, alignment, and
+the types of weights and momentum.
 """
 
 from __future__ import annotations
@@ -34,25 +35,22 @@ NARROW = 1024
 _results: dict[Hashable, bool] = {}
 
 
-def kernels_work(p: Tensor, rule: Rule, rank: int, quantized: bool = False, corrected: bool = False) -> bool:
+def kernels_work(
+    p: Tensor, rule: Rule, rank: int, momentum_dtype: torch.dtype | None = None, corrected: bool = False
+) -> bool:
     """Return whether the schedule of a rule works for matrices like p (m, n); run the comparison once per kind.
 
-    quantized: whether the momentum is stored as int8.
     corrected: whether the weights have 24 bits.
     """
     (m, n), rank = p.shape, min(rank, 255)
     is_narrow, is_wide, is_odd = min(m, n) <= NARROW, m < n, bool(max(p.stride()) * p.element_size() % 16)
-    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd, quantized, corrected)
+    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd, momentum_dtype, corrected)
     if key not in _results:
         if launches_disabled():  # a kernel that was not launched cannot be compared
             return True
         short = 272 if is_narrow else 1040
         m, n = (short, short + 48 + is_odd) if is_wide else (short + 48, short + is_odd)
-        work = partial(step_error, rule, rank, m, n, p.device, p.dtype)
-        if quantized:
-            work = partial(work, momentum_dtype=torch.int8)
-        if corrected:
-            work = partial(work, corrected=True)
+        work = partial(step_error, rule, rank, m, n, p.device, p.dtype, momentum_dtype, corrected)
         compile_in_parallel(p.device, [work])
         _results[key] = within_bound(work, rule, p.device)
     return _results[key]
@@ -71,18 +69,16 @@ def step_error(
     exact = rule.arguments({**settings, "ns_dtype": torch.float32})
     D, expected = rule.direction(G, state, t, alg=Algebra(m, n), **exact)
 
-    W, grads = [x.clone() for x in torch.zeros_like(G)], [x.clone() for x in G.to(dtype)]
-    corrections = None
-    if corrected:
-        W, corrections = [x.bfloat16() for x in W], [x.to(torch.int8) for x in W]
-    parts = (state.M,) if momentum_dtype is not torch.int8 else quantize(state.M)
+    W, grads = ([x.clone() for x in y.to(dtype)] for y in (torch.zeros_like(G), G))
+    corrections = [torch.zeros_like(x, dtype=torch.int8) for x in W] if corrected else None
+    parts = quantize(state.M) if momentum_dtype is torch.int8 else (state.M.to(momentum_dtype or torch.float32),)
     stored = {name: [x.clone() for x in part] for name, part in zip(("M", "M_scale"), parts, strict=False)}
     thin = {k: v for k, v in state._asdict().items() if k != "M"}
     found = SCHEDULES[rule.name](
         MatrixList.weights(W, corrections), MatrixList.of(grads), rule.State(M=MatrixList.momentum(stored), **thin), t,
         lr=1.0, decay=0.0, grad_max=G.abs().amax((1, 2)), **arguments,
     )  # fmt: skip
-    moved = torch.stack(W) if corrections is None else join_weight(torch.stack(W), torch.stack(corrections))
+    moved = torch.stack(W).float() if corrections is None else join_weight(torch.stack(W), torch.stack(corrections))
     pairs = [(moved, -D), (load_state(stored, torch.float32)["M"], expected.M)]
     pairs += [(getattr(found, k), getattr(expected, k)) for k, v in thin.items() if v is not None]
     return max(relative_error(x, y) for x, y in pairs)

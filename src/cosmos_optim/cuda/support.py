@@ -35,7 +35,7 @@ def supported(batch: Batch) -> bool:
     if not all(can_gather(tensors) for tensors in thin_state(batch).values()):
         return False
     return shape_supported(first, rank_of(batch)) and kernels_work(
-        first, batch.rule, rank_of(batch), quantized="M_scale" in state, corrected=batch.corrections is not None
+        first, batch.rule, rank_of(batch), batch.group["momentum_dtype"], corrected=batch.corrections is not None
     )
 
 

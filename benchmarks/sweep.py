@@ -37,7 +37,6 @@ import torch
 from benchmarks import rate_runs, trials
 from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, read_results, table
 from benchmarks.variants import VARIANTS
-from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write
 from cosmos_lab.optimizers import settings
@@ -155,8 +154,6 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         elif "loss" in record:
             train_curve.append([record["step"], _finite(record["loss"])])
 
-    if has_bfloat16_weights(config):
-        model_cache.clear()  # graphs for float32 weights read others wrongly: losses were NaN from the first step
     with launch.session(config.training.device, config.training.sharding) as world:
         build.seed_everything(config.training.seed, config.training.deterministic)
         with closing(TwoTextTrainer(config, world, note)) as trainer:
@@ -171,8 +168,7 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
                 {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
                  "peak_lr": lr} for g, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True)
             ]  # fmt: skip
-            if not has_bfloat16_weights(config):
-                model_cache.store(trainer.network)
+            model_cache.store(trainer.network)
     shutil.rmtree(out, ignore_errors=True)
     if summary["status"] != "done":
         final = {name: value if name.endswith("_tokens") else None for name, value in final.items()}
@@ -195,11 +191,6 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
         "curve": curve, "train_curve": train_curve,
     }  # fmt: skip
-
-
-def has_bfloat16_weights(config: RunConfig) -> bool:
-    """Return whether a run turns the weights into bfloat16, so that its model is compiled for it alone."""
-    return any(option.startswith("bf16_weights") for option in config.optimizer.options)
 
 
 def _finite(value: float | None) -> float | None:
@@ -344,9 +335,8 @@ class Queue:
         """Return whether this version has the options of a variant; say so once if it does not."""
         kind = (run.entry, run.variant)
         if kind not in self.possible:
-            config = self.protocol.config(run)
             try:
-                settings(config.optimizer, config.model.model)
+                settings(self.protocol.config(run))
                 self.possible[kind] = True
             except ValueError as error:
                 self.possible[kind] = False
@@ -359,7 +349,6 @@ class Queue:
         An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
         for the same number of tokens. Without any result the answer is 0, so that one run is tried.
         """
-        cold = cold or has_bfloat16_weights(self.protocol.config(run))
         mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
         mine = [r for r in mine if r["model"] == run.model] or mine
         if not mine:

@@ -65,14 +65,15 @@ LEVERS = (  # In the order in which they should be tried.
     _lever("lookahead-0.6", "gradient at x + 0.6 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.6"),
     _lever("lookahead-0.3", "gradient at x + 0.3 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.3"),
 )  # fmt: skip
-_M8, _ADAM8, _BF16 = "momentum_dtype=torch.int8", "adam_dtype=torch.int8", "bf16_weights=True"
-_W24 = "weight_correction=True"
+_M8, _ADAM8, _W24 = "momentum_dtype=torch.int8", "adam_dtype=torch.int8", "weight_correction=True"
+_BF16 = {"weights": "bf16"}
 MEMORY = (
     Variant("momentum-int8", "momentum of hidden matrices in int8", MATRIX, options=(_M8,)),
     Variant("adam-int8", "both moments of AdamW in int8", EVERY, options=(_ADAM8,)),
     Variant("states-8", "momentum and both moments of AdamW in int8", MATRIX, options=(_M8, _ADAM8)),
-    _lever("weights-16", "weights as bfloat16, to compare the next two with: activations change too", _BF16),
-    _lever("weights-24", "weights as bfloat16 and 8 bits of correction", _BF16, _W24),
-    _lever("all-8", "momentum and moments in int8, weights of 24 bits", _BF16, _W24, _M8, _ADAM8, rows=MATRIX),
-)
+    Variant("weights-16", "weights as bfloat16, to compare the next two with: activations change too", fields=_BF16),
+    Variant("weights-24", "weights as bfloat16 and 8 bits of correction", fields=_BF16, options=(_W24,)),
+    Variant("all-8", "momentum and moments in int8, weights of 24 bits", MATRIX, fields=_BF16,
+            options=(_W24, _M8, _ADAM8)),
+)  # fmt: skip
 VARIANTS = {variant.name: variant for variant in (*LEVERS, *MEMORY)}

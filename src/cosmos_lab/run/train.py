@@ -70,7 +70,7 @@ class Trainer:
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        asked = settings(config.optimizer, config.model.model)
+        asked = settings(config)
         self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
         if world.sharding == "ddp" and world.size > 2:  # a sum of two does not depend on their order
             self._order_buckets()

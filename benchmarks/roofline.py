@@ -38,12 +38,17 @@ def cosmos_flops(model: Llama, rank: int = 32, steps: int = 5) -> dict[str, floa
     return {"newton_schulz": sum(newton_schulz_flops(m, n, steps) for m, n in shapes), "thin": thin}
 
 
-def cosmos_bytes(model: Llama, momentum_bytes: int = 4) -> float:
-    """Return the least bytes of a step: G once for the check and three times for products; M, X, B and W as needed."""
+def cosmos_bytes(model: Llama, itemsize: int, momentum_bytes: int = 4) -> float:
+    """Return the least bytes of a step: G once for the check and three times for products; M, X, B and W as needed.
+
+    `itemsize` is the size of an element of the parameters and of their gradients.
+    """
     elements = sum(m * n for m, n in model.matrices())
     others = sum(torch.Size(s).numel() for s in model.others())
-    passes = 4 * 4 + 3 * momentum_bytes + 2 + 2 + 2 + 8  # G x 4, M read twice and written, X, B read twice, W
-    return elements * passes + others * (28 + 4)
+    # G four times, M read twice and written, X written, B read twice, W read and written.
+    hidden = 4 * itemsize + 3 * momentum_bytes + 2 + 2 + 2 + 2 * itemsize
+    # The gradient for the check and for the step, the parameter and two float32 moments read and written.
+    return elements * hidden + others * (2 * itemsize + 2 * itemsize + 16)
 
 
 def rates(device: torch.device) -> dict[str, float]:
@@ -60,8 +65,8 @@ def rates(device: torch.device) -> dict[str, float]:
     return {"flops": 20 * batch * size**3 / product * 1e3, "bytes": 8 * x.numel() * 4 / copy * 1e3}
 
 
-def roofline(model: Llama, rate: dict[str, float]) -> dict[str, float]:
+def roofline(model: Llama, rate: dict[str, float], itemsize: int) -> dict[str, float]:
     """Return the milliseconds of arithmetic, of memory traffic, and of both one after the other."""
     flops = sum(cosmos_flops(model).values()) / rate["flops"] * 1e3
-    traffic = cosmos_bytes(model) / rate["bytes"] * 1e3
+    traffic = cosmos_bytes(model, itemsize) / rate["bytes"] * 1e3
     return {"arithmetic_ms": flops, "traffic_ms": traffic, "sum_ms": flops + traffic}

@@ -145,6 +145,12 @@ def make_optimizer(model: nn.Module, name: str, lr: float, outer_lr: float) -> A
     return OPTIMIZERS["adam" if name == "adamw" else name](groups, lr=lr, **hyper)
 
 
+def group_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the settings of each group, without its parameters; before training, `lr` is the peak rate."""
+    drop = {"params", "param_names"}
+    return [{key: value for key, value in group.items() if key not in drop} for group in optimizer.param_groups]
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -228,9 +234,10 @@ class Bench:
             began = time.time()
             model = self.model("full", None, 0)
             optimizer = make_optimizer(model, name, scale.pretrain_lr[name], scale.pretrain_outer_lr)
+            about = {"base": name, "lr": scale.pretrain_lr[name], "outer_lr": scale.pretrain_outer_lr,
+                     "steps": scale.pretrain_steps, "groups": group_settings(optimizer)}  # fmt: skip
             curve = self.train(model, optimizer, self.sources["base"], scale.pretrain_steps, 0)
-            more = {"lr": scale.pretrain_lr[name], "outer_lr": scale.pretrain_outer_lr, "steps": scale.pretrain_steps}
-            self.keep(f"base-{name}", {"base": name, **more}, model, optimizer, curve, began)
+            self.keep(f"base-{name}", about, model, optimizer, curve, began)
             weights = {key: value.cpu() for key, value in model.state_dict().items()}
             with atomic_write(path) as file:
                 torch.save(weights, file)
@@ -244,8 +251,9 @@ class Bench:
         model = self.model(run.method, weights, run.seed)
         outer = self.scale.outer_lr
         optimizer = make_optimizer(model, run.optimizer, run.lr, outer)
+        about = {**dataclasses.asdict(run), "outer_lr": outer, "steps": self.scale.steps, "weights": digest(weights),
+                 "groups": group_settings(optimizer)}  # fmt: skip
         curve = self.train(model, optimizer, self.sources["tune"], self.scale.steps, run.seed)
-        about = {**dataclasses.asdict(run), "outer_lr": outer, "steps": self.scale.steps, "weights": digest(weights)}
         return self.keep(run.id, about, model, optimizer, curve, began)
 
     def keep(
@@ -253,12 +261,10 @@ class Bench:
     ) -> Result:
         """Write a result with its losses and all settings."""
         texts = {**self.sources, **{f"held_out_{key}": text for key, text in self.texts.items()}}
-        drop = {"params", "param_names"}
-        settings = [{key: value for key, value in g.items() if key not in drop} for g in optimizer.param_groups]
         result = {
             "id": name, **about, **self.losses(model), "train_curve": [x if math.isfinite(x) else None for x in curve],
             "trained_parameters": sum(p.numel() for g in optimizer.param_groups for p in g["params"]),
-            "state_bytes": plan(optimizer).state_bytes, "groups": settings, "clip": 1.0, "schedule": "linear",
+            "state_bytes": plan(optimizer).state_bytes, "clip": 1.0, "schedule": "linear",
             "warmup": 0.1, "scale": dataclasses.asdict(self.scale), "vocab_size": self.sizes["vocab_size"],
             "texts": {key: {"tokens": len(t), "fingerprint": t.fingerprint} for key, t in texts.items()},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",

@@ -163,7 +163,7 @@ class Bench:
         self.sources = {"base": open_data(base_data, "train", cache_dir=cache),
                         "tune": open_data(data, "train", cache_dir=cache)}  # fmt: skip
         held_out = open_data(data, "val", cache_dir=cache)
-        val, test = split(held_out, len(held_out) // 2)
+        val, test = split(held_out, len(held_out) // 2, cache)
         self.texts = {"val": val, "test": test, "base": open_data(base_data, "val", cache_dir=cache)}
         known = [s.vocab_size for s in (*self.sources.values(), *self.texts.values()) if s.vocabulary.known]
         self.sizes: dict[str, Any] = {"vocab_size": max(known, default=512)} | dict(scale.sizes)

@@ -80,7 +80,7 @@ class Options:
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-def split(source: TokenSource, cut: int) -> tuple[TokenSource, TokenSource]:
+def split(source: TokenSource, cut: int, cache_dir: str | None = None) -> tuple[TokenSource, TokenSource]:
     """Cut a text after the first document that ends at token ``cut`` or later: validation text and test text."""
     ends = source.documents[1:]
     index = int(np.searchsorted(ends, cut))
@@ -92,7 +92,7 @@ def split(source: TokenSource, cut: int) -> tuple[TokenSource, TokenSource]:
         digest = hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()
         top = int(tokens.argmax())
         piece = dataclasses.replace(shard, tokens=tokens, sha256=digest, max_id=int(tokens[top]), max_at=top)
-        return TokenSource([piece], source.vocabulary, f"{source.name}, {name}")
+        return TokenSource([piece], source.vocabulary, f"{source.name}, {name}", cache_dir)
 
     return part(shard.tokens[:at], "validation part"), part(shard.tokens[at:], "test part")
 
@@ -143,7 +143,8 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
     config = protocol.config(run).replace(
         data=options.data, cache_dir=options.cache, out=str(out), device=options.device, compile=options.compile
     )
-    texts = dict(zip(("val", "test"), split(build.load_source(config.check(), "val"), protocol.cut), strict=True))
+    parts = split(build.load_source(config.check(), "val"), protocol.cut, options.cache)
+    texts = dict(zip(("val", "test"), parts, strict=True))
     curve: list[list[Any]] = []
     train_curve: list[list[Any]] = []
 
@@ -450,8 +451,11 @@ def main(arguments: list[str] | None = None) -> int:
     regimes = a.regimes or list(protocol.regimes)
     if unknown := set(a.variants) - {"none", *VARIANTS}:
         p.error(f"unknown variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    if unknown := set(a.only or ()) - set(protocol.entries):
-        p.error(f"unknown: {', '.join(unknown)}; there are {', '.join(protocol.entries)}")
+    known = {"regimes": protocol.regimes, "only": protocol.entries, "seeds": protocol.seeds}
+    for flag, found in known.items():
+        names = [str(name) for name in found]
+        if wrong := [str(name) for name in getattr(a, flag) or () if str(name) not in names]:
+            p.error(f"--{flag}: unknown: {', '.join(wrong)}; there are {', '.join(names)}")
     if a.table:
         print(table(protocol, read_results(a.table)))
         return 0
@@ -463,18 +467,10 @@ def main(arguments: list[str] | None = None) -> int:
         kept = [(r, names, some) for r, names, s in kept if (some := tuple(x for x in s if x in a.stages))]
     protocol = dataclasses.replace(protocol, phases=kept)
     options = Options(
-        a.data,
-        a.out,
-        tuple(a.known),
-        a.seconds,
-        a.parallel,
-        a.mps,
-        a.device,
-        a.compile,
-        a.cache,
-        a.commit,
-        Filters(tuple(a.variants), tuple(a.seeds)),
-    )
+        data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, mps=a.mps,
+        device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
+        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
+    )  # fmt: skip
     queue = Queue(protocol, options)
     if a.plan:
         print(queue.plan())

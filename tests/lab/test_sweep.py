@@ -133,10 +133,33 @@ def test_a_best_value_at_the_end_of_its_range_is_marked() -> None:
 
 def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options) -> None:
     whole = open_data(options.data, "val", cache_dir=options.cache)
-    val, test = split(whole, TINY.cut)
+    val, test = split(whole, TINY.cut, options.cache)
     assert (len(val), len(test)) == (510, 490)
     assert np.array_equal(np.concatenate([val.read(0, 510), test.read(0, 490)]), whole.read(0, 1000))
     assert val.read(509, 510) == 1 and len({val.fingerprint, test.fingerprint, whole.fingerprint}) == 3
+
+
+def test_the_index_of_a_cut_text_is_in_the_given_cache(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = options.out / "elsewhere"
+    monkeypatch.setenv("COSMOS_LAB_CACHE", str(elsewhere))
+    train(TINY, options, TINY.candidates({})[0])
+    assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--regimes", "C"], "--regimes: unknown: C; there are A, B"),
+        (["--seeds", "0", "7"], "--seeds: unknown: 7; there are 0, 1, 2"),
+        (["--only", "cosmo"], "--only: unknown: cosmo; there are adamw"),
+    ],
+)
+def test_an_unknown_regime_seed_or_row_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--plan", "--out", str(tmp_path), *flags])
+    assert message in capsys.readouterr().err
 
 
 def with_weights_field(config: dict[str, Any]) -> dict[str, Any]:

@@ -38,15 +38,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.sweep import split
-from cosmos_lab.config import ScheduleOptions
+from cosmos_lab.config import RunConfig, ScheduleOptions
 from cosmos_lab.data import Batches, TokenSource, open_data, validation_batches, write_shard
 from cosmos_lab.data.embedded import in_validation, library_documents
 from cosmos_lab.data.encode import load_encoder
 from cosmos_lab.io import atomic_write, write_json
 from cosmos_lab.models import Decoder, build
+from cosmos_lab.optimizers import build_optimizer, outer_rates
 from cosmos_lab.run.run_log import commit
 from cosmos_lab.run.schedule import factor
-from cosmos_optim import OPTIMIZERS, param_groups, plan
+from cosmos_optim import plan
 
 Result = dict[str, Any]
 OPTIMIZER_NAMES = ("adamw", "muon", "cosmos")
@@ -134,15 +135,11 @@ def add_lora(model: Decoder, rank: int, scale: float) -> Decoder:
 
 
 def make_optimizer(model: nn.Module, name: str, lr: float, outer_lr: float) -> Any:
-    """Return an optimizer with rate `lr` for hidden matrices and adapters. AdamW gets the second rate too."""
-    rule = "muon" if name == "adamw" else name
-    groups: list[dict[str, Any]] = param_groups(model, rule=rule)
-    for group in groups:
-        group["lr"] = lr if group["rule"] == rule else outer_lr
-        if name == "adamw":
-            group["rule"] = "adam"
-    hyper: dict[str, Any] = {"betas": (0.9, 0.98)} | ({"momentum": 0.9} if name == "muon" else {})
-    return OPTIMIZERS["adam" if name == "adamw" else name](groups, lr=lr, **hyper)
+    """Return an optimizer with rate `lr` for hidden matrices and adapters, and `outer_lr` for all else."""
+    optimizer = "adam" if name == "adamw" else name
+    # Without `adam_lr`, so that COSMOS's gamma is that of its default.
+    options = RunConfig().replace(optimizer=optimizer, lr=lr, **outer_rates(outer_lr)).optimizer
+    return build_optimizer(model, options)
 
 
 def group_settings(optimizer: Any) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.variants import LEVERS, MEMORY, VARIANTS
 from cosmos_lab.config import RunConfig
+from cosmos_lab.optimizers import ONE_RATE, outer_rates
 
 Result = dict[str, Any]  # One finished run, as its JSON file has it.
 Losses = Mapping[str, float]  # Validation loss by run id; inf: diverged.
@@ -141,8 +142,8 @@ class Protocol:
             warmup=0.1, recipe="protocol", name=run.id, log_every=max(1, steps // 50),
             val_every=max(1, steps // POINTS), val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
         )  # fmt: skip
-        if entry.optimizer == "adam":  # AdamW uses only `lr`: give it the second rate that the others have.
-            config = config.replace(embedding_lr=run.adam_lr, head_lr=run.adam_lr, vector_lr=run.adam_lr)
+        if entry.optimizer in ONE_RATE:  # give it the second rate that the others have
+            config = config.replace(**outer_rates(run.adam_lr))
         if run.variant:
             variant = VARIANTS[run.variant]
             rates = {name: factor * run.adam_lr for name, factor in variant.outer.items()}

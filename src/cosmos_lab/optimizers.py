@@ -68,6 +68,17 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
         raise ValueError(str(error)) from error
 
 
+def outer_rates(lr: float) -> dict[str, float]:
+    """Return the fields of a run that give embedding, head and vectors this rate.
+
+    Other optimizers than AdamW and Adam-mini also have ``adam_lr`` for it.
+
+    >>> RunConfig().replace(optimizer="adam", lr=1e-3, **outer_rates(4e-3)).optimizer.head_lr
+    0.004
+    """
+    return dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), lr)
+
+
 def miniature(model: str) -> Decoder:
     """Return a model of this preset with few parameters, to try options on before anything large is built."""
     preset = resolve(model)

@@ -37,7 +37,7 @@ BATCH = 8  # Sequences of 1,024 tokens in a forward pass; 6,400 steps of 8 see 5
 COMPARISON = Protocol().regimes  # A and B, with the settings of the comparison
 SIZES: Mapping[str, dict[str, Any]] = {  # Instead of the preset's; all with 32,100 T5 tokens.
     "llama-10m": {"vocab_size": 32_100},
-    "llama-30m": {"vocab_size": 32_100, "width": 384, "mlp": 1024},
+    "llama-30m": {"vocab_size": 32_100, "width": rate_fit.WIDTHS["llama-30m"], "mlp": 1024},
     "llama-60m": {"vocab_size": 32_100},
     "llama-130m": {"vocab_size": 32_100},
 }

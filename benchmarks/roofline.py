@@ -5,6 +5,9 @@ Shapes: a matrix is m x n, `long` and `short` are its sides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from benchmarks.measure import median_time
@@ -13,16 +16,18 @@ from cosmos_optim.linalg.coefficients import MergedIterations
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, choose_gram_steps, merge_first_iterations
 
 
-def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
-    """Return the flops of Newton-Schulz with half of each symmetric product, in the form that COSMOS uses.
+def newton_schulz_flops(m: int, n: int, steps: int = 5, *, merged: bool) -> float:
+    """Return the flops of Newton-Schulz in float16 for one matrix, with half of each symmetric product.
 
-    The first iterations are merged (`MergedIterations`), as for residuals of random gradients, which have no leading
-    direction.
+    merged: with the first iterations merged (`MergedIterations`), as a step does for residuals of random gradients,
+        which have no leading direction.
     """
     long, short = max(m, n), min(m, n)
     coefficients = NewtonSchulz(steps).coefficients_of_steps()
     gram_steps = choose_gram_steps(long, short, coefficients, torch.float16)
-    iterations, gram_steps = merge_first_iterations(coefficients, gram_steps)
+    iterations: Sequence[Any] = coefficients
+    if merged:
+        iterations, gram_steps = merge_first_iterations(coefficients, gram_steps)
     square, gram, full = short**3, long * short**2, 2 * long * short**2
     # Every iteration computes Z. One that forms R from X also computes R = X'X and, later, X <- X Q; any other one
     # computes R <- R Z Z and Q <- Q Z.
@@ -35,7 +40,7 @@ def cosmos_flops(model: Llama, rank: int = 32, steps: int = 5) -> dict[str, floa
     """Return the flops of a step: Newton-Schulz, and thin products counted as one product each, not as three parts."""
     shapes = model.matrices()
     thin = sum(2.0 * m * n * rank * 7 for m, n in shapes)
-    return {"newton_schulz": sum(newton_schulz_flops(m, n, steps) for m, n in shapes), "thin": thin}
+    return {"newton_schulz": sum(newton_schulz_flops(m, n, steps, merged=True) for m, n in shapes), "thin": thin}
 
 
 def cosmos_bytes(model: Llama, itemsize: int, momentum_bytes: int = 4) -> float:

@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 
 from benchmarks import step
-from benchmarks.roofline import cosmos_bytes
+from benchmarks.roofline import cosmos_bytes, newton_schulz_flops
 from benchmarks.shapes import MODELS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def test_merged_iterations_save_a_fifth_of_the_flops_of_a_square_matrix() -> None:
+    plain, merged = (newton_schulz_flops(2048, 2048, merged=merged) for merged in (False, True))
+    assert plain == 5 * 4 * 2048**3  # five times X'X (half of it), X Z and half of R^2
+    assert merged == 0.8 * plain
 
 
 def test_weights_and_gradients_of_two_bytes_are_read_and_written_at_half_the_cost() -> None:

@@ -38,7 +38,7 @@ CENTER = {"width": 512, "steps": 1600, "batch": 8192}  # Where a rule's constant
 TERMS = tuple(CENTER)
 RULES = tuple(terms for n in range(len(TERMS) + 1) for terms in itertools.combinations(TERMS, n))
 WIDTHS = {name: PRESETS[name].width for name in ("llama-10m", "llama-60m", "llama-130m")} | {"llama-30m": 384}
-JUDGED = ("", "size", "length")  # What is left out where the bar must hold: nothing, a cell's size, its length.
+JUDGED = ("", "size", "length")  # The bar must hold for three fits: to all cells, without a cell's size, its length.
 LEAST = len(TERMS) + 2  # cells
 
 

@@ -23,7 +23,7 @@ import functools
 import math
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +156,16 @@ def predict(cell: Key, loss: Losses) -> dict[str, int]:
     return start
 
 
-@dataclass(frozen=True)
 class Search(Protocol):
-    """The search of one size, cell after cell."""
+    """The search of one size, cell after cell.
 
-    starts: dict[str, dict[str, int]] = field(default_factory=dict)  # of cells that have begun, by regime
+    It remembers where the search of each cell started, because predictions change while other cells finish. A search
+    that is continued by another process takes the start from the cell's finished runs.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.starts: dict[str, dict[str, int]] = {}  # of cells that have begun, by regime
 
     def config(self, run: Run) -> RunConfig:
         """Return the lab's configuration; cells that are not of the comparison have small passes and short curves."""

@@ -205,8 +205,9 @@ class Levers(MatrixOptimizer):
     basis_beta2, balance: as in `cosmos_trial`.
     cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
         W <- W - lr decay W.
-    lookahead: gradients are taken at x + b m instead of x, with m = 0.99 m + 0.01 (x_new - x_old) and b = `lookahead`
-        times the share of the peak rate, from the peak until a quarter of it (EMA-Nesterov, arXiv 2605.25395).
+    lookahead: gradient and step start from x + b m instead of x, with m = 0.99 m + 0.01 (x_new - x_old) and b =
+        `lookahead` times the share of the peak rate, from the peak until a quarter of it (EMA-Nesterov, arXiv
+        2605.25395).
     """
 
     def __init_subclass__(cls) -> None:

@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import STUDENT, Protocol, Result, losses, read_results
+from cosmos_lab.report.style import KNOWN, THEMES
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "muon": "Muon", "normuon": "NorMuon", "cosmos": "COSMOS"}
-COLORS = {"adamw": "#8c6bb1", "soap-f10": "#d95f02", "muon": "#2b8cbe", "normuon": "#41ae76", "cosmos": "#e7298a"}
 PICTURED = ("adamw", "soap-f10", "muon", "cosmos")
+COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in PICTURED}
+TEXT, GROUND = THEMES["light"]["soft"], THEMES["light"]["card"]
 LEAST_POINTS = 20  # of a curve; a coarser one is refused
-GREY = "#7d8590"  # text and axes: readable on white and on black
-GIB = 2**30
-# State of Cosmos with its defaults and with the paper's settings, LLaMA-1B: older files call both "cosmos".
-DEFAULTS_STATE = 6_003_275_564
+# In benchmarks/results: measurements of the step in float32 that count, of several commits.
+STEP_FILES = ("h200-llama-1b", "h200-llama-1b-defaults", "h200-llama-1b-defaults-later", "h200-llama-1b-int8",
+              "h200-llama-1b-memory", "h200-llama-1b-memory-later", "h200-redesign")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,7 @@ def costs(folder: Path = ROOT / "results") -> dict[str, Cost]:
     found: dict[str, Any] = {}
     for name in ("", "-defaults", "-soap"):
         profile = json.loads((folder / f"h200-profile-llama-1b{name}.json").read_text())
-        for row in profile["memory"]:
-            label = "cosmos-paper" if not name and row["optimizer"] == "cosmos" else row["optimizer"]
-            found[label] = row
+        found |= {row["optimizer"]: row for row in profile["memory"]}  # COSMOS and SOAP of the later files
     passes = found["adam"]["forward_backward_s"]
 
     def cost(name: str, note: str = "") -> Cost:
@@ -143,17 +142,13 @@ def costs(folder: Path = ROOT / "results") -> dict[str, Cost]:
 
 
 def step_times(folder: Path = ROOT / "benchmarks" / "results") -> dict[str, list[float]]:
-    """Return the recorded medians of a step at LLaMA-1B in float32, in ms, by optimizer, of all measurements."""
+    """Return the medians of a step at LLaMA-1B in ms, by optimizer, of all STEP_FILES."""
     found: dict[str, list[float]] = {}
-    for path in sorted(folder.glob("*.json")):
-        kept = json.loads(path.read_text())
-        wide = [r for r in kept.get("runs", [kept]) if r.get("dtype", "float32") == "float32"]
-        runs = [r for r in wide if r.get("model") == "llama-1b" and "before" not in path.name]
-        for row in (row for run in runs for row in run.get("rows", [])):
-            name = row["name"]
-            if name == "cosmos":
-                name = "cosmos" if row["state_bytes"] == DEFAULTS_STATE else "cosmos-paper"
-            found.setdefault(name, []).append(row["median_ms"])
+    for name in STEP_FILES:
+        kept = json.loads((folder / f"{name}.json").read_text())
+        for run in kept.get("runs", [kept]):  # one file has several runs, of several models
+            for row in run["rows"] if run["model"] == "llama-1b" else ():
+                found.setdefault(row["name"], []).append(row["median_ms"])
     return {name: sorted(values) for name, values in found.items()}
 
 
@@ -218,20 +213,22 @@ def report(results: Mapping[str, Result]) -> str:
         "Training steps are AdamW's passes of the model and the optimizer's own time, because passes vary by about",
     ]
     lines += ["1 % between measurements. Two measurements of whole steps had COSMOS 0.6 and 1.3 % above AdamW."]
-    lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs:", "", "| row | ms |", "|---|---|"]
+    lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs of several commits:", ""]
+    lines += ["| row | ms |", "|---|---|"]
     shown = ("cosmos", "cosmos-paper", "muon", "muon-torch", "adamw")
-    lines += [f"| {name} | {described(values)} |" for name, values in step_times().items() if name in shown]
+    alone = step_times()
+    lines += [f"| {name} | {described(alone[name])} |" for name in shown]
     return "\n".join(lines) + "\n"
 
 
 def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
-    """Draw loss against tokens, and bars of step time and state, on a transparent ground for light and dark pages."""
+    """Draw loss against tokens, and bars of step time and state."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), GREY)
+    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), TEXT)
     with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1))
         _draw_losses(left, results, regime)
@@ -243,15 +240,14 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
         ):
             bars = axes.barh([NAMES[e].split(",")[0] for e in values], list(values.values()),
                              color=[COLORS[e] for e in values])  # fmt: skip
-            axes.bar_label(bars, fmt="%.0f" if axes is middle else "%.1f", padding=2, color=GREY)
+            axes.bar_label(bars, fmt="%.0f" if axes is middle else "%.1f", padding=2, color=TEXT)
             axes.set(title=title, xticks=[], xlim=(0, 1.25 * max(values.values())))
             axes.invert_yaxis()
         for axes in (left, middle, right):
             axes.spines[["top", "right"]].set_visible(False)
-            axes.patch.set_alpha(0)
         figure.tight_layout()
         target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, transparent=True, metadata={"Date": None})
+        figure.savefig(target, facecolor=GROUND, metadata={"Date": None})
         plt.close(figure)
 
 
@@ -262,14 +258,14 @@ def draw_seeds(results: Mapping[str, Result], regime: str, target: Path) -> None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), GREY)
+    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), TEXT)
     with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
         figure, axes = plt.subplots(figsize=(6, 3.2))
         _draw_losses(axes, results, regime, linewidth=1)
         axes.set(ylim=(None, 4.5), title="LLaMA-60M, 800 steps: every seed (last perplexity of seed 0)")
         axes.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
-        figure.savefig(target, transparent=True, metadata={"Date": None})
+        figure.savefig(target, facecolor=GROUND, metadata={"Date": None})
         plt.close(figure)
 
 

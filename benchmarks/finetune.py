@@ -38,15 +38,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.sweep import split
-from cosmos_lab.config import ScheduleOptions
+from cosmos_lab.config import RunConfig, ScheduleOptions
 from cosmos_lab.data import Batches, TokenSource, open_data, validation_batches, write_shard
 from cosmos_lab.data.embedded import in_validation, library_documents
 from cosmos_lab.data.encode import load_encoder
 from cosmos_lab.io import atomic_write, write_json
 from cosmos_lab.models import Decoder, build
+from cosmos_lab.optimizers import build_optimizer, outer_rates
 from cosmos_lab.run.run_log import commit
 from cosmos_lab.run.schedule import factor
-from cosmos_optim import OPTIMIZERS, param_groups, plan
+from cosmos_optim import plan
 
 Result = dict[str, Any]
 OPTIMIZER_NAMES = ("adamw", "muon", "cosmos")
@@ -134,15 +135,17 @@ def add_lora(model: Decoder, rank: int, scale: float) -> Decoder:
 
 
 def make_optimizer(model: nn.Module, name: str, lr: float, outer_lr: float) -> Any:
-    """Return an optimizer with rate `lr` for hidden matrices and adapters. AdamW gets the second rate too."""
-    rule = "muon" if name == "adamw" else name
-    groups: list[dict[str, Any]] = param_groups(model, rule=rule)
-    for group in groups:
-        group["lr"] = lr if group["rule"] == rule else outer_lr
-        if name == "adamw":
-            group["rule"] = "adam"
-    hyper: dict[str, Any] = {"betas": (0.9, 0.98)} | ({"momentum": 0.9} if name == "muon" else {})
-    return OPTIMIZERS["adam" if name == "adamw" else name](groups, lr=lr, **hyper)
+    """Return an optimizer with rate `lr` for hidden matrices and adapters, and `outer_lr` for all else."""
+    optimizer = "adam" if name == "adamw" else name
+    # Without `adam_lr`, so that COSMOS's gamma is that of its default.
+    options = RunConfig().replace(optimizer=optimizer, lr=lr, **outer_rates(outer_lr)).optimizer
+    return build_optimizer(model, options)
+
+
+def group_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the settings of each group, without its parameters; before training, `lr` is the peak rate."""
+    drop = {"params", "param_names"}
+    return [{key: value for key, value in group.items() if key not in drop} for group in optimizer.param_groups]
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ class Bench:
         self.sources = {"base": open_data(base_data, "train", cache_dir=cache),
                         "tune": open_data(data, "train", cache_dir=cache)}  # fmt: skip
         held_out = open_data(data, "val", cache_dir=cache)
-        val, test = split(held_out, len(held_out) // 2)
+        val, test = split(held_out, len(held_out) // 2, cache)
         self.texts = {"val": val, "test": test, "base": open_data(base_data, "val", cache_dir=cache)}
         known = [s.vocab_size for s in (*self.sources.values(), *self.texts.values()) if s.vocabulary.known]
         self.sizes: dict[str, Any] = {"vocab_size": max(known, default=512)} | dict(scale.sizes)
@@ -228,9 +231,10 @@ class Bench:
             began = time.time()
             model = self.model("full", None, 0)
             optimizer = make_optimizer(model, name, scale.pretrain_lr[name], scale.pretrain_outer_lr)
+            about = {"base": name, "lr": scale.pretrain_lr[name], "outer_lr": scale.pretrain_outer_lr,
+                     "steps": scale.pretrain_steps, "groups": group_settings(optimizer)}  # fmt: skip
             curve = self.train(model, optimizer, self.sources["base"], scale.pretrain_steps, 0)
-            more = {"lr": scale.pretrain_lr[name], "outer_lr": scale.pretrain_outer_lr, "steps": scale.pretrain_steps}
-            self.keep(f"base-{name}", {"base": name, **more}, model, optimizer, curve, began)
+            self.keep(f"base-{name}", about, model, optimizer, curve, began)
             weights = {key: value.cpu() for key, value in model.state_dict().items()}
             with atomic_write(path) as file:
                 torch.save(weights, file)
@@ -244,8 +248,9 @@ class Bench:
         model = self.model(run.method, weights, run.seed)
         outer = self.scale.outer_lr
         optimizer = make_optimizer(model, run.optimizer, run.lr, outer)
+        about = {**dataclasses.asdict(run), "outer_lr": outer, "steps": self.scale.steps, "weights": digest(weights),
+                 "groups": group_settings(optimizer)}  # fmt: skip
         curve = self.train(model, optimizer, self.sources["tune"], self.scale.steps, run.seed)
-        about = {**dataclasses.asdict(run), "outer_lr": outer, "steps": self.scale.steps, "weights": digest(weights)}
         return self.keep(run.id, about, model, optimizer, curve, began)
 
     def keep(
@@ -253,12 +258,10 @@ class Bench:
     ) -> Result:
         """Write a result with its losses and all settings."""
         texts = {**self.sources, **{f"held_out_{key}": text for key, text in self.texts.items()}}
-        drop = {"params", "param_names"}
-        settings = [{key: value for key, value in g.items() if key not in drop} for g in optimizer.param_groups]
         result = {
             "id": name, **about, **self.losses(model), "train_curve": [x if math.isfinite(x) else None for x in curve],
             "trained_parameters": sum(p.numel() for g in optimizer.param_groups for p in g["params"]),
-            "state_bytes": plan(optimizer).state_bytes, "groups": settings, "clip": 1.0, "schedule": "linear",
+            "state_bytes": plan(optimizer).state_bytes, "clip": 1.0, "schedule": "linear",
             "warmup": 0.1, "scale": dataclasses.asdict(self.scale), "vocab_size": self.sizes["vocab_size"],
             "texts": {key: {"tokens": len(t), "fingerprint": t.fingerprint} for key, t in texts.items()},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from cosmos_lab.models import PRESETS
 from cosmos_optim import OPTIMIZERS, param_groups, plan
 
 GIB = 2**30
@@ -39,11 +40,14 @@ class Decoder:
     vocab: int = 32_000
 
 
+def _preset(name: str) -> Decoder:
+    """Return the shapes of a preset of the lab, in which keys and values are as wide as the model."""
+    c = PRESETS[name.lower()]
+    return Decoder(c.width, c.mlp, c.depth, c.width, c.vocab_size)
+
+
 MODELS = {
-    "LLaMA-60M": Decoder(512, 1376, 8, 512),
-    "LLaMA-130M": Decoder(768, 3072, 12, 768),
-    "LLaMA-350M": Decoder(1024, 2736, 24, 1024),
-    "LLaMA-1B": Decoder(2048, 5461, 24, 2048),
+    **{name: _preset(name) for name in ("LLaMA-60M", "LLaMA-130M", "LLaMA-350M", "LLaMA-1B")},
     "LLaMA-7B": Decoder(4096, 11_008, 32, 4096),
     "LLaMA-13B": Decoder(5120, 13_824, 40, 5120),
     "LLaMA-70B": Decoder(8192, 28_672, 80, 1024),

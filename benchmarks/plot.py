@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 
-def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", "muon")) -> None:
+def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", "cosmos-paper", "muon")) -> None:
     """Draw one bar of device time by kind for each profiled row, the step as a line, and the roofline."""
     import matplotlib
 

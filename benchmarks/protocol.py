@@ -2,8 +2,8 @@
 
 The search tunes one coordinate after the other, by the same rule for every optimizer: the rate of the hidden matrices,
 the rate of embedding, head and norms, and beta2. Then come further seeds and shorter runs at the best setting, and the
-changes of benchmarks/variants.py there. All choices read the validation loss of finished runs; nothing else is
-remembered, so a search continues from its results.
+changes of benchmarks/variants.py there. All choices read the validation loss of finished runs, so a search
+continues from its results.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.variants import LEVERS, MEMORY, VARIANTS
 from cosmos_lab.config import RunConfig
+from cosmos_lab.optimizers import ONE_RATE, outer_rates
 
 Result = dict[str, Any]  # One finished run, as its JSON file has it.
 Losses = Mapping[str, float]  # Validation loss by run id; inf: diverged.
@@ -141,8 +142,8 @@ class Protocol:
             warmup=0.1, recipe="protocol", name=run.id, log_every=max(1, steps // 50),
             val_every=max(1, steps // POINTS), val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
         )  # fmt: skip
-        if entry.optimizer == "adam":  # AdamW uses only `lr`: give it the second rate that the others have.
-            config = config.replace(embedding_lr=run.adam_lr, head_lr=run.adam_lr, vector_lr=run.adam_lr)
+        if entry.optimizer in ONE_RATE:  # give it the second rate that the others have
+            config = config.replace(**outer_rates(run.adam_lr))
         if run.variant:
             variant = VARIANTS[run.variant]
             rates = {name: factor * run.adam_lr for name, factor in variant.outer.items()}
@@ -354,8 +355,10 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
         gaps = [theirs["test_loss"] - own["test_loss"] for theirs, own in pairs]
         if entry == "cosmos" or not gaps:
             continue
-        by_block = zip(*(map(float.__sub__, a["test_blocks"], b["test_blocks"]) for a, b in pairs), strict=True)
-        blocks = [statistics.fmean(over_seeds) for over_seeds in by_block]
+        blocks = []
+        for block in range(len(pairs[0][0]["test_blocks"])):
+            over_seeds = [theirs["test_blocks"][block] - own["test_blocks"][block] for theirs, own in pairs]
+            blocks.append(statistics.fmean(over_seeds))
         line = f"  {entry} - cosmos: {statistics.fmean(gaps):+.4f} nats"
         if len(gaps) > 1:
             width = STUDENT[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))

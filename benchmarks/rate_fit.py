@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.protocol import BETA2, RATES, Result, losses, read_results
+from cosmos_lab.models import PRESETS
 
 Array = NDArray[np.float64]
 Points = Mapping[tuple[float, float], float]  # Validation loss by (lr, adam_lr); inf: diverged.
@@ -36,8 +37,8 @@ BAR = 1.0  # Percent of perplexity that a rule may cost.
 CENTER = {"width": 512, "steps": 1600, "batch": 8192}  # Where a rule's constant is the rate; batch in tokens.
 TERMS = tuple(CENTER)
 RULES = tuple(terms for n in range(len(TERMS) + 1) for terms in itertools.combinations(TERMS, n))
-WIDTHS = {"llama-10m": 256, "llama-30m": 384, "llama-60m": 512, "llama-130m": 768}
-JUDGED = ("", "size", "length")  # What is left out where the bar must hold: nothing, a cell's size, its length.
+WIDTHS = {name: PRESETS[name].width for name in ("llama-10m", "llama-60m", "llama-130m")} | {"llama-30m": 384}
+JUDGED = ("", "size", "length")  # The bar must hold for three fits: to all cells, without a cell's size, its length.
 LEAST = len(TERMS) + 2  # cells
 
 

@@ -23,7 +23,7 @@ import functools
 import math
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ BATCH = 8  # Sequences of 1,024 tokens in a forward pass; 6,400 steps of 8 see 5
 COMPARISON = Protocol().regimes  # A and B, with the settings of the comparison
 SIZES: Mapping[str, dict[str, Any]] = {  # Instead of the preset's; all with 32,100 T5 tokens.
     "llama-10m": {"vocab_size": 32_100},
-    "llama-30m": {"vocab_size": 32_100, "width": 384, "mlp": 1024},
+    "llama-30m": {"vocab_size": 32_100, "width": rate_fit.WIDTHS["llama-30m"], "mlp": 1024},
     "llama-60m": {"vocab_size": 32_100},
     "llama-130m": {"vocab_size": 32_100},
 }
@@ -156,11 +156,16 @@ def predict(cell: Key, loss: Losses) -> dict[str, int]:
     return start
 
 
-@dataclass(frozen=True)
 class Search(Protocol):
-    """The search of one size, cell after cell."""
+    """The search of one size, cell after cell.
 
-    starts: dict[str, dict[str, int]] = field(default_factory=dict)  # of cells that have begun, by regime
+    It remembers where the search of each cell started, because predictions change while other cells finish. A search
+    that is continued by another process takes the start from the cell's finished runs.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.starts: dict[str, dict[str, int]] = {}  # of cells that have begun, by regime
 
     def config(self, run: Run) -> RunConfig:
         """Return the lab's configuration; cells that are not of the comparison have small passes and short curves."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cosmos_lab.models import PRESETS
+
 
 @dataclass(frozen=True)
 class Llama:
@@ -15,7 +17,7 @@ class Llama:
     width: int
     mlp: int
     depth: int
-    vocab: int = 32000
+    vocab: int
 
     def matrices(self) -> list[tuple[int, int]]:
         """Return the shapes of the hidden matrices, (out, in)."""
@@ -27,13 +29,13 @@ class Llama:
         return [(self.vocab, self.width), (self.vocab, self.width), *[(self.width,)] * (2 * self.depth + 1)]
 
 
-MODELS = {
-    "llama-60m": Llama(512, 1376, 8),
-    "llama-130m": Llama(768, 3072, 12),
-    "llama-350m": Llama(1024, 2736, 24),
-    "llama-1b": Llama(2048, 5461, 24),
-    "tiny": Llama(64, 176, 2, vocab=256),
-}
+def preset(name: str) -> Llama:
+    """Return the shapes of a preset of the lab."""
+    c = PRESETS[name]
+    return Llama(c.width, c.mlp, c.depth, c.vocab_size)
+
+
+MODELS = {name: preset(name) for name in ("llama-60m", "llama-130m", "llama-350m", "llama-1b", "tiny")}
 
 
 def parameters(model: Llama, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from cosmos_optim.linalg.newton_schulz import gram_count
+from benchmarks.roofline import newton_schulz_flops
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,6 @@ def grid_sharded(
     return Cost(sums, travel * ((s.count - mine) * m * n + mine * (s.m * s.n - m * n)))
 
 
-def newton_schulz_flops(m: int, n: int, steps: int = 5, dtype: torch.dtype = torch.float16) -> float:
-    """Return the flops of Newton-Schulz for one matrix, with half of each symmetric product."""
-    long, short = max(m, n), min(m, n)
-    f = gram_count(long, short, steps, dtype)
-    return (3.0 * f * long / short + steps + 3 * (steps - f)) * short**3
-
-
 # -- the projection -------------------------------------------------------------------------------------------------
 
 LLAMA = {
@@ -117,7 +108,7 @@ def sequential_flops(shapes: list[Shape], k: int) -> float:
     If each rank owns at most one matrix, stacks belong to different owners and run on two streams at the same time.
     Otherwise they share the GPUs.
     """
-    jobs = [-(-s.count // k) * newton_schulz_flops(s.m, s.n) for s in shapes]
+    jobs = [-(-s.count // k) * newton_schulz_flops(s.m, s.n, merged=False) for s in shapes]
     if sum(s.count for s in shapes) > k:
         return sum(jobs)
     streams = [0.0, 0.0]
@@ -141,7 +132,7 @@ def project(model: str, k: int) -> dict[str, float]:
     latency = len(shapes) * MESSAGES * (LATENCY + 5e-6 * (k - 1).bit_length())
     communication = sums * max(1 / (NODE * NIC), 1 / NVLINK) + exchange / NIC + latency
     compute = sequential_flops(shapes, k) / HALF_RATE
-    everything = sum(s.count * newton_schulz_flops(s.m, s.n) for s in shapes)
+    everything = sum(s.count * newton_schulz_flops(s.m, s.n, merged=False) for s in shapes)
     matrices = sum(s.count * s.m * s.n for s in shapes)
     gather = 2 * matrices * (k - 1) / k
     return {

@@ -152,12 +152,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name in names:
         rows.append(measure_optimizer(name, args, device))
         print(f"{name}: {rows[-1]['median_ms']:.2f} ms", flush=True)
-    bound = roofline(MODELS[args.model], rate)
+    model, itemsize = MODELS[args.model], getattr(torch, args.dtype).itemsize
+    bound = roofline(model, rate, itemsize)
     print(table(rows, bound))
     result = {
         "date": datetime.date.today().isoformat(), "commit": commit(), "model": args.model, "dtype": args.dtype,
         "versions": versions(device), "rows": rows, "rates": rate, "roofline": bound,
-        "flops": cosmos_flops(MODELS[args.model]), "bytes": cosmos_bytes(MODELS[args.model]),
+        "flops": cosmos_flops(model), "bytes": cosmos_bytes(model, itemsize),
     }  # fmt: skip
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

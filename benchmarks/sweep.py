@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -26,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,15 @@ import torch
 from benchmarks import rate_runs, trials
 from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, read_results, table
 from benchmarks.variants import VARIANTS
-from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, validation_batches
-from cosmos_lab.io import atomic_write
+from cosmos_lab.io import atomic_write, read_json
 from cosmos_lab.optimizers import settings
-from cosmos_lab.run import build, launch, model_cache
-from cosmos_lab.run.run_folder import CONFIG
+from cosmos_lab.results.reading import CONFIG
+from cosmos_lab.run.launch import pick_device
 from cosmos_lab.run.train import Trainer
+from cosmos_lab.run.train import train as lab_train
 
+TEXTS = ("val", "test")
 MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
 
 
@@ -81,7 +83,7 @@ class Options:
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-def split(source: TokenSource, cut: int) -> tuple[TokenSource, TokenSource]:
+def split(source: TokenSource, cut: int, cache_dir: str | None = None) -> tuple[TokenSource, TokenSource]:
     """Cut a text after the first document that ends at token ``cut`` or later: validation text and test text."""
     ends = source.documents[1:]
     index = int(np.searchsorted(ends, cut))
@@ -93,15 +95,33 @@ def split(source: TokenSource, cut: int) -> tuple[TokenSource, TokenSource]:
         digest = hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()
         top = int(tokens.argmax())
         piece = dataclasses.replace(shard, tokens=tokens, sha256=digest, max_id=int(tokens[top]), max_at=top)
-        return TokenSource([piece], source.vocabulary, f"{source.name}, {name}")
+        return TokenSource([piece], source.vocabulary, f"{source.name}, {name}", cache_dir)
 
     return part(shard.tokens[:at], "validation part"), part(shard.tokens[at:], "test part")
 
 
 class TwoTextTrainer(Trainer):
-    """The lab's trainer with a validation text and a test text."""
+    """The lab's trainer with a validation text and a test text; its summary has the losses on all of both."""
 
-    texts: dict[str, TokenSource]
+    def __init__(self, protocol: Protocol, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.block = protocol.block
+        self.texts = dict(zip(TEXTS, split(self.val_source, protocol.cut, self.config.data.cache_dir), strict=True))
+
+    def run(self) -> dict[str, Any]:
+        """Train if no token would be seen twice; return the summary with groups, fingerprints and final losses."""
+        tokens = self.config.training.steps * self.config.training.batch * self.config.data.seq_len
+        found = read_json(self.config.folder / CONFIG)["data"]["tokens"]
+        if tokens >= found:
+            raise ValueError(f"{tokens:,} tokens asked for, {found:,} found: add a shard")
+        summary = super().run()
+        groups = [
+            {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
+             "peak_lr": lr} for g, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True)
+        ]  # fmt: skip
+        fingerprints = {f"{name}_fingerprint": source.fingerprint for name, source in self.texts.items()}
+        return {**summary, "groups": groups, "fingerprints": fingerprints, "final": self.final()}
+
     @torch.no_grad()
     def read(self, source: TokenSource, tokens: int) -> list[float]:
         """Return the mean loss of each batch of the first tokens; only whole batches, so that nothing recompiles."""
@@ -122,12 +142,12 @@ class TwoTextTrainer(Trainer):
         self._write(record)
         return record
 
-    def final(self, block: int) -> dict[str, Any]:
+    def final(self) -> dict[str, Any]:
         """Return the losses on both texts, over all their whole blocks and in each block."""
         found: dict[str, Any] = {}
-        batches = max(1, block // (self.micro * self.config.data.seq_len))
+        batches = max(1, self.block // (self.micro * self.config.data.seq_len))
         for name, source in self.texts.items():
-            values = self.read(source, (len(source) - 1) // block * block)
+            values = self.read(source, (len(source) - 1) // self.block * self.block)
             loss = _finite(statistics.fmean(values))
             found |= {f"{name}_loss": loss, f"{name}_ppl": None if loss is None else math.exp(loss)}
             found[f"{name}_tokens"] = len(values) * self.micro * self.config.data.seq_len
@@ -144,62 +164,39 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
     config = protocol.config(run).replace(
         data=options.data, cache_dir=options.cache, out=str(out), device=options.device, compile=options.compile
     )
-    texts = dict(zip(("val", "test"), split(build.load_source(config.check(), "val"), protocol.cut), strict=True))
     curve: list[list[Any]] = []
     train_curve: list[list[Any]] = []
 
     def note(record: Mapping[str, Any]) -> None:
         if "val_loss" in record:
-            values = (_finite(record[f"{name}_loss"]) for name in texts)
+            values = (_finite(record[f"{name}_loss"]) for name in TEXTS)
             curve.append([record["step"], record["tokens"], *values])
         elif "loss" in record:
             train_curve.append([record["step"], _finite(record["loss"])])
 
-    if has_bfloat16_weights(config):
-        model_cache.clear()  # graphs for float32 weights read others wrongly: losses were NaN from the first step
-    with launch.session(config.training.device, config.training.sharding) as world:
-        build.seed_everything(config.training.seed, config.training.deterministic)
-        with closing(TwoTextTrainer(config, world, note)) as trainer:
-            about = json.loads((config.folder / CONFIG).read_text())
-            tokens = config.training.steps * config.training.batch * config.data.seq_len
-            if tokens >= about["data"]["tokens"]:
-                raise ValueError(f"{tokens:,} tokens asked for, {about['data']['tokens']:,} found: add a shard")
-            trainer.texts = texts
-            summary = trainer.run()
-            final = trainer.final(protocol.block)
-            groups = [
-                {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
-                 "peak_lr": lr} for g, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True)
-            ]  # fmt: skip
-            if not has_bfloat16_weights(config):
-                model_cache.store(trainer.network)
+    summary = lab_train(config, progress=note, make=functools.partial(TwoTextTrainer, protocol))
+    about, final = read_json(config.folder / CONFIG), summary["final"]
     shutil.rmtree(out, ignore_errors=True)
     if summary["status"] != "done":
         final = {name: value if name.endswith("_tokens") else None for name, value in final.items()}
-    fingerprints = {f"{name}_fingerprint": source.fingerprint for name, source in texts.items()}
     folders = ("out", "name", "cache_dir", "data")
     return {
         "id": run.id, **dataclasses.asdict(run), "status": summary["status"],
         "optimizer": config.optimizer.optimizer, "options": list(config.optimizer.options),
         "steps": summary["steps"], "batch": config.training.batch, "seq_len": config.data.seq_len,
         "tokens": summary["tokens"], "clip": config.training.clip,
-        "betas": [config.optimizer.beta1, config.optimizer.beta2], "groups": groups,
+        "betas": [config.optimizer.beta1, config.optimizer.beta2], "groups": summary["groups"],
         "settings": about["settings"], "config": {k: v for k, v in config.flat().items() if k not in folders},
         "parameters": about["parameters"], "state_bytes": about["state_bytes"],
         "commit": options.commit or about["commit"], "versions": about["versions"], "date": about["date"],
-        "data": about["data"] | fingerprints, "at_a_time": options.parallel,
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "data": about["data"] | summary["fingerprints"], "at_a_time": options.parallel,
+        "device": torch.cuda.get_device_name() if pick_device(options.device).type == "cuda" else "cpu",
         "wall_s": round(time.time() - began, 2), "train_s": round(summary["time"], 2),
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
         "train_loss": _finite(summary["final_train_loss"]), **final,
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
         "curve": curve, "train_curve": train_curve,
     }  # fmt: skip
-
-
-def has_bfloat16_weights(config: RunConfig) -> bool:
-    """Return whether a run turns the weights into bfloat16, so that its model is compiled for it alone."""
-    return any(option.startswith("bf16_weights") for option in config.optimizer.options)
 
 
 def _finite(value: float | None) -> float | None:
@@ -344,9 +341,8 @@ class Queue:
         """Return whether this version has the options of a variant; say so once if it does not."""
         kind = (run.entry, run.variant)
         if kind not in self.possible:
-            config = self.protocol.config(run)
             try:
-                settings(config.optimizer, config.model.model)
+                settings(self.protocol.config(run))
                 self.possible[kind] = True
             except ValueError as error:
                 self.possible[kind] = False
@@ -359,7 +355,6 @@ class Queue:
         An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
         for the same number of tokens. Without any result the answer is 0, so that one run is tried.
         """
-        cold = cold or has_bfloat16_weights(self.protocol.config(run))
         mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
         mine = [r for r in mine if r["model"] == run.model] or mine
         if not mine:
@@ -461,8 +456,11 @@ def main(arguments: list[str] | None = None) -> int:
     regimes = a.regimes or list(protocol.regimes)
     if unknown := set(a.variants) - {"none", *VARIANTS}:
         p.error(f"unknown variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    if unknown := set(a.only or ()) - set(protocol.entries):
-        p.error(f"unknown: {', '.join(unknown)}; there are {', '.join(protocol.entries)}")
+    known = {"regimes": protocol.regimes, "only": protocol.entries, "seeds": protocol.seeds}
+    for flag, found in known.items():
+        names = [str(name) for name in found]
+        if wrong := [str(name) for name in getattr(a, flag) or () if str(name) not in names]:
+            p.error(f"--{flag}: unknown: {', '.join(wrong)}; there are {', '.join(names)}")
     if a.table:
         print(table(protocol, read_results(a.table)))
         return 0
@@ -474,18 +472,10 @@ def main(arguments: list[str] | None = None) -> int:
         kept = [(r, names, some) for r, names, s in kept if (some := tuple(x for x in s if x in a.stages))]
     protocol = dataclasses.replace(protocol, phases=kept)
     options = Options(
-        a.data,
-        a.out,
-        tuple(a.known),
-        a.seconds,
-        a.parallel,
-        a.mps,
-        a.device,
-        a.compile,
-        a.cache,
-        a.commit,
-        Filters(tuple(a.variants), tuple(a.seeds)),
-    )
+        data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, mps=a.mps,
+        device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
+        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
+    )  # fmt: skip
     queue = Queue(protocol, options)
     if a.plan:
         print(queue.plan())

@@ -205,9 +205,9 @@ class Levers(MatrixOptimizer):
     basis_beta2, balance: as in `cosmos_trial`.
     cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
         W <- W - lr decay W.
-    bf16_weights: True turns the parameters into bfloat16 first, as `weight_correction` needs them.
-    lookahead: gradients are taken at x + b m instead of x, with m = 0.99 m + 0.01 (x_new - x_old) and b = `lookahead`
-        times the share of the peak rate, from the peak until a quarter of it (EMA-Nesterov, arXiv 2605.25395).
+    lookahead: gradient and step start from x + b m instead of x, with m = 0.99 m + 0.01 (x_new - x_old) and b =
+        `lookahead` times the share of the peak rate, from the peak until a quarter of it (EMA-Nesterov, arXiv
+        2605.25395).
     """
 
     def __init_subclass__(cls) -> None:
@@ -222,13 +222,9 @@ class Levers(MatrixOptimizer):
         self, params: Any, lr: float, *, head_rule: bool = False, outer_rows: bool = False,
         embedding_betas: tuple[float, float] | None = None, head_betas: tuple[float, float] | None = None,
         gamma_attention: float | None = None, gamma_mlp: float | None = None, basis_beta2: float | None = None,
-        balance: float | None = None, cautious_decay: float = 0.0, lookahead: float = 0.0,
-        bf16_weights: bool = False, **options: Any,
+        balance: float | None = None, cautious_decay: float = 0.0, lookahead: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         groups = param_groups(params, self.rule) if isinstance(params, torch.nn.Module) else list(params)
-        if bf16_weights:
-            for _, p in (pair for group in groups for pair in group["params"]):
-                p.data = p.data.bfloat16()
         adam_lr = options.get("adam_lr")
         gammas = {".attn.": gamma_attention, ".mlp.": gamma_mlp}
         betas = {"embed.weight": embedding_betas, "head.weight": head_betas}

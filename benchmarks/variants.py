@@ -55,24 +55,26 @@ LEVERS = (  # In the order in which they should be tried.
     _lever("basis-b2-0.95", "S (the basis) with beta2 0.95, V as before", "basis_beta2=0.95", rows=("cosmos",)),
     _lever("basis-b2-0.995", "S (the basis) with beta2 0.995, V as before", "basis_beta2=0.995", rows=("cosmos",)),
     Variant("decay", "weight decay 0.1 on everything", fields={"weight_decay": 0.1}),
-    _lever("cautious", "weight decay 0.1 on hidden matrices where it does not oppose the update", "cautious_decay=0.1"),
+    _lever("cautious", "weight decay 0.1 on hidden matrices, for elements for which it does not oppose the update",
+           "cautious_decay=0.1"),
     Variant("heads", "each head of attention its own matrix", MATRIX, options=("split_heads=True",)),
     _lever("gamma-attention-half", "half of gamma in attention", "gamma_attention=0.5", rows=("cosmos",)),
     _lever("gamma-mlp-half", "half of gamma in the MLP", "gamma_mlp=0.5", rows=("cosmos",)),
     Variant("two-sided", "bases on both sides of a matrix", ("cosmos",), options=("two_sided=True",)),
     _lever("two-sided-half", "bases on both sides, half of gamma", "two_sided=True", "gamma_attention=0.5",
            "gamma_mlp=0.5", rows=("cosmos",)),
-    _lever("lookahead-0.6", "gradient at x + 0.6 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.6"),
-    _lever("lookahead-0.3", "gradient at x + 0.3 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.3"),
+    _lever("lookahead-0.6", "gradient and step from x + 0.6 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.6"),
+    _lever("lookahead-0.3", "gradient and step from x + 0.3 (lr/peak) EMA_0.99 of x's steps", "lookahead=0.3"),
 )  # fmt: skip
-_M8, _ADAM8, _BF16 = "momentum_dtype=torch.int8", "adam_dtype=torch.int8", "bf16_weights=True"
-_W24 = "weight_correction=True"
+_M8, _ADAM8, _W24 = "momentum_dtype=torch.int8", "adam_dtype=torch.int8", "weight_correction=True"
+_BF16 = {"weights": "bf16"}
 MEMORY = (
     Variant("momentum-int8", "momentum of hidden matrices in int8", MATRIX, options=(_M8,)),
     Variant("adam-int8", "both moments of AdamW in int8", EVERY, options=(_ADAM8,)),
     Variant("states-8", "momentum and both moments of AdamW in int8", MATRIX, options=(_M8, _ADAM8)),
-    _lever("weights-16", "weights as bfloat16, to compare the next two with: activations change too", _BF16),
-    _lever("weights-24", "weights as bfloat16 and 8 bits of correction", _BF16, _W24),
-    _lever("all-8", "momentum and moments in int8, weights of 24 bits", _BF16, _W24, _M8, _ADAM8, rows=MATRIX),
-)
+    Variant("weights-16", "weights as bfloat16, to compare the next two with: activations change too", fields=_BF16),
+    Variant("weights-24", "weights as bfloat16 and 8 bits of correction", fields=_BF16, options=(_W24,)),
+    Variant("all-8", "momentum and moments in int8, weights of 24 bits", MATRIX, fields=_BF16,
+            options=(_W24, _M8, _ADAM8)),
+)  # fmt: skip
 VARIANTS = {variant.name: variant for variant in (*LEVERS, *MEMORY)}

@@ -69,7 +69,8 @@ class TrainingOptions:
     micro_batch: int | None = None  # Sequences in one forward pass on a device (None: chosen to hold about 32k tokens).
     clip: float | None = None  # Clip the gradient's global norm at this value.
     seed: int = 0  # Seed of the weights and of the data order.
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast; parameters stay fp32 (auto: bf16 on a GPU).
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast; it leaves the weights (auto: bf16 on a GPU).
+    weights: Literal["fp32", "bf16"] = "fp32"  # Type of weights and gradients; `weight_correction` is for bf16.
     compile: Literal["auto", "on", "blocks", "off"] = field(default="auto", metadata=NOT_IDENTITY)
     """torch.compile the model (auto: on a GPU); blocks: compile one block for all, in a fraction of the time."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=NOT_IDENTITY)  # Where to train.

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import cosmos_optim
-from cosmos_lab.config import OptimizerOptions, parse_options
+from cosmos_lab.config import OptimizerOptions, RunConfig, parse_options
 from cosmos_lab.models import Decoder, resolve
 from cosmos_lab.models import build as build_model
 
+WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # what --weights names
 ONE_RATE = ("adam", "adam-mini")  # treat every parameter alike: `lr` is the rate of all
 
 
@@ -51,6 +52,8 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     more = parse_options(options.options)
     for name in more.keys() & _FLAGS.keys():
         raise ValueError(f"--options {name}={more[name]}: give {_FLAGS[name]} instead")
+    if more.get("weight_correction") and any(p.dtype is not torch.bfloat16 for p in model.parameters()):
+        raise ValueError("weight_correction is for bfloat16: add --weights bf16, or weights=bf16 to a row of a profile")
     hyper |= more
     own: Any = getattr(build, "func", build)  # of a partial
     # The paper has one weight decay for all parameters.
@@ -65,6 +68,17 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
         raise ValueError(str(error)) from error
 
 
+def outer_rates(lr: float) -> dict[str, float]:
+    """Return the fields of a run that give embedding, head and vectors this rate.
+
+    Other optimizers than AdamW and Adam-mini also have ``adam_lr`` for it.
+
+    >>> RunConfig().replace(optimizer="adam", lr=1e-3, **outer_rates(4e-3)).optimizer.head_lr
+    0.004
+    """
+    return dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), lr)
+
+
 def miniature(model: str) -> Decoder:
     """Return a model of this preset with few parameters, to try options on before anything large is built."""
     preset = resolve(model)
@@ -72,13 +86,14 @@ def miniature(model: str) -> Decoder:
         return build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
 
 
-def settings(options: OptimizerOptions, model: str) -> dict[str, Any]:
-    """Return all hyper-parameters by "rule.name", defaults included, as JSON has them; a list if groups differ.
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Return a run's hyper-parameters by "rule.name", defaults included, as JSON has them; a list if groups differ.
 
     They come from an optimizer for a miniature of the model, before anything large is built. A wrong option is a
     ValueError.
     """
-    groups = build_optimizer(miniature(model), options).param_groups
+    model = miniature(config.model.model).to(WEIGHTS[config.training.weights])
+    groups = build_optimizer(model, config.optimizer).param_groups
     found: dict[str, list[Any]] = {}
     for group in groups:
         for key in group.keys() - {"params", "param_names", "rule"}:

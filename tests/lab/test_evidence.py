@@ -1,6 +1,7 @@
 """Tokens to AdamW's loss, by benchmarks/evidence.py: invented curves, and the kept results."""
 
 import copy
+import json
 import math
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from benchmarks import evidence
 from benchmarks.protocol import Protocol, Result
+from cosmos_lab.report.style import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "results" / "protocol-60m.json"
@@ -59,6 +61,13 @@ def test_time_counts_the_step_and_one_seed_is_called_one_seed() -> None:
 def test_step_times_tell_the_defaults_from_the_papers_settings() -> None:
     times = evidence.step_times()
     assert len(times["cosmos"]) >= 4 and len(times["cosmos-paper"]) >= 3
+    state: dict[str, set[int]] = {}
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        kept = json.loads(path.read_text())
+        rows = [row for run in kept.get("runs", [kept]) if run.get("model") == "llama-1b" for row in run["rows"]]
+        for row in rows:
+            state.setdefault(row["name"], set()).add(row["state_bytes"])
+    assert len(state["cosmos"]) == len(state["cosmos-paper"]) == 1  # every row is called what it is
     assert evidence.described([3.0, 1.0, 2.0]) == "2.0 (1.0 to 3.0, 3 runs)"
 
 
@@ -66,6 +75,10 @@ def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path: Pa
     evidence.main(["--page", str(tmp_path / "page.md"), "--picture", str(tmp_path / "picture.svg")])
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "results" / "evidence.md").read_text()
     assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_an_optimizer_has_the_colour_of_reports() -> None:
+    assert evidence.COLORS["cosmos"] == KNOWN["cosmos"].light and evidence.COLORS["adamw"] == KNOWN["adam"].light
 
 
 def test_the_results_are_not_changed_by_reading_them() -> None:

@@ -88,6 +88,9 @@ def test_finished_runs_are_skipped_and_a_repeated_one_is_the_same(shards: dict[s
     assert work(one, runs, seconds=600.0)
     results = read(one.out)
     assert set(results) == {"base-adamw", *(run.id for run in runs)}
+    for kept in results.values():  # a base has no method: it trains everything at the rates of pre-training
+        rates = {kept["lr"]} if kept.get("method") == "lora" else {kept["lr"], kept["outer_lr"]}
+        assert {group["lr"] for group in kept["groups"]} == rates
     kept = results[runs[-1].id]
     assert kept["groups"][0]["rank"] == 32 and kept["clip"] == 1.0 and kept["scale"]["lora_rank"] == 4
     assert len({result["weights"] for name, result in results.items() if name != "base-adamw"}) == 1

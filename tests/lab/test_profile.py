@@ -205,14 +205,14 @@ def test_every_form_of_state_is_measured_and_the_smaller_ones_leave_room_for_mor
     assert sorted(order, key=lambda row: -state[row]) == list(order)
     assert state["adam:adam_dtype=int8"] < 0.3 * state["adam"]
     largest = {row["optimizer"]: row["largest_batch"] for row in result["throughput"]}
-    assert largest["soap"] < largest["cosmos"] < largest[both] < largest[f"{both}+weight_correction=true"]
+    assert largest["soap"] < largest["cosmos"] < largest[both] < largest[f"{both}+weights=bf16+weight_correction=true"]
 
 
-def test_a_row_with_weight_correction_has_bfloat16_weights_and_the_next_row_float32() -> None:
+def test_a_row_may_have_bfloat16_weights_and_the_next_row_has_float32() -> None:
     profiler = Profiler(ProfileConfig(**SMALL))
     profiler.set_optimizer("cosmos")
     wide = profiler.peak_gb(1)[0]
-    profiler.set_optimizer("cosmos:weight_correction=true")
+    profiler.set_optimizer("cosmos:weights=bf16+weight_correction=true")
     assert {p.dtype for p in profiler.model.parameters()} == {torch.bfloat16}
     profiler.iterate(1, 1)
     assert profiler.peak_gb(1)[0] < wide
@@ -237,6 +237,8 @@ def test_options_of_a_row_replace_those_of_all_rows() -> None:
         ("cosmo:rank=4", "unknown optimizer 'cosmo'; did you mean cosmos"),
         ("adam:momentum_dtype=int8", "row adam:momentum_dtype=int8: .*momentum_dtype"),
         ("cosmos:momentum_dtype=int9", "row cosmos:momentum_dtype=int9: .*int9"),
+        ("cosmos:weight_correction=true", "row cosmos:weight_correction=true: .* weights=bf16"),
+        ("cosmos:weights=bf8", "row cosmos:weights=bf8: .*--weights must be one of fp32, bf16"),
     ],
 )
 def test_a_wrong_row_is_refused_before_any_row_is_measured(row: str, message: str) -> None:

@@ -102,7 +102,7 @@ NANOGPT = ["nanogpt-124m-record4", "nanogpt-124m-record5", "nanogpt-350m-plain"]
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """Return the hyper-parameters that a run's optimizer really has, by "rule.name"."""
-    return settings(config.optimizer, config.model.model)
+    return settings(config)
 
 
 @pytest.mark.parametrize("name", NANOGPT)

@@ -133,10 +133,42 @@ def test_a_best_value_at_the_end_of_its_range_is_marked() -> None:
 
 def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options) -> None:
     whole = open_data(options.data, "val", cache_dir=options.cache)
-    val, test = split(whole, TINY.cut)
+    val, test = split(whole, TINY.cut, options.cache)
     assert (len(val), len(test)) == (510, 490)
     assert np.array_equal(np.concatenate([val.read(0, 510), test.read(0, 490)]), whole.read(0, 1000))
     assert val.read(509, 510) == 1 and len({val.fingerprint, test.fingerprint, whole.fingerprint}) == 3
+
+
+def test_the_index_of_a_cut_text_is_in_the_given_cache(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = options.out / "elsewhere"
+    monkeypatch.setenv("COSMOS_LAB_CACHE", str(elsewhere))
+    train(TINY, options, TINY.candidates({})[0])
+    assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--regimes", "C"], "--regimes: unknown: C; there are A, B"),
+        (["--seeds", "0", "7"], "--seeds: unknown: 7; there are 0, 1, 2"),
+        (["--only", "cosmo"], "--only: unknown: cosmo; there are adamw"),
+    ],
+)
+def test_an_unknown_regime_seed_or_row_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--plan", "--out", str(tmp_path), *flags])
+    assert message in capsys.readouterr().err
+
+
+def with_weights_field(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config that a kept run has today: before `weights`, trial-cosmos turned them into bfloat16."""
+    if "bf16_weights=True" not in config["options"]:
+        return config
+    assert config["optimizer"] == "trial-cosmos"
+    options = [option for option in config["options"] if option != "bf16_weights=True"]
+    return {**config, "optimizer": "cosmos", "options": options, "weights": "bf16"}
 
 
 def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
@@ -145,13 +177,14 @@ def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
         run = run_of(result)
         config = Protocol().config(run)
         asked = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items()}
-        other = {name for name, value in result["config"].items() if asked[name] != value}
+        kept = with_weights_field(result["config"])
+        other = {name for name, value in kept.items() if asked[name] != value}
         assert run.id == result["id"]
         assert other <= {"recipe", "embedding_lr", "head_lr"}  # earlier runs gave AdamW its second rate by these fields
         # "auto" was called "input" for the same side: every matrix has at least `rank` rows.
         now, then = (
             {name: "input" if x == "auto" else x for name, x in found.items()}
-            for found in (settings(config.optimizer, run.model), result["settings"])
+            for found in (settings(config), result["settings"])
         )
         assert {name: now[name] for name in then} == then
 
@@ -217,7 +250,10 @@ def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pyt
         assert (place / "kernel").read_text() == "code"
 
 
-@pytest.mark.parametrize(("entry", "variant"), [("cosmos", "balance"), ("adamw", "outer-rows"), ("cosmos", "embed-x4")])
+@pytest.mark.parametrize(
+    ("entry", "variant"),
+    [("cosmos", "balance"), ("adamw", "outer-rows"), ("cosmos", "embed-x4"), ("cosmos", "all-8")],
+)
 def test_a_variant_trains_as_the_sweep_trains_it(options: Options, entry: str, variant: str) -> None:
     trials.register()
     run = dataclasses.replace(TINY.at("B", entry, {"lr": 0, "adam_lr": 0, "beta2": 0.98}), variant=variant)

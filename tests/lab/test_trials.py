@@ -205,16 +205,5 @@ def test_a_look_ahead_moves_the_weights_along_the_mean_of_their_steps() -> None:
         assert torch.allclose(layer.weight.detach(), x + b * mean, atol=1e-4)
 
 
-def test_weights_of_16_bits_are_turned_before_the_state_is_made() -> None:
-    run = Run("tiny", "B", "cosmos", 1e-3, 2e-3, variant="weights-16")
-    model = small_model()
-    optimizer = build_optimizer(model, Protocol().config(run).optimizer)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.float32}
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.zeros(1, 16, dtype=torch.long), torch.ones(1, 16, dtype=torch.long)).backward()
-    optimizer.step()
-
-
 def test_names_of_variants_are_unique_and_say_what_they_do() -> None:
     assert len(VARIANTS) == len({v.name for v in VARIANTS.values()}) and all(v.formula for v in VARIANTS.values())

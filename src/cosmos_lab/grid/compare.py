@@ -149,7 +149,7 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
     summaries, conflicts = [], []
     for run in runs:
         try:
-            settings(run.check().optimizer, run.model.model)  # find a wrong option before anything is trained
+            settings(run.check())  # find a wrong option before anything is trained
             summaries.append(finished(run))
             if summaries[-1] is None:
                 check_unfinished(run)

@@ -17,7 +17,7 @@ class ProfileConfig:
 
     model: str = "llama-1b"  # Preset name.
     optimizers: tuple[str, ...] = ("adam", "soap", "muon", "cosmos")
-    """Rows of the table, in order: optimizers, or with options name:option=value+option=value."""
+    """Rows of the table, in order: optimizers, or with options name:option=value+option=value, also weights=bf16."""
     tables: tuple[Table, ...] = ("memory", "throughput")  # Which tables to make.
     batch: int = 10  # Sequences in one forward pass.
     accumulation: int = 25  # Forward passes in one iteration.
@@ -94,10 +94,10 @@ def profile_mfu() -> ProfileConfig:
 
 
 _BOTH_INT8 = "cosmos:momentum_dtype=int8+adam_dtype=int8"
+_ALL_SMALL = f"{_BOTH_INT8}+weights=bf16+weight_correction=true"
 FORMS = (
     "adam", "adam:adam_dtype=int8", "soap", "muon", "cosmos", "cosmos:momentum_dtype=bfloat16",
-    "cosmos:momentum_dtype=int8", _BOTH_INT8, f"{_BOTH_INT8}+weight_correction=true", f"{_BOTH_INT8}+offload=cpu",
-    f"{_BOTH_INT8}+weight_correction=true+offload=cpu",
+    "cosmos:momentum_dtype=int8", _BOTH_INT8, _ALL_SMALL, f"{_BOTH_INT8}+offload=cpu", f"{_ALL_SMALL}+offload=cpu",
 )  # fmt: skip
 
 

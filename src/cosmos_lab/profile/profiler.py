@@ -18,12 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cosmos_lab.config import OptimizerOptions, parse_options
+from cosmos_lab.config import RunConfig, parse_options
 from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
-from cosmos_lab.optimizers import build_optimizer, miniature, optimizer_class
+from cosmos_lab.optimizers import WEIGHTS, build_optimizer, optimizer_class, settings
 from cosmos_lab.profile.config import ProfileConfig, split_row
 from cosmos_lab.run import model_cache
+from cosmos_lab.run.build import cast_weights
 from cosmos_lab.run.launch import pick_bf16, pick_compile, pick_device
 from cosmos_lab.run.meters import GB, Stopwatch
 
@@ -63,16 +64,15 @@ class Profiler:
     def set_optimizer(self, row: str) -> None:
         """Replace the optimizer by that of a row; the old one's state is freed first."""
         self.remove_optimizer()
-        options = options_of_row(row, self.config)
-        self.set_weights(weights_for(options))
-        self.optimizer = build_optimizer(self.model, options)
+        run = run_of_row(row, self.config)
+        self.set_weights(WEIGHTS[run.training.weights])
+        self.optimizer = build_optimizer(self.model, run.optimizer)
 
     def set_weights(self, dtype: torch.dtype) -> None:
         """Turn the weights into this type; what depends on it is compiled and counted again."""
         if all(p.dtype is dtype for p in self.model.parameters()):
             return
-        for p in self.model.parameters():
-            p.data = p.data.to(dtype)
+        cast_weights(self.model, dtype)
         self._saved = None
         self.recompile(dynamic=False)
         self.free()
@@ -241,24 +241,24 @@ class Profiler:
             self.free()
 
 
-def options_of_row(row: str, config: ProfileConfig) -> OptimizerOptions:
-    """Return the options of a row. Its own come last, so they replace equal ones of `--options`."""
+def run_of_row(row: str, config: ProfileConfig) -> RunConfig:
+    """Return the run that a row measures. Its own options come last, so they replace equal ones of `--options`.
+
+    The option `weights` is the run's, the others are the optimizer's.
+    """
     name, own = split_row(row)
     rank = config.rank if "rank" in inspect.signature(optimizer_class(name)).parameters else None
-    return OptimizerOptions(optimizer=name, rank=rank, options=(*config.options, *own))
-
-
-def weights_for(options: OptimizerOptions) -> torch.dtype:
-    """Return the type of the weights that an optimizer is measured with: `weight_correction` needs bfloat16."""
-    return torch.bfloat16 if parse_options(options.options).get("weight_correction") else torch.float32
+    given = (*config.options, *own)
+    options = tuple(option for option in given if not option.startswith("weights="))
+    weights = parse_options(given).get("weights", "fp32")
+    return RunConfig().replace(model=config.model, optimizer=name, rank=rank, options=options, weights=weights)
 
 
 def check_rows(config: ProfileConfig) -> None:
     """Build the optimizer of every row for a miniature of the model: a wrong option is a ValueError that names it."""
     for row in config.optimizers:
-        options = options_of_row(row, config)
         try:
-            build_optimizer(miniature(config.model).to(weights_for(options)), options)
+            settings(run_of_row(row, config).check())
         except ValueError as error:
             raise ValueError(f"row {row}: {error}") from error
 

@@ -12,6 +12,7 @@ from torch import nn
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Split, TokenSource, open_data
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
+from cosmos_lab.optimizers import WEIGHTS
 from cosmos_lab.run import launch
 
 _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
@@ -54,10 +55,17 @@ def load_source(config: RunConfig, split: Split) -> TokenSource:
 
 
 def build_model(config: RunConfig, shape: ModelConfig, device: torch.device) -> Decoder:
-    """Build the model, with its weights drawn on its device."""
+    """Build the model, with its weights drawn in float32 on its device and then turned into the run's type."""
     model = build(shape, device=device)
     model.checkpointing = config.model.checkpointing
+    cast_weights(model, WEIGHTS[config.training.weights])
     return model
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn the parameters into this type; buffers, such as rotary tables, stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> nn.Module:

@@ -36,6 +36,7 @@ from cosmos_lab.run.integrity import META
 from cosmos_lab.run.launch import Damaged
 
 _NAME = re.compile(r"step_(\d{6,})")
+EARLIER = {"weights": "fp32"}  # what runs had before they could choose it
 _COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of TrainingState, in meta.json
 _HIDDEN = ".*_step_*"  # not finished, or about to be removed
 _ADVICE = "the checkpoints already there are untouched; free some space and start the same command again to continue"
@@ -190,7 +191,7 @@ def load(
 def _fill(
     path: Path, meta: Mapping[str, Any], state: TrainingState, identity: Mapping[str, Any], world: launch.World
 ) -> None:
-    check_identity(path, {**identity, **meta["identity"]}, identity)  # older checkpoints have fewer entries
+    check_identity(path, {**identity, **EARLIER, **meta["identity"]}, identity)  # older checkpoints have fewer entries
     if meta["sharded"] != (world.sharding == "fsdp"):
         how = "with" if meta["sharded"] else "without"
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
@@ -233,7 +234,8 @@ def load_trained(run: Path, step: int | None = None) -> Decoder:
         raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
     fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
     model = build(ModelConfig(**fields))
-    model.load_state_dict(_read_tensors(newest / "state.pt", torch.device("cpu"))["model"])
+    weights = _read_tensors(newest / "state.pt", torch.device("cpu"))["model"]
+    model.load_state_dict(weights, assign=True)  # in the type in which they were trained
     return model
 
 
@@ -254,7 +256,7 @@ def identity(
     """Return what a checkpoint must agree with to be continued; ``settings`` are the optimizer's, except its rates."""
     return {
         "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
-        **{name: config.get(name) for name in ("optimizer", "rank", "seq_len", "batch", "seed")},
+        **{name: config.get(name) for name in ("optimizer", "rank", "seq_len", "batch", "seed", "weights")},
         "data": source.fingerprint,
         "validation data": val_source.fingerprint,
         **{name: value for name, value in settings.items() if not name.endswith(".lr")},

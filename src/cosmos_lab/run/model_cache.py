@@ -72,7 +72,8 @@ def _graph_key(config: RunConfig, shape: ModelConfig, world: launch.World, bf16:
     if world.sharding != "none" or how == "off":
         return None
     sizes = (shape, build.micro_batch(config, world.size), config.data.seq_len, how)
-    return (*sizes, config.model.checkpointing, world.device, bf16, config.training.deterministic)
+    types = (bf16, config.training.weights)  # graphs for weights of one type read those of another wrongly
+    return (*sizes, *types, config.model.checkpointing, world.device, config.training.deterministic)
 
 
 def _has_hooks(model: nn.Module) -> bool:

@@ -73,8 +73,8 @@ def check_unfinished(config: RunConfig) -> None:
 def _check_same(config: RunConfig) -> None:
     about = read_json(config.folder / CONFIG) or {}
     # The optimizer's defaults may have been others when the run was made.
-    asked = config.identity() | settings(config.optimizer, config.model.model)
-    saved = {**asked, **about.get("config", {}), **about.get("settings", {})}
+    asked = config.identity() | settings(config)
+    saved = {**asked, **checkpoint.EARLIER, **about.get("config", {}), **about.get("settings", {})}
     checkpoint.check_identity(config.folder, saved, asked)
 
 

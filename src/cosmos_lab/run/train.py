@@ -29,12 +29,15 @@ _BAD_LOSSES = 2  # log lines in a row without a finite loss that end a run: weig
 _SYNC_EVERY = 10  # steps after which processes agree on whether to stop, if no log line makes them wait anyway
 
 
-def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, Any]:
+def train(
+    config: RunConfig, *, progress: Progress | None = None, make: Callable[..., Trainer] | None = None
+) -> dict[str, Any]:
     """Train as ``config`` says and return the summary, which is also in the run folder.
 
     A finished run is not trained again: its summary is returned. A half-finished one continues from its newest
     checkpoint. SIGTERM and SIGINT end it after its current step, with a checkpoint and ``stopping.Stopped``.
     ``progress`` is called with every record of the log, and first with one that says what was opened ("about").
+    ``make`` builds the trainer if it is not ``Trainer``, from the same arguments.
     """
     config.check()
     optimizer_class(config.optimizer.optimizer)
@@ -47,7 +50,7 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
             return summary
         build.seed_everything(config.training.seed, config.training.deterministic)
         try:
-            with closing(Trainer(config, world, progress)) as trainer:
+            with closing((make or Trainer)(config, world, progress)) as trainer:
                 summary = trainer.run()
                 model_cache.store(trainer.network)  # nothing else uses it here
                 return summary
@@ -70,7 +73,7 @@ class Trainer:
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        asked = settings(config.optimizer, config.model.model)
+        asked = settings(config)
         self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
         if world.sharding == "ddp" and world.size > 2:  # a sum of two does not depend on their order
             self._order_buckets()

@@ -1,7 +1,7 @@
 """Compute what a sharded COSMOS step sends and computes, from shapes only.
 
-`python -m benchmarks.sharded_cost` prints the projection in docs/distributed.md. tests/sharding/test_messages.py
-compares these formulas with the bytes that a run really sends.
+`python -m benchmarks.sharded_cost` prints the projection in docs/distributed-internals.md.
+tests/sharding/test_messages.py compares these formulas with the bytes that a run really sends.
 
 Letters: matrices m x n, rank r, k ranks (processes), j the number of a rank.
 """

@@ -1,4 +1,4 @@
-"""The messages of a step: how many there are, and their bytes by the formulas of docs/distributed.md."""
+"""The messages of a step: how many there are, and their bytes by the formulas of docs/distributed-internals.md."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
 
 
 def formula(name: str, count: int, rank: int) -> Cost:
-    """Return the bytes by docs/distributed.md, in double precision throughout."""
+    """Return the bytes by docs/distributed-internals.md, in double precision throughout."""
     shape, sizes = Shape(M, N, count), {"word": 8, "travel": 8}
     if name == "tp columns":
         return columns_sharded(shape, RANK, 2, rank, **sizes)

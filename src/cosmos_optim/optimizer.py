@@ -296,7 +296,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         device, layouts = entries[0].p.device, [e.layout for e in entries]
         max_over_ranks = sharding.max_over_ranks(layouts) if any(x.is_sharded for x in layouts) else None
         with exact_products(device):
-            check = check_gradients(entries, self._started, getattr(self, "found_inf", None), max_over_ranks)
+            check = check_gradients(entries, self._started, max_over_ranks)
             self._skipped.note(check, device)
             if check.skip_on_host:
                 return

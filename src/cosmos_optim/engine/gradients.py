@@ -39,7 +39,6 @@ class GradientCheck:
     started: for each entry, whether it has had a non-zero gradient by now.
     fresh: for each entry, whether this gradient is its first.
     grad_max: the largest |g| of each block of each entry, on the device, over all processes that share the block.
-    scaled: a GradScaler watches the gradients, so skipped steps are normal.
     bad: the first entry with a gradient that is not finite on this process, if the host knows.
     """
 
@@ -49,7 +48,6 @@ class GradientCheck:
     started: list[bool]
     fresh: list[bool]
     grad_max: Tensor
-    scaled: bool = False
     bad: Entry | None = None
 
     @cached_property
@@ -144,13 +142,13 @@ class SkippedSteps:
             while self._row >= self._warn_at:
                 self._warn_at *= 10
             self._warn(key, f"{self._row} steps in a row were skipped, so nothing is trained: ", check)
-        elif skipped and not self._warned and not check.scaled:
+        elif skipped and not self._warned:
             self._warned = True
             self._warn("first", "a step was skipped, and it changed nothing: ", check)
 
     def _warn(self, key: str, lead: str, check: GradientCheck) -> None:
         """Warn, if this process knows of a gradient that is not finite and no other process of the job has warned."""
-        if check.skip_on_host and check.bad is None and not check.scaled:
+        if check.skip_on_host and check.bad is None:
             return  # it is on another process, which can name it
         if self._is_first(f"skipped steps of optimizer {self._number}: {key}"):
             x = check.bad
@@ -163,13 +161,12 @@ class SkippedSteps:
 
 
 def check_gradients(
-    entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | None, max_over_ranks: MaxOverRanks | None
+    entries: Sequence[Entry], started: set[Tensor], max_over_ranks: MaxOverRanks | None
 ) -> GradientCheck:
     """Return the largest |g| of each block, and whether to skip the step.
 
     Args:
         started: parameters that have had a non-zero gradient before; `has_started` may add others.
-        found_inf: the flag of torch.amp.GradScaler.
         max_over_ranks: maximum over the processes that share parameters; None for a single process.
     """
     old = has_started(entries, started)
@@ -188,20 +185,18 @@ def check_gradients(
         worst = entry_max(entries, grad_max)
     else:
         worst = grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
-    if found_inf is not None:
-        worst = torch.where(found_inf.to(device).view(()) != 0, float("inf"), worst)
     if max_over_ranks is not None:
         worst, grad_max = agree(entries, worst, grad_max, max_over_ranks)
-    limit, scaled = largest_allowed(entries), found_inf is not None
+    limit = largest_allowed(entries)
     bad = worst > limit
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad.any(), old, none, grad_max, scaled)
+        return GradientCheck(entries, False, bad.any(), old, none, grad_max)
     flags = bad.tolist()
     if any(flags):
         _raise_if_asked(itertools.compress(entries, flags))
         first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
-        return GradientCheck(entries, True, None, old, none, grad_max, scaled, first)
+        return GradientCheck(entries, True, None, old, none, grad_max, first)
     fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
     return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.companding import (
     dequantize_root,
     dequantize_signed,
@@ -44,8 +43,7 @@ class AdamState(NamedTuple):
 
 
 def direction(
-    G: Tensor, state: AdamState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
-    alg: Algebra | None = None,
+    G: Tensor, state: AdamState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8
 ) -> tuple[Tensor, AdamState]:  # fmt: skip
     """Return the direction of one Adam step, for a tensor of any shape, and the new state."""
     b1, b2 = betas

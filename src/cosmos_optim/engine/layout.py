@@ -75,7 +75,7 @@ class Layout:
     layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
     (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
     side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input side,
-        but the rows if there are fewer of them than the basis would have columns.
+        but the rows if there are fewer of them than the basis would have columns (and the rule asks for that).
     split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
     split_side: the side that `split_sizes` cuts: "output" (rows) or "input" (columns), however the weight is stored.
     split_axis: that side of the matrices that the rule gets, "m" or "n".
@@ -113,14 +113,14 @@ class Layout:
     def flips(self, group: Settings) -> bool:
         """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
 
-        "auto" does if the basis would have more columns than the gradient has rows: some would hold nothing. Blocks of
-        different sizes are never transposed, because their bases could differ in width.
+        "auto" does if the rule says so (`Rule.transposes_few_rows`). Blocks of different sizes are never transposed,
+        because their bases could differ in width.
         """
         if self.rule.elementwise or len(sizes := set(self._stored_sizes())) > 1:
             return False
         (rows, n), side = sizes.pop(), group.get("side", "auto")
         if side == "auto":
-            return self.rule.name == "cosmos" and rows < min(group["rank"], n)
+            return self.rule.transposes_few_rows and rows < min(group["rank"], n)
         return side == "smaller" and rows < n
 
     def _matrix_shape(self) -> tuple[int, int]:

@@ -148,7 +148,7 @@ def launch_products() -> None:
     from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
     from cosmos_optim.cuda.kernels.update import update_
     from cosmos_optim.cuda.pointer_list import MatrixList
-    from cosmos_optim.linalg.quantization import quantize
+    from cosmos_optim.linalg.int8_momentum import quantize
     from cosmos_optim.linalg.weight24 import split_weight
 
     G, M, W = (MatrixList.of([torch.randn(ROWS, COLS) for _ in range(BATCH)]) for _ in range(3))

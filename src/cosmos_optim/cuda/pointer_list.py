@@ -89,7 +89,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 class MatrixList:
     """A list of (m, n) matrices with one dtype and one pair of strides, and the table of their addresses.
 
-    scales: if the matrices are integers, the scales of their blocks (see `linalg.quantization`).
+    scales: if the matrices are integers, the scales of their blocks (see `linalg.int8_momentum`).
     corrections: if the matrices are weights of 24 bits, the corrections of their bfloat16 (see `linalg.weight24`).
     """
 

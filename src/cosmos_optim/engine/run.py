@@ -18,7 +18,7 @@ from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
 from cosmos_optim.engine.rounding import read, write_
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.quantization import dequantize, quantize
+from cosmos_optim.linalg.int8_momentum import dequantize, quantize
 
 Diagnostics = dict[str, dict[str, float]]
 LocatedJob = tuple[Batch, Job]

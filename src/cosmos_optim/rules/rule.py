@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.linalg.int8_momentum import dequantize, quantize, scale_columns
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
-from cosmos_optim.linalg.quantization import dequantize, quantize, scale_columns
 
 Settings = Mapping[str, Any]
 

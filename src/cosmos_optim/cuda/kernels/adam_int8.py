@@ -2,7 +2,7 @@
 
     m = m + (1 - b1) (g - m),  v = b2 v + (1 - b2) g^2,  p = decay p - a m / (sqrt(v) c + eps)
 
-with a = lr / (1 - b1^t) and c = 1 / sqrt(1 - b2^t). Format and rounding are those of `linalg.companding`. A program
+with a = lr / (1 - b1^t) and c = 1 / sqrt(1 - b2^t). Format and rounding are those of `linalg.int8_adam`. A program
 takes a few blocks of a row (units): it reads each element once, keeps it in registers and writes it once. If `skip` is
 True, nothing is written. The same kernel takes moments in float32 (QUANTIZED = False), and parameters of 24
 bits (CORRECTED, see `linalg.weight24`), for which torch has no fused kernel.
@@ -23,8 +23,8 @@ from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.kernels.update import dither
 from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
 from cosmos_optim.cuda.pointer_list import addresses
-from cosmos_optim.linalg.companding import ELEMENT_MIX, ROOT_STEP_MIX, STEP_MIX
-from cosmos_optim.linalg.quantization import BLOCK
+from cosmos_optim.linalg.int8_adam import ELEMENT_MIX, ROOT_STEP_MIX, STEP_MIX
+from cosmos_optim.linalg.int8_momentum import BLOCK
 
 # Blocks of a program, and its warps: 2048 elements, 16 for each thread.
 UNITS, WARPS = 16, 4
@@ -138,7 +138,7 @@ def adam_(
         skip: a boolean scalar on the device, or None; if True, nothing is written.
         corrections: int8 corrections of bfloat16 parameters of 24 bits, or None.
         seeded: round bfloat16 parameters stochastically.
-        first, width: the place of the tensors in larger ones, as `companding.element_index` takes it.
+        first, width: the place of the tensors in larger ones, as `int8_adam.element_index` takes it.
     """
     like, quantized = params[0], "exp_avg_scale" in state
     n = like.shape[-1] if like.dim() else 1

@@ -1,6 +1,6 @@
 """M <- M + w (G - M) for an M of 8 bits (L4), and G U, M U and the largest |entry| of G and M in the same kernel.
 
-The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A new scale needs the
+The format is that of `linalg.int8_momentum`: codes, and a float32 scale for each block of a row. A new scale needs the
 largest |entry| of its whole block, so a tile is read twice: one block ahead for the scale, and then, from the cache, to
 write its codes. One loop does both, because two short loops could not prefetch. The products use M as it is stored:
 codes are exact in float16, so M U needs only the float16 parts of U that G U reads. If `skip` is True, neither codes
@@ -19,7 +19,7 @@ from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import dot_parts, dot_split_tile, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
-from cosmos_optim.linalg.quantization import BLOCK
+from cosmos_optim.linalg.int8_momentum import BLOCK
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=2)  # a third stage would spill more registers

@@ -39,7 +39,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.quantization import blocks_of
+from cosmos_optim.linalg.int8_momentum import blocks_of
 
 LARGEST_CODE, LARGEST_ROOT_CODE = 127, 255
 # The least code of a v above 0.

@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cosmos_optim.linalg.int8_adam import (
-    LEAST_SCALE,
     dequantize_root,
     dequantize_signed,
     element_index,
     quantize_root,
     quantize_signed,
 )
-from cosmos_optim.linalg.int8_momentum import BLOCK, scale_columns
+from cosmos_optim.linalg.int8_momentum import BLOCK, LEAST_SCALE, scale_columns
 from tests.oracles import int8_adam as oracle
 
 

@@ -119,7 +119,7 @@ def compiled(work: Callable[[], Any]) -> dict[str, dict[str, Any]]:
 
 def launch_adam() -> None:
     """Launch Adam's kernel for parameters of every dtype, moments of 8 bits and float32, and weights of 24 bits."""
-    from cosmos_optim.cuda.kernels.adam_int8 import adam_
+    from cosmos_optim.cuda.kernels.adam_update import adam_
 
     moments, scales = dict.fromkeys(("exp_avg", "exp_avg_sq"), (ROWS, COLS)), (ROWS, 2)
     shapes = {**moments, "exp_avg_scale": scales, "exp_avg_sq_scale": scales}

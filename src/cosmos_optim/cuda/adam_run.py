@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.adam_int8 import ELEMENTS, adam_
+from cosmos_optim.cuda.kernels.adam_update import ELEMENTS, adam_
 from cosmos_optim.cuda.kernels.launch import available, on_device
 from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound

@@ -17,7 +17,7 @@ in time.
 0. So rounding never leaves an m without a v: a tiny element gets a smaller update instead of a wild one.
 
 Scales have 20 significant bits, so storing a stored moment again changes no bit of it, for any noise.
-`cuda.kernels.adam_int8` does the same on a GPU.
+`cuda.kernels.adam_update` does the same on a GPU.
 
 Shapes: X, v (..., n), codes (..., n), scales (..., ceil(n / BLOCK)).
 """

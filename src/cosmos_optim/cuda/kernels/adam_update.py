@@ -22,13 +22,12 @@ from cosmos_optim.cuda.kernels.launch import false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.kernels.update import dither
 from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
-from cosmos_optim.cuda.pointer_list import addresses
+from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES, addresses
 from cosmos_optim.linalg.int8_adam import ELEMENT_MIX, ROOT_STEP_MIX, STEP_MIX
 from cosmos_optim.linalg.int8_momentum import BLOCK
 
 # Blocks of a program, and its warps: 2048 elements, 16 for each thread.
 UNITS, WARPS = 16, 4
-ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @jit
@@ -151,7 +150,7 @@ def adam_(
         p, g, exp_avg, scales[0], exp_avg_sq, scales[1], p if corrections is None else addresses(corrections),
         coefficients, steps, false_flag(like.device) if skip is None else skip, m, n, blocks, *first,
         n if width is None else width, 1 - betas[0], betas[1], eps,
-        P=getattr(tl, ELEMENTS[like.dtype]), G=getattr(tl, ELEMENTS[grads[0].dtype]), QUANTIZED=quantized,
+        P=getattr(tl, ELEMENT_TYPES[like.dtype]), G=getattr(tl, ELEMENT_TYPES[grads[0].dtype]), QUANTIZED=quantized,
         CORRECTED=corrections is not None, SEEDED=seeded and like.dtype is torch.bfloat16, ALIGNED=aligned,
         UNITS=units, BLOCK=BLOCK, ELEMENT_MIX=ELEMENT_MIX, STEP_MIX=STEP_MIX, ROOT_STEP_MIX=ROOT_STEP_MIX,
         num_warps=WARPS,

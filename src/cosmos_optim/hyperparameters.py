@@ -80,7 +80,7 @@ def _check(is_valid: Callable[[Any], bool], wanted: str) -> Check:
 
 
 def _one_of(*choices: Any) -> Check:
-    return _check(lambda value: value in choices, f"one of {choices}")
+    return _check(lambda value: value in choices, f"give one of {choices}")
 
 
 def _betas(name: str, value: Any) -> None:
@@ -127,7 +127,7 @@ CHECKS: dict[str, Check] = {
     "scaling": _one_of(*sorted(SCALINGS)),
     "squares": _one_of("gradient", "momentum"),
     "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
-    "ns_dtype": _check(_is_float_dtype, "a floating-point torch.dtype, or None to choose by device"),
+    "ns_dtype": _check(_is_float_dtype, "give a floating-point torch.dtype, or None to choose by device"),
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
     "offload": _one_of(None, "cpu"),
     "adam_dtype": _one_of(None, torch.float32, torch.int8),
@@ -135,7 +135,7 @@ CHECKS: dict[str, Check] = {
     "missing": _one_of("skip", "zero"),
     "side": _one_of("auto", "input", "smaller"),
     "layout": _one_of(*LAYOUTS),
-    "split_sizes": _check(_is_sizes, "the size of each block: one number, or a list"),
+    "split_sizes": _check(_is_sizes, "give the size of each block: one number, or a list"),
     "split_side": _one_of(*SPLIT_SIDES),
 }
 

@@ -36,7 +36,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"ns_coefficients": "ns6"}, "ns_coefficients"),
         ({"ns_dtype": torch.int32}, "ns_dtype"),
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
-        ({"adam_dtype": torch.uint8}, "adam_dtype=torch.uint8 is not valid: one of .*torch.int8"),
+        ({"adam_dtype": torch.uint8}, "adam_dtype=torch.uint8 is not valid: give one of .*torch.int8"),
         ({"nesterov": "false"}, "nesterov"),
         ({"nesterov": -1}, "nesterov=-1"),
         ({"nesterov": 5}, "nesterov=5 is not valid: give True or False .looking ahead .* worse"),
@@ -47,7 +47,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"rank": True}, "rank=True is not valid: give a number"),
         ({"two_sided": "yes"}, "two_sided='yes' is not valid: give True or False"),
         ({"cuda_graphs": "no"}, "cuda_graphs='no' is not valid: give True or False"),
-        ({"offload": "cuda"}, r"offload='cuda' is not valid: one of \(None, 'cpu'\)"),
+        ({"offload": "cuda"}, r"offload='cuda' is not valid: give one of \(None, 'cpu'\)"),
         ({"offload": True}, "offload=True is not valid"),
     ],
 )

@@ -282,7 +282,7 @@ def test_other_optimizers_have_no_such_argument(make: Any) -> None:
 
 
 def test_an_unsigned_momentum_is_refused() -> None:
-    with pytest.raises(ValueError, match="momentum_dtype=torch.uint8 is not valid: one of .*torch.int8"):
+    with pytest.raises(ValueError, match="momentum_dtype=torch.uint8 is not valid: give one of .*torch.int8"):
         Cosmos([matrix((8, 8))], momentum_dtype=torch.uint8)
 
 

@@ -45,7 +45,7 @@ def find_heads(model: nn.Module, parameters: Sequence[ModelParameter], split_hea
     split_heads: the size of a head, or True to read it from the attention module or from a config above it.
     """
     if not isinstance(split_heads, int) or split_heads < 0:
-        raise ValueError(f"split_heads={split_heads!r} is not valid: True, False, or the rows of one head")
+        raise ValueError(f"split_heads={split_heads!r} is not valid: give True, False, or the rows of one head")
     if not split_heads:
         return {}
     rows: dict[str, list[tuple[str, ModelParameter]]] = {}

@@ -112,7 +112,7 @@ def routes(
     if split_heads and rule == "adam":
         raise ValueError(f"split_heads={split_heads!r}: AdamW updates each element by itself, so heads change nothing")
     if decay not in DECAYS:
-        raise ValueError(f"decay={decay!r} is not valid: one of {DECAYS}")
+        raise ValueError(f"decay={decay!r} is not valid: give one of {DECAYS}")
     asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
     for pattern, settings in asked.items():
         if not isinstance(settings, Mapping):

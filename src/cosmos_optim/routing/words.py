@@ -7,8 +7,8 @@ import re
 EDGE = re.compile(r"[\W_]+|(?<=[a-z])(?=[A-Z])")
 NUMBER = re.compile(r"\d+$")
 
-# A parameter that is a table of vectors, one for each position, token or code. In `token_mixing` a token is no table:
-# these two count only at the end of a name.
+# A parameter that is a table of vectors, one for each position, token or code. `token_mixing` is not a table, so the
+# words of TOKEN count only at the end of a name.
 TABLE = frozenset({
     "embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "pos", "position", "positions", "positional",
     "rel", "table", "tables", "codebook", "codebooks", "codevectors", "prototypes", "centroids", "prompt", "prompts",

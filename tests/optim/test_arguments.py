@@ -133,8 +133,16 @@ def test_a_wrong_group_is_refused_with_the_reason() -> None:
         Cosmos([{"params": [p], "rule": "adam", "rank": 3}])
     with pytest.raises(ValueError, match=r"param_groups\(model\)"):
         Cosmos(decoder().parameters())
-    with pytest.raises(ValueError, match="bias.*is not a matrix"):
+    with pytest.raises(ValueError, match=r"parameter 'bias' has shape \(4,\) and is not a matrix"):
         Cosmos([("w", p), ("bias", matrix((4,)))])
+    with pytest.raises(ValueError, match="parameter 0 of group 1 has shape"):
+        Cosmos([{"params": [p]}, {"params": [matrix((4,))]}])
+    with pytest.raises(ValueError, match="parameter 1 has shape"):
+        Cosmos([p, matrix((4,))])
+    with pytest.raises(ValueError, match="there is no rule 'adamw' .did you mean 'adam'"):
+        Cosmos([{"params": [p]}, {"params": [matrix((4,))], "rule": "adamw"}])
+    with pytest.raises(ValueError, match="there is no rule 'adamw' .did you mean 'adam'"):
+        Cosmos(param_groups(decoder(), overrides={"*.bias": "adamw", "up.weight": "adamw"}))
     with pytest.raises(ValueError, match="duplicate|more than one"):
         Cosmos([{"params": [p]}, {"params": [p]}])
     with pytest.raises(ValueError, match="empty"):

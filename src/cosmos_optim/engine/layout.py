@@ -41,6 +41,8 @@ class Location:
     stack_bytes: int | None = None
     team: object  # the processes with which a stack exchanges messages, or None
 
+    # `team` is set here because `ShardedLocation`, a dataclass, has a field of this name without a default: a class
+    # attribute would become its default.
     def __init__(self) -> None:
         self.team = None
 

@@ -48,7 +48,8 @@ def direction(
 def renew(G: Tensor, Q: Tensor, t: Tensor, gap: int, alg: Algebra) -> Tensor:
     """Return the leading right singular vectors of this gradient every `gap` steps after the first, else Q.
 
-    A zero gradient has no singular vectors, so it keeps Q.
+    A zero gradient has no singular vectors, so it keeps Q. At every step the host waits for a GPU, to know whether an
+    update is due; most steps then save the eigenvectors.
     """
     due = ((t - 1).remainder(gap) == 0) & (t > 1)
     if not bool(due.any()):

@@ -88,7 +88,10 @@ def direction_two_sided(
 
 
 def updated_basis(U: Tensor, L: Tensor, t: Tensor, frequency: int) -> Tensor:
-    """Return QR(L U) every `frequency` steps, but not at the first, which already has the basis of L; else U."""
+    """Return QR(L U) every `frequency` steps, but not at the first, which already has the basis of L; else U.
+
+    If `frequency` is above 1, the host waits for a GPU at every step, to know whether an update is due.
+    """
     due = ((t - 1).remainder(frequency) == 0) & (t > 1)
     if frequency > 1 and not bool(due.any()):
         return U

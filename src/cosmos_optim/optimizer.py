@@ -297,7 +297,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         max_over_ranks = sharding.max_over_ranks(layouts) if any(x.is_sharded for x in layouts) else None
         with exact_products(device):
             check = check_gradients(entries, self._started, max_over_ranks)
-            self._skipped.note(check, device)
+            self._skipped.count(check, device)
             if check.skip_on_host:
                 return
             self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)

@@ -109,7 +109,7 @@ def on_device(skipped: SkippedSteps, flags: list[bool]) -> list[str]:
     with recorded() as texts:
         for flag in flags:
             check = GradientCheck([], False, torch.tensor(flag), [], [], torch.zeros(0))
-            skipped.note(check, torch.device("cpu"))
+            skipped.count(check, torch.device("cpu"))
             skipped.report(check)
     return texts
 

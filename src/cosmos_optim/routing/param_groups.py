@@ -9,7 +9,6 @@ the issue trackers of similar optimizers.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from cosmos_optim.routing.heads import find_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
+from cosmos_optim.routing.words import layer_pattern
 from cosmos_optim.rules import RULES
 from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
 
@@ -179,7 +179,7 @@ def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
     if not parameters:
         return
     first = parameters[0]
-    patterns = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", parameter.name) for parameter in parameters))
+    patterns = list(dict.fromkeys(layer_pattern(parameter.name) for parameter in parameters))
     more = f" and {len(patterns) - 8} more" if len(patterns) > 8 else ""
     others = f", and neither is any of {patterns[:8]}{more}" if len(parameters) > 1 else ""
     raise ValueError(

@@ -217,20 +217,20 @@ class Layout:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def slots(self, h: Settings) -> dict[str, Slot]:
+    def slots(self, settings: Settings) -> dict[str, Slot]:
         """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks.
 
         After them comes the correction of weights of 24 bits (`linalg.weight24`), which no rule sees.
         """
-        correction = {CORRECTION: Slot("*", self.shape, torch.int8)} if h.get("weight_correction") else {}
-        return self.rule_slots(h) | correction
+        correction = {CORRECTION: Slot("*", self.shape, torch.int8)} if settings.get("weight_correction") else {}
+        return self.rule_slots(settings) | correction
 
-    def rule_slots(self, h: Settings) -> dict[str, Slot]:
+    def rule_slots(self, settings: Settings) -> dict[str, Slot]:
         """Return the slots of the rule's state."""
         if self.rule.elementwise:
-            slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, h)
+            slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, settings)
             return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
-        each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
+        each = [self.rule.slots(m, n, settings) for m, n in self.sizes_mn]
         return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
 
     @property
@@ -268,9 +268,9 @@ class Layout:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
 
-    def allocate(self, p: Tensor, h: Settings) -> Tensors:
+    def allocate(self, p: Tensor, settings: Settings) -> Tensors:
         """Allocate zero state for the parameter."""
-        return {name: self.zeros(p, slot) for name, slot in self.slots(h).items()}
+        return {name: self.zeros(p, slot) for name, slot in self.slots(settings).items()}
 
     def zeros(self, p: Tensor, slot: Slot) -> Tensor:
         """Allocate one state tensor, in the parameter's memory order if shapes match and views remain possible.
@@ -308,10 +308,10 @@ class Layout:
             return value.to(p.device, copy=True)
         return self.zeros(p, slot).copy_(value)
 
-    def state_blocks(self, state: Tensors, h: Settings) -> list[Tensors]:
+    def state_blocks(self, state: Tensors, settings: Settings) -> list[Tensors]:
         """Return the state of each block as views, in the order of `blocks`."""
         cut: dict[str, list[Tensor]] = {}
-        for name, slot in self.slots(h).items():
+        for name, slot in self.slots(settings).items():
             tensor = self.local(state[name])
             if slot.axes == "*":
                 cut[name] = self.blocks(tensor)

@@ -69,9 +69,9 @@ def fused_(
     )  # fmt: skip
 
 
-def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return two moments, shaped like the parameter, and the scales of their blocks if they are stored as integers."""
-    dtype = h.get("adam_dtype")
+    dtype = settings.get("adam_dtype")
     if dtype is not torch.int8 or m * n <= LARGEST_FLOAT32:
         moment = Slot("*", (m, n), None if dtype is torch.int8 else dtype)
         return {"exp_avg": moment, "exp_avg_sq": moment}

@@ -90,11 +90,11 @@ def initial_state(rule: Rule, G: Tensor, h: Settings) -> Any:
 
 def advance(rule: Rule, G: Tensor, state: Any, step: int, h: Settings) -> tuple[Tensor, Any]:
     """Run one step of the rule; step 1 also computes its first basis."""
-    alg = Algebra(*G.shape[-2:])
+    alg = {} if rule.elementwise else {"alg": Algebra(*G.shape[-2:])}
     if step == 1 and rule.start is not None:
-        state = rule.start(G, state, alg=alg)
+        state = rule.start(G, state, **alg)
     t = torch.full((*G.shape[:-2], 1, 1), float(step), dtype=G.dtype)
-    return rule.direction(G, state, t, alg=alg, **rule.arguments(h))
+    return rule.direction(G, state, t, **alg, **rule.arguments(h))
 
 
 def run(rule: Rule, G: Tensor, h: Settings) -> tuple[Tensor, Any]:

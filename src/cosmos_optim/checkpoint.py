@@ -26,7 +26,7 @@ STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "blo
 # Dtypes of the state, and what they are of. A checkpoint with other values replaces ours.
 STORED = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
-SLOTS = frozenset(("step", "M_scale", CORRECTION, *SCALES)).union(*(rule.State._fields for rule in RULES.values()))
+STATE_NAMES = frozenset(("step", "M_scale", CORRECTION, *SCALES)).union(*(r.State._fields for r in RULES.values()))
 
 
 def structure(group: Settings) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], s
     """
     outcomes = {
         True: "has no corrections of its weights, so they begin at zero",
-        False: "has corrections of its weights, which are dropped: the weights go on from their bfloat16 values. To "
+        False: "has corrections of its weights, which are dropped: the weights continue from their bfloat16 values. To "
         "keep all 24 bits, build the optimizer with weight_correction=True",
     }
     unlike: dict[bool, list[int]] = {True: [], False: []}  # our setting -> the groups with other state
@@ -304,7 +304,7 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
-    if (set(saved) & SLOTS) - {CORRECTION} != set(slots) - {CORRECTION}:
+    if (set(saved) & STATE_NAMES) - {CORRECTION} != set(slots) - {CORRECTION}:
         raise ValueError(
             f"parameter {layout.name!r}: the checkpoint has state {sorted(saved)}, this optimizer keeps "
             f"{sorted(slots)}: load it into the optimizer class and options that wrote it"

@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
     "weight_decay": 0.0, "maximize": False, "nonfinite": "skip", "missing": "skip", "stochastic_rounding": False,
     "weight_correction": False, "side": "auto", "split_sizes": None, "split_side": "output", "layout": "matrix",
 }  # fmt: skip
-# Names with a meaning here. In a group whose rule has no such setting they are errors; any other key is left alone.
+# Names with a meaning here. In a group of a rule without such a setting they are errors; any other key is left alone.
 OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
 ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "offload", "head_dim")  # of optimizers, not keys of groups
 ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
@@ -80,7 +80,7 @@ def _check(is_valid: Callable[[Any], bool], wanted: str) -> Check:
 
 
 def _one_of(*choices: Any) -> Check:
-    return _check(lambda value: value in choices, f"one of {choices}")
+    return _check(lambda value: value in choices, f"give one of {choices}")
 
 
 def _betas(name: str, value: Any) -> None:
@@ -107,7 +107,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 _NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
-_FRACTION = _number(0, 1, "it must lie in [0, 1)")
+_FRACTION = _number(0, 1, "it must be in [0, 1)")
 # A hyper-parameter means the same in every rule, so one check is enough.
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("weight_decay", "eps"), _NOT_NEGATIVE),  # at eps = 0, 0/0 counts as 0
@@ -119,15 +119,15 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("stochastic_rounding", "weight_correction"), require_bool),
     "betas": _betas,
     "gamma": _number(0, math.inf, "give 0 or a positive number, or None for lr / adam_lr", optional=True),
-    "row_beta2": _number(0, 1, "it must lie in [0, 1); None is off", optional=True),
-    "residual_guard": _number(0, 1, "it must lie in [0, 1); 0 is off"),
+    "row_beta2": _number(0, 1, "it must be in [0, 1); None is off", optional=True),
+    "residual_guard": _number(0, 1, "it must be in [0, 1); 0 is off"),
     "scale": _number(1e-300, math.inf, "it must be positive"),
     "nesterov": _check(is_bool, "give True or False (looking ahead more than one step performed worse)"),
     "eps_placement": _one_of("outside", "inside"),
     "scaling": _one_of(*sorted(SCALINGS)),
     "squares": _one_of("gradient", "momentum"),
     "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
-    "ns_dtype": _check(_is_float_dtype, "a floating-point torch.dtype, or None to choose by device"),
+    "ns_dtype": _check(_is_float_dtype, "give a floating-point torch.dtype, or None to choose by device"),
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
     "offload": _one_of(None, "cpu"),
     "adam_dtype": _one_of(None, torch.float32, torch.int8),
@@ -135,7 +135,7 @@ CHECKS: dict[str, Check] = {
     "missing": _one_of("skip", "zero"),
     "side": _one_of("auto", "input", "smaller"),
     "layout": _one_of(*LAYOUTS),
-    "split_sizes": _check(_is_sizes, "the size of each block: one number, or a list"),
+    "split_sizes": _check(_is_sizes, "give the size of each block: one number, or a list"),
     "split_side": _one_of(*SPLIT_SIDES),
 }
 

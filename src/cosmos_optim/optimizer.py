@@ -22,7 +22,7 @@ from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
 from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
-from cosmos_optim.engine.rounding import read
+from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
@@ -296,8 +296,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         device, layouts = entries[0].p.device, [e.layout for e in entries]
         max_over_ranks = sharding.max_over_ranks(layouts) if any(x.is_sharded for x in layouts) else None
         with exact_products(device):
-            check = check_gradients(entries, self._started, getattr(self, "found_inf", None), max_over_ranks)
-            self._skipped.note(check, device)
+            check = check_gradients(entries, self._started, max_over_ranks)
+            self._skipped.count(check, device)
             if check.skip_on_host:
                 return
             self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
@@ -473,7 +473,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if x in corrected and CORRECTION in self.state.get(x, {}):  # a user may have cleared the state
                 local = self._layouts[x].local
                 check_correction(name, x, {"weight_correction": True})  # the model may have been converted
-                local(found[name]).copy_(read(local(x), torch.float32, local(self.state[x][CORRECTION])))
+                local(found[name]).copy_(read_weight(local(x), torch.float32, local(self.state[x][CORRECTION])))
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,10 @@ Betas = tuple[float, float]
 
 
 def arguments(local_variables: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a constructor was called with, given its `locals()`."""
+    """Return the arguments that a constructor was called with, given its `locals()`.
+
+    Call this before the constructor has other local variables: each of them would become an option.
+    """
     return {name: value for name, value in local_variables.items() if name not in ("self", "__class__")}
 
 

@@ -119,7 +119,7 @@ def compiled(work: Callable[[], Any]) -> dict[str, dict[str, Any]]:
 
 def launch_adam() -> None:
     """Launch Adam's kernel for parameters of every dtype, moments of 8 bits and float32, and weights of 24 bits."""
-    from cosmos_optim.cuda.kernels.adam_int8 import adam_
+    from cosmos_optim.cuda.kernels.adam_update import adam_
 
     moments, scales = dict.fromkeys(("exp_avg", "exp_avg_sq"), (ROWS, COLS)), (ROWS, 2)
     shapes = {**moments, "exp_avg_scale": scales, "exp_avg_sq_scale": scales}
@@ -148,7 +148,7 @@ def launch_products() -> None:
     from cosmos_optim.cuda.kernels.thin_qr import MAX_COLUMNS, orthonormalize, thin_product_parts
     from cosmos_optim.cuda.kernels.update import update_
     from cosmos_optim.cuda.pointer_list import MatrixList
-    from cosmos_optim.linalg.quantization import quantize
+    from cosmos_optim.linalg.int8_momentum import quantize
     from cosmos_optim.linalg.weight24 import split_weight
 
     G, M, W = (MatrixList.of([torch.randn(ROWS, COLS) for _ in range(BATCH)]) for _ in range(3))

@@ -16,12 +16,12 @@ from cosmos_optim.cuda.kernels.residual import residual
 from cosmos_optim.cuda.kernels.split_precision import split_both
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.engine.batching import batches
-from cosmos_optim.linalg.quantization import BLOCK, dequantize, quantize
+from cosmos_optim.linalg.int8_momentum import BLOCK, dequantize, quantize
 from cosmos_optim.rules import RULES
 from tests.cuda.kernel_run import give_gradients, matrices, run_by_kernels, stepped
 from tests.cuda.step_problems import INTERPRETED, equal, relative
 from tests.cuda.test_self_check import SOUND
-from tests.oracles import quantization as oracle
+from tests.oracles import int8_momentum as oracle
 
 CPU = torch.device("cpu")
 INT8 = torch.int8

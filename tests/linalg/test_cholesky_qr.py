@@ -19,7 +19,7 @@ def test_orthonormalize_square_equals_householder_qr(
     decades: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Take a power step near the eigenvectors of a wide spectrum; three matrices, in stacks of two and one."""
-    monkeypatch.setattr(cholesky_qr, "STACK_BYTES", 2 * 8 * N * N)
+    monkeypatch.setattr(cholesky_qr, "FACTORIZED_BYTES", 2 * 8 * N * N)
     torch.manual_seed(0)
     V = torch.linalg.qr(torch.randn(3, N, N, dtype=torch.float64))[0]
     L = (V * torch.logspace(0, -decades, N, dtype=torch.float64)) @ V.mT

@@ -36,7 +36,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"ns_coefficients": "ns6"}, "ns_coefficients"),
         ({"ns_dtype": torch.int32}, "ns_dtype"),
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
-        ({"adam_dtype": torch.uint8}, "adam_dtype=torch.uint8 is not valid: one of .*torch.int8"),
+        ({"adam_dtype": torch.uint8}, "adam_dtype=torch.uint8 is not valid: give one of .*torch.int8"),
         ({"nesterov": "false"}, "nesterov"),
         ({"nesterov": -1}, "nesterov=-1"),
         ({"nesterov": 5}, "nesterov=5 is not valid: give True or False .looking ahead .* worse"),
@@ -47,7 +47,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"rank": True}, "rank=True is not valid: give a number"),
         ({"two_sided": "yes"}, "two_sided='yes' is not valid: give True or False"),
         ({"cuda_graphs": "no"}, "cuda_graphs='no' is not valid: give True or False"),
-        ({"offload": "cuda"}, r"offload='cuda' is not valid: one of \(None, 'cpu'\)"),
+        ({"offload": "cuda"}, r"offload='cuda' is not valid: give one of \(None, 'cpu'\)"),
         ({"offload": True}, "offload=True is not valid"),
     ],
 )
@@ -133,8 +133,16 @@ def test_a_wrong_group_is_refused_with_the_reason() -> None:
         Cosmos([{"params": [p], "rule": "adam", "rank": 3}])
     with pytest.raises(ValueError, match=r"param_groups\(model\)"):
         Cosmos(decoder().parameters())
-    with pytest.raises(ValueError, match="bias.*is not a matrix"):
+    with pytest.raises(ValueError, match=r"parameter 'bias' has shape \(4,\) and is not a matrix"):
         Cosmos([("w", p), ("bias", matrix((4,)))])
+    with pytest.raises(ValueError, match="parameter 0 of group 1 has shape"):
+        Cosmos([{"params": [p]}, {"params": [matrix((4,))]}])
+    with pytest.raises(ValueError, match="parameter 1 has shape"):
+        Cosmos([p, matrix((4,))])
+    with pytest.raises(ValueError, match="there is no rule 'adamw' .did you mean 'adam'"):
+        Cosmos([{"params": [p]}, {"params": [matrix((4,))], "rule": "adamw"}])
+    with pytest.raises(ValueError, match="there is no rule 'adamw' .did you mean 'adam'"):
+        Cosmos(param_groups(decoder(), overrides={"*.bias": "adamw", "up.weight": "adamw"}))
     with pytest.raises(ValueError, match="duplicate|more than one"):
         Cosmos([{"params": [p]}, {"params": [p]}])
     with pytest.raises(ValueError, match="empty"):

@@ -14,7 +14,7 @@ from cosmos_lab.models import resolve
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos, plan
 from cosmos_optim.rules import adam
 from tests.optim.helpers import Decoder, gradient, matrix, same, small_rank, snapshot, train
-from tests.oracles import companding as oracle
+from tests.oracles import int8_adam as oracle
 
 INT8 = torch.int8
 SHAPE = (40, 150)

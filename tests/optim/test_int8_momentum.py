@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from cosmos_lab.models import Decoder, resolve
 from cosmos_optim import SOAP, Cosmos, GaLore, Muon, NorMuon, plan
-from cosmos_optim.linalg.quantization import dequantize
+from cosmos_optim.linalg.int8_momentum import dequantize
 from cosmos_optim.rules.muon import MuonState, direction
 from tests.optim.helpers import decoder, gradient, matrix, same, snapshot, train
-from tests.oracles import quantization as oracle
+from tests.oracles import int8_momentum as oracle
 
 INT8 = torch.int8
 # The two-sided form needs an epsilon above rounding, because its first O'GU is diagonal (see tests/sharding).
@@ -282,7 +282,7 @@ def test_other_optimizers_have_no_such_argument(make: Any) -> None:
 
 
 def test_an_unsigned_momentum_is_refused() -> None:
-    with pytest.raises(ValueError, match="momentum_dtype=torch.uint8 is not valid: one of .*torch.int8"):
+    with pytest.raises(ValueError, match="momentum_dtype=torch.uint8 is not valid: give one of .*torch.int8"):
         Cosmos([matrix((8, 8))], momentum_dtype=torch.uint8)
 
 

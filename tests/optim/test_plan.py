@@ -144,7 +144,7 @@ def test_weight_decay_leaves_out_embeddings_norms_and_biases_unless_it_is_for_al
         decayed = {name for group in opt.param_groups for name in group["param_names"] if group["weight_decay"]}
         assert decayed == (expected or {name for name, _ in model.named_parameters()})
         assert {row.name for row in plan(model, weight_decay=0.1, decay=decay).rows if row.weight_decay} == decayed
-    with pytest.raises(ValueError, match="decay='none' is not valid: one of"):
+    with pytest.raises(ValueError, match="decay='none' is not valid: give one of"):
         param_groups(model, decay="none")
 
 

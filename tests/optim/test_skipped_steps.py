@@ -76,15 +76,6 @@ def test_a_step_that_works_ends_the_row() -> None:
     assert ["20 steps in a row" in text for text in texts] == [True, True]
 
 
-def test_a_scalers_skips_warn_only_if_20_follow_each_other() -> None:
-    opt, p = tiny()
-    opt.found_inf = torch.ones(())
-    assert not step_all(opt, p, [GOOD] * 19)
-    texts = step_all(opt, p, [GOOD])
-    assert len(texts) == 1
-    assert "20 steps in a row" in texts[0]
-
-
 # -- a count that only the GPU knows ----------------------------------------------------------------------------------
 
 
@@ -113,12 +104,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> type[LateCopy]:
     return LateCopy
 
 
-def on_device(skipped: SkippedSteps, flags: list[bool], scaled: bool = False) -> list[str]:
+def on_device(skipped: SkippedSteps, flags: list[bool]) -> list[str]:
     """Count steps with a flag that only the device knows, and return the warnings."""
     with recorded() as texts:
         for flag in flags:
-            check = GradientCheck([], False, torch.tensor(flag), [], [], torch.zeros(0), scaled)
-            skipped.note(check, torch.device("cpu"))
+            check = GradientCheck([], False, torch.tensor(flag), [], [], torch.zeros(0))
+            skipped.count(check, torch.device("cpu"))
             skipped.report(check)
     return texts
 
@@ -146,11 +137,11 @@ def test_the_host_does_not_wait_for_a_late_count_and_misses_no_row(late: type[La
     assert skipped.total() == 37
 
 
-def test_rows_and_scalers_on_a_gpu_are_counted_as_on_the_host(late: type[LateCopy]) -> None:
+def test_skipped_steps_in_a_row_on_a_gpu_warn_as_on_the_host(late: type[LateCopy]) -> None:
     skipped = SkippedSteps()
-    assert not on_device(skipped, [True] * 20, scaled=True)
-    assert len(on_device(skipped, [False], scaled=True)) == 1
-    assert not on_device(skipped, ([True] * 19 + [False]) * 3, scaled=True)
+    assert len(on_device(skipped, [True] * 20)) == 1
+    assert "20 steps in a row" in on_device(skipped, [False])[0]
+    assert not on_device(skipped, ([True] * 19 + [False]) * 3)
 
 
 def test_a_count_that_comes_very_late_warns_once(late: type[LateCopy]) -> None:

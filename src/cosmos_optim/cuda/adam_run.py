@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.adam_int8 import ELEMENTS, adam_
+from cosmos_optim.cuda.kernels.adam_update import adam_
 from cosmos_optim.cuda.kernels.launch import available, on_device
+from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES
 from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
 from cosmos_optim.engine.batching import Entry, by_group, decay_of, signed_lr
@@ -21,7 +23,6 @@ from cosmos_optim.engine.run import run_elementwise_groups
 from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules import adam
-from cosmos_optim.rules.rule import Settings
 
 # Codes of 8 bits leave an error of about 1 % in v. A wrong kernel has a far larger one.
 CLOSE = 5e-2
@@ -53,7 +54,8 @@ def kernel_supports(e: Entry) -> bool:
         return False
     tensors = [*(e.layout.local(x) for x in (e.p, e.grad, *(e.state[k] for k in names)))]
     p, grad, m = tensors[:3]
-    if p.numel() == 0 or not {p.dtype, grad.dtype} <= ELEMENTS.keys() or m.dtype not in (torch.int8, torch.float32):
+    known = {p.dtype, grad.dtype} <= ELEMENT_TYPES.keys() and m.dtype in (torch.int8, torch.float32)
+    if p.numel() == 0 or not known:
         return False
     if not all(x.is_contiguous() for x in tensors) or not (correction is None or correction.is_contiguous()):
         return False
@@ -81,14 +83,13 @@ def step(entries: Sequence[Entry], skip: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def coefficients(steps: Tensor, group: Settings) -> Tensor:
+def coefficients(steps: Tensor, group: dict[str, Any]) -> Tensor:
     """Return (B, 3) float32 on the device of the steps (B,): decay, lr / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
     b1, b2 = group["betas"]
     ones = torch.ones_like(steps)
     columns = (
-        ones * decay_of(dict(group)), signed_lr(dict(group)) / bias_correction(b1, steps),
-        bias_correction(b2, steps).rsqrt(),
-    )  # fmt: skip
+        ones * decay_of(group), signed_lr(group) / bias_correction(b1, steps), bias_correction(b2, steps).rsqrt()
+    )
     return torch.stack([x.float() for x in columns], dim=1)
 
 
@@ -119,7 +120,7 @@ def step_error(
     g, m, v = (torch.randn(40, 200, generator=generator, dtype=torch.float32, device="cpu").to(device)
                for _ in range(3))  # fmt: skip
     t, place = torch.full((1,), 3.0, dtype=torch.float32, device=device), ((0, 0), 200)
-    slots = adam.slots(100, 200, {"adam_dtype": torch.int8 if quantized else None})
+    slots = adam.slots(40, 200, {"adam_dtype": torch.int8 if quantized else None})
     empty = {name: g.new_empty(0) for name in slots}
     state = adam.stored(adam.AdamState(m, v.square()), empty, t[0], *place)
     group = {"lr": 1.0, "weight_decay": 0.0, "maximize": False, **adam.DEFAULTS}

@@ -11,7 +11,7 @@ from torch import Tensor
 from cosmos_optim.cuda.first_basis import first_basis
 from cosmos_optim.cuda.kernels.gather import gather, scatter_
 from cosmos_optim.cuda.pointer_list import MatrixList
-from cosmos_optim.cuda.step import SCHEDULES, keep, newton_schulz_memory
+from cosmos_optim.cuda.step import SCHEDULES, do_nothing, newton_schulz_memory
 from cosmos_optim.engine.batching import Batch, decay_of, signed_lr
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 
@@ -29,7 +29,7 @@ class DeviceInputs(NamedTuple):
 
 def run_chunk(
     chunk: Batch, grad_max: Tensor, skip: Tensor | None, inputs: DeviceInputs | None = None,
-    M_done: Callable[[], None] = keep,
+    M_done: Callable[[], None] = do_nothing,
 ) -> None:  # fmt: skip
     """Take the step of a chunk. A recorded step passes `inputs` instead of host values."""
     W, M = MatrixList.weights(chunk.params, chunk.corrections), MatrixList.momentum(chunk.state())

@@ -25,8 +25,10 @@ _tables: OrderedDict[Any, Tensor] = OrderedDict()
 # inside `keep_tables_in` it is the list of the graph's owner.
 _captured: list[tuple[Tensor, Tensor | None]] = []
 
-_ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
-            torch.int8: "int8"}  # fmt: skip
+# Triton's names of the types of a matrix's elements.
+ELEMENT_TYPES = {
+    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int8: "int8"
+}  # fmt: skip
 
 
 class _PinnedMemory:
@@ -89,7 +91,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 class MatrixList:
     """A list of (m, n) matrices with one dtype and one pair of strides, and the table of their addresses.
 
-    scales: if the matrices are integers, the scales of their blocks (see `linalg.quantization`).
+    scales: if the matrices are integers, the scales of their blocks (see `linalg.int8_momentum`).
     corrections: if the matrices are weights of 24 bits, the corrections of their bfloat16 (see `linalg.weight24`).
     """
 
@@ -142,7 +144,7 @@ class MatrixList:
         classes = width // math.gcd(max(t.stride()), width)
         loadable = classes == 1 or t.stride(1) == 1
         aligned = loadable and all(x.data_ptr() % 16 == 0 for x in self.tensors)
-        return {"x": self.table, "sm": t.stride(0), "sn": t.stride(1), "ELEMENT": getattr(tl, _ELEMENT[t.dtype]),
+        return {"x": self.table, "sm": t.stride(0), "sn": t.stride(1), "ELEMENT": getattr(tl, ELEMENT_TYPES[t.dtype]),
                 "ALIGNED": aligned, "ALIGNMENT_CLASSES": classes if aligned else 1}  # fmt: skip
 
     def rows_source(self) -> dict[str, Any]:
@@ -156,4 +158,4 @@ def same_layout(tensors: Sequence[Tensor]) -> bool:
     """Return whether a kernel can read these as one list: equal shapes, dtypes and strides, one of the strides 1."""
     t = tensors[0]
     same = all((x.shape, x.dtype, x.stride(), x.device) == (t.shape, t.dtype, t.stride(), t.device) for x in tensors)
-    return same and t.ndim == 2 and t.dtype in _ELEMENT and 1 in t.stride()
+    return same and t.ndim == 2 and t.dtype in ELEMENT_TYPES and 1 in t.stride()

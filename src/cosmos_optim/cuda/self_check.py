@@ -23,7 +23,7 @@ from cosmos_optim.cuda.precompile import compile_in_parallel, launches_disabled
 from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.engine.run import load_state
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.quantization import quantize
+from cosmos_optim.linalg.int8_momentum import quantize
 from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules.rule import Rule, as_stored
 

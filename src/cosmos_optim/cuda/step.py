@@ -62,15 +62,15 @@ def on_one_gpu(parts: Tensor) -> Tensor:
     return parts
 
 
-def keep() -> None:
-    """Do nothing with a momentum that stays where it is."""
+def do_nothing() -> None:
+    """Do nothing when M has been read: it stays where it is."""
 
 
 # fmt: off
 def cosmos_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
-    M_done: Callable[[], None] = keep,
+    M_done: Callable[[], None] = do_nothing,
     betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
     residual_guard: float, ns: NewtonSchulz, momentum_dtype: torch.dtype | None = None,
 ) -> CosmosState:
@@ -109,17 +109,18 @@ def cosmos_step_(
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products
     X_sq = total(X_sq)
-    B, norm_sq = newton_schulz(X, X_sq, ns)                                                 # L9
+    B, norm_sq = newton_schulz_in_place(X, X_sq, ns)                                        # L9
     BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      rounding inside U
     B_sq, P_sq = total(B_sq), total(P_sq)
     b = muon_gain(X_sq, X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)          #      gamma NORM sqrt(m)
 
-    rows, sums = None, {"B_sq": B_sq, "other_sq": P_sq}
+    rows = D_sq = None                                                                      #      None: |b B|^2 + |P|^2
     if row_beta2 is not None:                                                               #      Not in the paper
         v, rows, D_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
-        sums = {"other_sq": total(D_sq)}
+        D_sq = total(D_sq)
     factors, thin = update_coefficients(
-        b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, target_norm=unit, **sums)  # L10, L11
+        b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, B_sq=B_sq if D_sq is None else None,
+        other_sq=P_sq if D_sq is None else D_sq, target_norm=unit)                          # L10, L11
     update_(W, B, thin, U_bf16, factors, skip, seeds, rows)                                 #      W <- decay W - lr D
     return CosmosState(M, U, S, V, v)
 
@@ -127,7 +128,7 @@ def cosmos_step_(
 def muon_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
-    M_done: Callable[[], None] = keep,
+    M_done: Callable[[], None] = do_nothing,
     momentum: float, nesterov: bool, ns: NewtonSchulz, scaling: str = "paper", normalize: bool = False,
     beta2: float | None = None, eps: float = 0.0, momentum_dtype: torch.dtype | None = None,
 ) -> MuonState | NorMuonState:
@@ -138,7 +139,7 @@ def muon_step_(
     _, _, M_max = momentum_(M, G, 1 - momentum, None, 1, skip)                              # L4
     X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max)                                # L5   N
     M_done()
-    B, norm_sq = newton_schulz(X, total(X_sq), ns)                                          # L6   NS5(N / |N|)
+    B, norm_sq = newton_schulz_in_place(X, total(X_sq), ns)                                 # L6   NS5(N / |N|)
 
     b = rows = B_sq = D_sq = v = None
     if beta2 is not None:                                                                   #      NorMuon
@@ -161,7 +162,7 @@ def muon_step_(
 SCHEDULES: dict[str, Callable[..., Any]] = {"cosmos": cosmos_step_, "muon": muon_step_, "normuon": muon_step_}
 
 
-def newton_schulz(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Tensor]:
+def newton_schulz_in_place(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Tensor]:
     """Return B, times a norm, and the square of that norm. X (B, long, short) is overwritten.
 
     The products run on the stream of low priority, where the temporaries of all chunks share one pool of memory.

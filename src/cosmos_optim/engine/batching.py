@@ -15,7 +15,7 @@ from cosmos_optim.engine.layout import CORRECTION, Layout, Location, Tensors
 from cosmos_optim.rules import RULES, Rule
 
 # Bytes of gradients in a stack: enough to fill a GPU, but few compared to the model; on a CPU, what fits its cache.
-STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+DEVICE_STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Settings that decide which kernels run. Others are numbers that a step reads (lr, weight_decay, maximize), or keys of
 # other code, which may change at every step.
 SETTINGS = frozenset((
@@ -103,9 +103,9 @@ class Batch:
             yield replace(self, matrices=self.matrices[i * total // count : (i + 1) * total // count])
 
     def stacks(self) -> Iterator[Batch]:
-        """Cut the batch into stacks with gradients of at most `STACK_BYTES`, or the location's own limit."""
+        """Cut the batch into stacks with gradients of at most `DEVICE_STACK_BYTES`, or the location's own limit."""
         first = self.matrices[0]
-        bound = self.location.stack_bytes or STACK_BYTES.get(self.device.type, 64 << 20)
+        bound = self.location.stack_bytes or DEVICE_STACK_BYTES.get(self.device.type, 64 << 20)
         elements = max(1, self.location.numel(first.p), first.entry.layout.largest_whole_state)
         return self.split(max(1, bound // (elements * 4)))
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.engine.batching import Entry, decay_of, signed_lr
-from cosmos_optim.engine.rounding import read, write_
-from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.engine.rounding import read_weight, write_
 from cosmos_optim.rules import adam
 
 
@@ -58,8 +57,8 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     arguments = e.rule.arguments(e.group)
     are_codes = adam.SCALES[0] in tensors
     state = adam.load(tensors, dtype) if are_codes else e.rule.State(**{k: x.to(dtype) for k, x in tensors.items()})
-    D, new = e.rule.direction(local(e.grad).to(dtype), state, t, alg=Algebra(1, 1), **arguments)
-    old = read(p, dtype, e.correction)
+    D, new = e.rule.direction(local(e.grad).to(dtype), state, t, **arguments)
+    old = read_weight(p, dtype, e.correction)
     value = old * decay_of(e.group) - signed_lr(e.group) * D
     place = (e.layout.first_element, e.layout.width)
     for name, changed in (adam.stored(new, tensors, t, *place) if are_codes else new._asdict()).items():

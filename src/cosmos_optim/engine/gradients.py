@@ -39,7 +39,6 @@ class GradientCheck:
     started: for each entry, whether it has had a non-zero gradient by now.
     fresh: for each entry, whether this gradient is its first.
     grad_max: the largest |g| of each block of each entry, on the device, over all processes that share the block.
-    scaled: a GradScaler watches the gradients, so skipped steps are normal.
     bad: the first entry with a gradient that is not finite on this process, if the host knows.
     """
 
@@ -49,7 +48,6 @@ class GradientCheck:
     started: list[bool]
     fresh: list[bool]
     grad_max: Tensor
-    scaled: bool = False
     bad: Entry | None = None
 
     @cached_property
@@ -94,29 +92,30 @@ class SkippedSteps:
 
     def __init__(self, is_first: Callable[[str], bool] = lambda text: True) -> None:
         self._is_first, self._number = is_first, next(self._numbers)
-        self._on_host = 0
-        self._on_device: Tensor | None = None
+        self._on_host = 0  # steps that the host knows to be skipped
+        self._on_device: Tensor | None = None  # steps that only the GPU knows to be skipped
         self._copy: HostCopy | None = None
-        self._copied_steps = self._new_steps = self._seen = 0  # steps in the copy and since then; the count in the last
-        self._row, self._warn_at = 0, MANY  # skipped steps up to now, and how many make a warning
-        self._rows, self._warned = 0, False
+        self._count_in_last_copy = 0
+        self._steps_before_copy = self._steps_since_copy = 0  # steps that the copy under way covers, and those after it
+        self._consecutive, self._warn_at = 0, MANY  # skipped steps up to now, and how many make a warning
+        self._streaks, self._warned = 0, False  # how often a warning said that many follow each other
 
-    def note(self, check: GradientCheck, device: torch.device) -> None:
+    def count(self, check: GradientCheck, device: torch.device) -> None:
         """Count a step if it is skipped. Warn if the host knows it; otherwise `report` does."""
         self._on_host += check.skip_on_host
         if device.type == "cuda" or check.skip is not None:
             self._count_on_device(check, device)
         if check.skip is None:
-            self._look(int(check.skip_on_host), 1, check)
+            self._warn_if_due(int(check.skip_on_host), 1, check)
 
     def _count_on_device(self, check: GradientCheck, device: torch.device) -> None:
         elsewhere = self._on_device is None or self._on_device.device != device
         if elsewhere and not _is_capturing(device):  # in a capture, every replay would reset it
             self._on_host, self._on_device = self.total(), torch.zeros((), dtype=torch.int64, device=device)
-            self._copy, self._seen, self._new_steps = None, 0, 0
+            self._copy, self._count_in_last_copy, self._steps_since_copy = None, 0, 0
         if check.skip is not None and self._on_device is not None and self._on_device.device == device:
             self._on_device.add_(check.skip)
-            self._new_steps += 1
+            self._steps_since_copy += 1
 
     def report(self, check: GradientCheck) -> None:
         """Warn of steps that the GPU has skipped, as far as the host knows by now, and ask for the newest count."""
@@ -128,29 +127,29 @@ class SkippedSteps:
             total = self._copy.value()
             if total is None:
                 return
-            self._look(total - self._seen, self._copied_steps, check)
-            self._seen = total
+            self._warn_if_due(total - self._count_in_last_copy, self._steps_before_copy, check)
+            self._count_in_last_copy = total
         self._copy.start(self._on_device)
-        self._copied_steps, self._new_steps = self._new_steps, 0
+        self._steps_before_copy, self._steps_since_copy = self._steps_since_copy, 0
 
-    def _look(self, skipped: int, steps: int, check: GradientCheck) -> None:
+    def _warn_if_due(self, skipped: int, steps: int, check: GradientCheck) -> None:
         """Warn if it is time to, after `steps` more steps of which some were skipped."""
-        self._row = self._row + skipped if skipped and skipped >= steps else 0
-        if self._row < MANY:
+        self._consecutive = self._consecutive + skipped if skipped and skipped >= steps else 0
+        if self._consecutive < MANY:
             self._warn_at = MANY
-        if self._row >= self._warn_at:
-            self._rows, self._warned = self._rows + (self._warn_at == MANY), True
-            key = f"row {self._rows}, {self._warn_at} steps"
-            while self._row >= self._warn_at:
+        if self._consecutive >= self._warn_at:
+            self._streaks, self._warned = self._streaks + (self._warn_at == MANY), True
+            key = f"streak {self._streaks}, {self._warn_at} steps"
+            while self._consecutive >= self._warn_at:
                 self._warn_at *= 10
-            self._warn(key, f"{self._row} steps in a row were skipped, so nothing is trained: ", check)
-        elif skipped and not self._warned and not check.scaled:
+            self._warn(key, f"{self._consecutive} steps in a row were skipped, so nothing is trained: ", check)
+        elif skipped and not self._warned:
             self._warned = True
             self._warn("first", "a step was skipped, and it changed nothing: ", check)
 
     def _warn(self, key: str, lead: str, check: GradientCheck) -> None:
         """Warn, if this process knows of a gradient that is not finite and no other process of the job has warned."""
-        if check.skip_on_host and check.bad is None and not check.scaled:
+        if check.skip_on_host and check.bad is None:
             return  # it is on another process, which can name it
         if self._is_first(f"skipped steps of optimizer {self._number}: {key}"):
             x = check.bad
@@ -163,13 +162,12 @@ class SkippedSteps:
 
 
 def check_gradients(
-    entries: Sequence[Entry], started: set[Tensor], found_inf: Tensor | None, max_over_ranks: MaxOverRanks | None
+    entries: Sequence[Entry], started: set[Tensor], max_over_ranks: MaxOverRanks | None
 ) -> GradientCheck:
     """Return the largest |g| of each block, and whether to skip the step.
 
     Args:
         started: parameters that have had a non-zero gradient before; `has_started` may add others.
-        found_inf: the flag of torch.amp.GradScaler.
         max_over_ranks: maximum over the processes that share parameters; None for a single process.
     """
     old = has_started(entries, started)
@@ -188,20 +186,18 @@ def check_gradients(
         worst = entry_max(entries, grad_max)
     else:
         worst = grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
-    if found_inf is not None:
-        worst = torch.where(found_inf.to(device).view(()) != 0, float("inf"), worst)
     if max_over_ranks is not None:
         worst, grad_max = agree(entries, worst, grad_max, max_over_ranks)
-    limit, scaled = largest_allowed(entries), found_inf is not None
+    limit = largest_allowed(entries)
     bad = worst > limit
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad.any(), old, none, grad_max, scaled)
+        return GradientCheck(entries, False, bad.any(), old, none, grad_max)
     flags = bad.tolist()
     if any(flags):
         _raise_if_asked(itertools.compress(entries, flags))
         first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
-        return GradientCheck(entries, True, None, old, none, grad_max, scaled, first)
+        return GradientCheck(entries, True, None, old, none, grad_max, first)
     fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
     return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
 

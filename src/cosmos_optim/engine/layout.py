@@ -41,6 +41,8 @@ class Location:
     stack_bytes: int | None = None
     team: object  # the processes with which a stack exchanges messages, or None
 
+    # `team` is set here because `ShardedLocation`, a dataclass, has a field of this name without a default: a class
+    # attribute would become its default.
     def __init__(self) -> None:
         self.team = None
 
@@ -75,7 +77,7 @@ class Layout:
     layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
     (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
     side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input side,
-        but the rows if there are fewer of them than the basis would have columns.
+        but the rows if there are fewer of them than the basis would have columns (and the rule asks for that).
     split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
     split_side: the side that `split_sizes` cuts: "output" (rows) or "input" (columns), however the weight is stored.
     split_axis: that side of the matrices that the rule gets, "m" or "n".
@@ -113,14 +115,14 @@ class Layout:
     def flips(self, group: Settings) -> bool:
         """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
 
-        "auto" does if the basis would have more columns than the gradient has rows: some would hold nothing. Blocks of
-        different sizes are never transposed, because their bases could differ in width.
+        "auto" does if the rule says so (`Rule.transposes_few_rows`). Blocks of different sizes are never transposed,
+        because their bases could differ in width.
         """
         if self.rule.elementwise or len(sizes := set(self._stored_sizes())) > 1:
             return False
         (rows, n), side = sizes.pop(), group.get("side", "auto")
         if side == "auto":
-            return self.rule.name == "cosmos" and rows < min(group["rank"], n)
+            return self.rule.transposes_few_rows and rows < min(group["rank"], n)
         return side == "smaller" and rows < n
 
     def _matrix_shape(self) -> tuple[int, int]:
@@ -215,20 +217,20 @@ class Layout:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def slots(self, h: Settings) -> dict[str, Slot]:
+    def slots(self, settings: Settings) -> dict[str, Slot]:
         """Return the slots of the parameter's state: the rule's slots for one block, extended to all blocks.
 
         After them comes the correction of weights of 24 bits (`linalg.weight24`), which no rule sees.
         """
-        correction = {CORRECTION: Slot("*", self.shape, torch.int8)} if h.get("weight_correction") else {}
-        return self.rule_slots(h) | correction
+        correction = {CORRECTION: Slot("*", self.shape, torch.int8)} if settings.get("weight_correction") else {}
+        return self.rule_slots(settings) | correction
 
-    def rule_slots(self, h: Settings) -> dict[str, Slot]:
+    def rule_slots(self, settings: Settings) -> dict[str, Slot]:
         """Return the slots of the rule's state."""
         if self.rule.elementwise:
-            slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, h)
+            slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, settings)
             return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
-        each = [self.rule.slots(m, n, h) for m, n in self.sizes_mn]
+        each = [self.rule.slots(m, n, settings) for m, n in self.sizes_mn]
         return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
 
     @property
@@ -266,9 +268,9 @@ class Layout:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
 
-    def allocate(self, p: Tensor, h: Settings) -> Tensors:
+    def allocate(self, p: Tensor, settings: Settings) -> Tensors:
         """Allocate zero state for the parameter."""
-        return {name: self.zeros(p, slot) for name, slot in self.slots(h).items()}
+        return {name: self.zeros(p, slot) for name, slot in self.slots(settings).items()}
 
     def zeros(self, p: Tensor, slot: Slot) -> Tensor:
         """Allocate one state tensor, in the parameter's memory order if shapes match and views remain possible.
@@ -306,10 +308,10 @@ class Layout:
             return value.to(p.device, copy=True)
         return self.zeros(p, slot).copy_(value)
 
-    def state_blocks(self, state: Tensors, h: Settings) -> list[Tensors]:
+    def state_blocks(self, state: Tensors, settings: Settings) -> list[Tensors]:
         """Return the state of each block as views, in the order of `blocks`."""
         cut: dict[str, list[Tensor]] = {}
-        for name, slot in self.slots(h).items():
+        for name, slot in self.slots(settings).items():
             tensor = self.local(state[name])
             if slot.axes == "*":
                 cut[name] = self.blocks(tensor)

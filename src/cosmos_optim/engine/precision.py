@@ -50,14 +50,14 @@ class SharedSwitches:
     def enter(self) -> None:
         """Begin a step: set the switches to full precision, unless another step has done that."""
         with self._lock:
-            now = read()
+            now = current_switches()
             if not self._running:
                 self._before = now
             elif now != self._ours:
                 self._before = self._wanted(now)
             if not self._running or now != self._ours:
                 set_exact(now)
-                self._ours = read()
+                self._ours = current_switches()
             self._running += 1
 
     def leave(self) -> None:
@@ -65,7 +65,7 @@ class SharedSwitches:
         with self._lock:
             self._running -= 1
             if not self._running:
-                restore(self._wanted(read()))
+                restore(self._wanted(current_switches()))
 
     def _wanted(self, now: Switches) -> Switches:
         """Return the settings of the caller: those from before, except switches that other code has changed since."""
@@ -79,7 +79,7 @@ def backends() -> tuple[Any, ...]:
     return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
-def read() -> Switches:
+def current_switches() -> Switches:
     """Return the current settings."""
     own = tuple(backend.fp32_precision for backend in backends())
     try:

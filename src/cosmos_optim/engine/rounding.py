@@ -45,7 +45,7 @@ def stochastic_bfloat16(x: Tensor, seed: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
 
 
-def read(p: Tensor, dtype: torch.dtype, correction: Tensor | None = None) -> Tensor:
+def read_weight(p: Tensor, dtype: torch.dtype, correction: Tensor | None = None) -> Tensor:
     """Return p in `dtype`, with its correction if it has one."""
     return p.to(dtype) if correction is None else join_weight(p, correction)
 

@@ -16,9 +16,9 @@ from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
-from cosmos_optim.engine.rounding import read, write_
+from cosmos_optim.engine.rounding import read_weight, write_
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.quantization import dequantize, quantize
+from cosmos_optim.linalg.int8_momentum import dequantize, quantize
 
 Diagnostics = dict[str, dict[str, float]]
 LocatedJob = tuple[Batch, Job]
@@ -62,7 +62,7 @@ def decay_(e: Entry) -> None:
     if correction is None:
         p.mul_(decay_of(e.group))
     else:
-        write_(p, read(p, torch.float32, correction) * decay_of(e.group), correction=correction)
+        write_(p, read_weight(p, torch.float32, correction) * decay_of(e.group), correction=correction)
 
 
 def located_stacks(batch: Batch, assigned: Counter[object]) -> Iterator[tuple[Batch, Location]]:
@@ -189,7 +189,7 @@ def apply_(
         return
     for i, p in enumerate(params):
         correction = None if corrections is None else corrections[i]
-        old = read(p, D.dtype, correction)
+        old = read_weight(p, D.dtype, correction)
         new = old * decay - D[i]
         if skip is not None:
             new = torch.where(skip, old, new)

@@ -15,7 +15,7 @@ from torch import Tensor
 # inner(A, B) returns A'B, summed over all processes that hold rows.
 Inner = Callable[[Tensor, Tensor], Tensor]
 # Largest stack of square matrices to factorize at once. This needs about six temporaries of the same size.
-STACK_BYTES = 256 << 20
+FACTORIZED_BYTES = 256 << 20
 # On a GPU, larger matrices are factorized in blocks of this many columns.
 BLOCK_COLUMNS = 256
 
@@ -105,10 +105,10 @@ def orthonormalize_square(Y: Tensor, fallback: Tensor) -> Tensor:
     """Orthonormalize square Y, (..., n, n), in double precision, because its spectrum is wide.
 
     If the result is rounded to float32, two passes are enough: an error of 1e8 double-precision roundings is
-    fine. `STACK_BYTES` limits how many matrices run at a time.
+    fine. `FACTORIZED_BYTES` limits how many matrices run at a time.
     """
     n = Y.shape[-1]
-    count = max(1, STACK_BYTES // (8 * n * n))
+    count = max(1, FACTORIZED_BYTES // (8 * n * n))
     passes, max_entry = (3, 2.0) if Y.dtype is torch.float64 else (2, 1e4)
     results = []
     for y, old in zip(*(x.reshape(-1, n, n).split(count) for x in (Y, fallback)), strict=True):

@@ -6,9 +6,8 @@ store the three parts one after the other can be cut so; models that interleave 
 
 from __future__ import annotations
 
-import re
-
 from cosmos_optim.routing.route import ModelParameter, Route
+from cosmos_optim.routing.words import layer_pattern
 
 # Whole names of fused layers that store queries, keys and values one after the other: timm, GPT-2, nanoGPT, Phi-3, MPT.
 FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "Wqkv", "wqkv", "to_qkv", "attn_qkv"})
@@ -23,7 +22,7 @@ def fused_hint(parameter: ModelParameter, route: Route) -> str:
     sizes = split_sizes(rows, columns)
     if not sizes:
         return ""
-    pattern = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", parameter.name)
+    pattern = layer_pattern(parameter.name)
     return (
         f"{pattern} looks like query, key and value in one weight. If these are stored one after another, cut them: "
         f'overrides={{"{pattern}": {{"split_sizes": {sizes}}}}}'

@@ -45,13 +45,13 @@ def find_heads(model: nn.Module, parameters: Sequence[ModelParameter], split_hea
     split_heads: the size of a head, or True to read it from the attention module or from a config above it.
     """
     if not isinstance(split_heads, int) or split_heads < 0:
-        raise ValueError(f"split_heads={split_heads!r} is not valid: True, False, or the rows of one head")
+        raise ValueError(f"split_heads={split_heads!r} is not valid: give True, False, or the rows of one head")
     if not split_heads:
         return {}
     rows: dict[str, list[tuple[str, ModelParameter]]] = {}
     columns: dict[str, list[ModelParameter]] = {}
     for parameter in parameters:
-        owner, layer = _place(parameter)
+        owner, layer = _owner_and_layer(parameter)
         if layer in QUERY | KEY | VALUE | FUSED_HEADS:
             rows.setdefault(_attention(owner), []).append((layer, parameter))
         if layer in OUTPUT:
@@ -60,7 +60,7 @@ def find_heads(model: nn.Module, parameters: Sequence[ModelParameter], split_hea
     for owner, held in rows.items():
         query, key, value = (_rows(held, names) for names in (QUERY, KEY, VALUE))
         if _rows(held, FUSED_HEADS) or (query and key and key == value):
-            size = _size(model, _place(held[0][1])[0], query, split_heads)
+            size = _size(model, _owner_and_layer(held[0][1])[0], query, split_heads)
             found |= {parameter.name: Heads(size, "output") for _, parameter in held}
             found |= {parameter.name: Heads(size, "input") for parameter in columns.get(owner, ())}
     if not found:
@@ -94,7 +94,7 @@ def with_heads(parameter: ModelParameter, route: Route, heads: Heads | None, ask
     return replace(route, why=f"{route.why}, {cut}", settings=settings)
 
 
-def _place(parameter: ModelParameter) -> tuple[str, str]:
+def _owner_and_layer(parameter: ModelParameter) -> tuple[str, str]:
     """Return the path of the module that owns a layer, and the layer's name in it; ("", "") for other parameters.
 
     nn.MultiheadAttention holds its weights itself. Its fused one is called in_proj, which elsewhere is something else.

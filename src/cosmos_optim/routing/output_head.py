@@ -1,7 +1,7 @@
 """Find the output heads of a model: AdamW trains their matrices.
 
 A head is what the model declares (`get_output_embeddings`, `get_classifier`), a layer with as many outputs as the model
-declares classes, a module whose name has a head's word, or a layer with the embedding's shape. Blocks that occur
+declares classes, a module with a head's word in its name, or a layer with the embedding's shape. Blocks that occur
 several times hold no heads.
 """
 
@@ -31,7 +31,7 @@ NAMES = (
 )  # fmt: skip
 # Names that hidden layers have too: they count only for the last layer of a model.
 LAST_NAMES = frozenset({"output", "output_layer", "out", "fc", "linear", "last_linear"})
-# Modules whose parts are hidden, under any name.
+# Modules with only hidden parts, under any name.
 HIDDEN = frozenset({"attn", "attention", "mlp", "ffn"})
 # Names under which a model, or its `config`, declares the number of classes.
 CLASSES = ("num_classes", "num_labels")

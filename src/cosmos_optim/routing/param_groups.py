@@ -9,7 +9,6 @@ the issue trackers of similar optimizers.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,8 @@ from cosmos_optim.routing.heads import find_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
+from cosmos_optim.routing.words import layer_pattern
+from cosmos_optim.rules import RULES
 from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
 
 Overrides = Mapping[str, str | Mapping[str, Any]]
@@ -112,7 +113,7 @@ def routes(
     if split_heads and rule == "adam":
         raise ValueError(f"split_heads={split_heads!r}: AdamW updates each element by itself, so heads change nothing")
     if decay not in DECAYS:
-        raise ValueError(f"decay={decay!r} is not valid: one of {DECAYS}")
+        raise ValueError(f"decay={decay!r} is not valid: give one of {DECAYS}")
     asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
     for pattern, settings in asked.items():
         if not isinstance(settings, Mapping):
@@ -178,7 +179,7 @@ def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
     if not parameters:
         return
     first = parameters[0]
-    patterns = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", parameter.name) for parameter in parameters))
+    patterns = list(dict.fromkeys(layer_pattern(parameter.name) for parameter in parameters))
     more = f" and {len(patterns) - 8} more" if len(patterns) > 8 else ""
     others = f", and neither is any of {patterns[:8]}{more}" if len(parameters) > 1 else ""
     raise ValueError(
@@ -245,16 +246,25 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str, stacklevel: int = 4)
         held = group["params"]
         group["params"] = [held] if isinstance(held, Tensor) else _listed(held)
     groups = apply_marks(groups, rule)
-    for group in groups:
-        if group.get("rule", rule) != "adam":
-            for i, item in enumerate(group["params"]):
-                name, p = item if isinstance(item, tuple) else (f"number {i}", item)
-                if isinstance(p, Tensor) and p.dim() < 2:
-                    refuse_flat(name, p, is_piece=True)
-                    raise ValueError(
-                        f"parameter {name!r} of shape {tuple(p.shape)} is not a matrix: use param_groups(model), which "
-                        "gives embeddings, heads, norms and biases to AdamW, or put it in a group with rule='adam'"
-                    )
+    _refuse_vectors(groups, rule)
     if rule != "adam":
         warn_unrouted(groups, stacklevel + 1)
     return groups if given else given
+
+
+def _refuse_vectors(groups: Sequence[Mapping[str, Any]], rule: str) -> None:
+    """Raise ValueError for a vector in a group of matrices. The optimizer refuses rules that do not exist."""
+    for index, group in enumerate(groups):
+        own = group.get("rule", rule)
+        if own == "adam" or own not in RULES:
+            continue
+        for i, item in enumerate(group["params"]):
+            name, p = item if isinstance(item, tuple) else (None, item)
+            if isinstance(p, Tensor) and p.dim() < 2:
+                refuse_flat(name or f"group {index}, parameter {i}", p, is_piece=True)
+                unnamed = f"{i} of group {index}" if len(groups) > 1 else f"{i}"
+                raise ValueError(
+                    f"parameter {unnamed if name is None else repr(name)} has shape {tuple(p.shape)} and is not a "
+                    "matrix: use param_groups(model), which gives embeddings, heads, norms and biases to AdamW, or put "
+                    "it in a group with rule='adam'"
+                )

@@ -6,9 +6,10 @@ import re
 
 EDGE = re.compile(r"[\W_]+|(?<=[a-z])(?=[A-Z])")
 NUMBER = re.compile(r"\d+$")
+LAYER_NUMBER = re.compile(r"(^|\.)\d+(?=\.)")
 
-# A parameter that is a table of vectors, one for each position, token or code. In `token_mixing` a token is no table:
-# these two count only at the end of a name.
+# A parameter that is a table of vectors, one for each position, token or code. `token_mixing` is not a table, so the
+# words of TOKEN count only at the end of a name.
 TABLE = frozenset({
     "embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "pos", "position", "positions", "positional",
     "rel", "table", "tables", "codebook", "codebooks", "codevectors", "prototypes", "centroids", "prompt", "prompts",
@@ -31,6 +32,15 @@ def words(name: str) -> tuple[str, ...]:
     """
     parts = (NUMBER.sub("", part).lower() for part in EDGE.split(name))
     return tuple(part for part in parts if part)
+
+
+def layer_pattern(name: str) -> str:
+    """Return a pattern that matches the same parameter in every layer: whole numbers become `*`.
+
+    >>> layer_pattern("blocks.12.attn.qkv2.weight")
+    'blocks.*.attn.qkv2.weight'
+    """
+    return LAYER_NUMBER.sub(r"\1*", name)
 
 
 def is_table(name: str) -> bool:

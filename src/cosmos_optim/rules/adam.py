@@ -3,7 +3,7 @@
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  D = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 State names are torch.optim.AdamW's. With `adam_dtype=torch.int8`, tensors of more than `LARGEST_FLOAT32` elements store
-both moments as codes of 8 bits, with the scales of their blocks (`linalg.companding`). A step dequantizes them,
+both moments as codes of 8 bits, with the scales of their blocks (`linalg.int8_adam`). A step dequantizes them,
 computes with the new moments in float32, and rounds only what it stores.
 """
 
@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.companding import (
+from cosmos_optim.linalg.int8_adam import (
     dequantize_root,
     dequantize_signed,
     element_index,
     quantize_root,
     quantize_signed,
 )
+from cosmos_optim.linalg.int8_momentum import scale_columns
 from cosmos_optim.linalg.normalization import bias_correction, quotient
-from cosmos_optim.linalg.quantization import scale_columns
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "adam_dtype": None}
@@ -44,8 +43,7 @@ class AdamState(NamedTuple):
 
 
 def direction(
-    G: Tensor, state: AdamState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
-    alg: Algebra | None = None,
+    G: Tensor, state: AdamState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8
 ) -> tuple[Tensor, AdamState]:  # fmt: skip
     """Return the direction of one Adam step, for a tensor of any shape, and the new state."""
     b1, b2 = betas
@@ -71,9 +69,9 @@ def fused_(
     )  # fmt: skip
 
 
-def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return two moments, shaped like the parameter, and the scales of their blocks if they are stored as integers."""
-    dtype = h.get("adam_dtype")
+    dtype = settings.get("adam_dtype")
     if dtype is not torch.int8 or m * n <= LARGEST_FLOAT32:
         moment = Slot("*", (m, n), None if dtype is torch.int8 else dtype)
         return {"exp_avg": moment, "exp_avg_sq": moment}

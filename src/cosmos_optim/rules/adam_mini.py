@@ -51,9 +51,9 @@ def rows_of_a_block(m: int, block_rows: int) -> int:
     return block_rows if m % block_rows == 0 else 1
 
 
-def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return the momentum, and one number for each block."""
-    rows = rows_of_a_block(m, h["block_rows"])
+    rows = rows_of_a_block(m, settings["block_rows"])
     v = Slot("mo", (m, 1)) if rows == 1 else Slot("ko", (m // rows, 1))
     return {"exp_avg": Slot("mn", (m, n)), "v": v}
 

@@ -79,9 +79,9 @@ def direction(
     root mean square 1.0000
     """
     alg = alg or Algebra(*G.shape[-2:])
-    (b1, b2), (M, U_old, S, V, v), ahead = betas, state, int(nesterov)
+    (b1, b2), (M, U_old, S, V, v), extra_step = betas, state, int(nesterov)
     e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
-    c1, c2 = bias_correction(b1, t + ahead), bias_correction(b2, t)
+    c1, c2 = bias_correction(b1, t + extra_step), bias_correction(b2, t)
 
     M = as_stored(torch.lerp(M, G, 1 - b1), momentum_dtype)             # L4   b1 M + (1 - b1) G
     U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)
@@ -111,9 +111,9 @@ def direction_two_sided(
 ) -> tuple[Tensor, TwoSidedState]:
     """Return the direction D and the new state: Algorithm 4, with its misprints corrected (docs/algorithm.md)."""
     alg = alg or Algebra(*G.shape[-2:])
-    (b1, b2), (M, U_old, S, O_old, R, V, v), ahead = betas, state, int(nesterov)
+    (b1, b2), (M, U_old, S, O_old, R, V, v), extra_step = betas, state, int(nesterov)
     e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
-    c1, c2 = bias_correction(b1, t + ahead), bias_correction(b2, t)
+    c1, c2 = bias_correction(b1, t + extra_step), bias_correction(b2, t)
 
     M = as_stored(torch.lerp(M, G, 1 - b1), momentum_dtype)             # L4   b1 M + (1 - b1) G
     U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)
@@ -205,24 +205,25 @@ def diagnose(G: Tensor, D: Tensor, old: Any, new: Any, *, eps: float, alg: Algeb
     }
 
 
-def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return M (m, n), U (n, r), S (r, r), V (m, r) with r = min(rank, n), and v (m, 1) unless row_beta2 is None."""
-    r = min(h["rank"], n)
-    rows = {} if h["row_beta2"] is None else {"v": Slot("mo", (m, 1))}
-    M = momentum_slots(m, n, h["momentum_dtype"])
+    r = min(settings["rank"], n)
+    rows = {} if settings["row_beta2"] is None else {"v": Slot("mo", (m, 1))}
+    M = momentum_slots(m, n, settings["momentum_dtype"])
     return M | {"U": Slot("nr", (n, r)), "S": Slot("rr", (r, r)), "V": Slot("mr", (m, r)), **rows}
 
 
-def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots_two_sided(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return the one-sided state with O (m, q), R (q, q), q = min(rank, m), and V (q, r)."""
-    one, q = slots(m, n, h), min(h["rank"], m)
+    one, q = slots(m, n, settings), min(settings["rank"], m)
     r = one["S"].shape[0]
     return one | {"O": Slot("mq", (m, q)), "R": Slot("qq", (q, q)), "V": Slot("qr", (q, r))}
 
 
 RULE = Rule(
-    "cosmos", DEFAULTS, CosmosState, slots, direction, take_first_bases, diagnose, deflates=True, constant_size=True
-)
+    "cosmos", DEFAULTS, CosmosState, slots, direction, take_first_bases, diagnose, deflates=True,
+    transposes_few_rows=True, constant_size=True,
+)  # fmt: skip
 TWO_SIDED = Rule(
     "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, take_first_bases, diagnose,
     deflates=True, constant_size=True,

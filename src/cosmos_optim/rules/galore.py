@@ -48,7 +48,8 @@ def direction(
 def renew(G: Tensor, Q: Tensor, t: Tensor, gap: int, alg: Algebra) -> Tensor:
     """Return the leading right singular vectors of this gradient every `gap` steps after the first, else Q.
 
-    A zero gradient has no singular vectors, so it keeps Q.
+    A zero gradient has no singular vectors, so it keeps Q. At every step the host waits for a GPU, to know whether an
+    update is due; most steps then save the eigenvectors.
     """
     due = ((t - 1).remainder(gap) == 0) & (t > 1)
     if not bool(due.any()):
@@ -67,9 +68,9 @@ def start(G: Tensor, state: GaLoreState, *, alg: Algebra | None = None) -> GaLor
     return state._replace(Q=first_basis(G, state.Q.shape[-1], alg, like=state.Q))
 
 
-def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return the projector on the shorter side, and two moments along the longer."""
-    r = min(h["rank"], m, n)
+    r = min(settings["rank"], m, n)
     (short, s), (long, l) = (("n", n), ("m", m)) if m >= n else (("m", m), ("n", n))
     moment = Slot(long + "r", (l, r))
     return {"Q": Slot(short + "r", (s, r)), "exp_avg": moment, "exp_avg_sq": moment}

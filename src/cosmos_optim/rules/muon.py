@@ -89,14 +89,14 @@ def direction_normuon(
 # fmt: on
 
 
-def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return the momentum."""
-    return momentum_slots(m, n, h["momentum_dtype"])
+    return momentum_slots(m, n, settings["momentum_dtype"])
 
 
-def slots_normuon(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots_normuon(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return the momentum, and one number for each row."""
-    return slots(m, n, h) | {"v": Slot("mo", (m, 1))}
+    return slots(m, n, settings) | {"v": Slot("mo", (m, 1))}
 
 
 MUON = Rule("muon", DEFAULTS, MuonState, slots, direction, constant_size=True)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.linalg.int8_momentum import dequantize, quantize, scale_columns
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
-from cosmos_optim.linalg.quantization import dequantize, quantize, scale_columns
 
 Settings = Mapping[str, Any]
 
@@ -42,14 +42,17 @@ class Rule:
     name: the value of "rule" in a parameter group.
     defaults: default of each hyper-parameter.
     State: the NamedTuple of its state; a field that is None has no tensor.
-    slots: (m, n, settings) -> the state of one matrix. Elementwise rules get m = n = 1. A slot "M_scale" holds the
-        scales of an M of 8 bits; `direction` does not see it, its M is dequantized.
+    slots: (m, n, settings) -> the state of one matrix. An elementwise rule gets the last dimension of the parameter as
+        n, and the product of the others as m. A slot "M_scale" holds the scales of an M of 8 bits; `direction` does not
+        see it, its M is dequantized.
     direction: (G, state, t, *, alg, its own hyper-parameters) -> (D, new state); t (..., 1, 1) counts
-        steps since the first non-zero gradient, from 1.
+        steps since the first non-zero gradient, from 1. An elementwise rule gets no `alg`, and a t of shape ().
     start: (G, state, *, alg) -> the state with the bases from the first gradient, if the rule has any.
-    diagnose: (G, D, old state, new state, *, alg) -> numbers for `optimizer.diagnostics()`, (..., 1, 1) each.
+    diagnose: (G, D, old state, new state, *, eps, alg) -> numbers for `optimizer.diagnostics()`, (..., 1, 1) each.
     deflates: whether it removes the leading directions of a matrix before Newton-Schulz.
-    elementwise: whether it takes parameters of any shape and no Algebra.
+    elementwise: whether it takes parameters of any shape, one at a time.
+    transposes_few_rows: what `side="auto"` means. If True, a matrix with fewer rows than its basis would have columns
+        is given to the rule transposed, because some columns would hold nothing. If False, no matrix is.
     constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient is then
         only decayed.
     shardable: which sides of a matrix may be cut over processes: "both", "rows" (columns whole) or "none".
@@ -65,6 +68,7 @@ class Rule:
     diagnose: Callable[..., dict[str, Tensor]] | None = None
     deflates: bool = False
     elementwise: bool = False
+    transposes_few_rows: bool = False
     constant_size: bool = False
     shardable: str = "both"
     fused: Callable[..., None] | None = None

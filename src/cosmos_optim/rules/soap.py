@@ -88,21 +88,24 @@ def direction_two_sided(
 
 
 def updated_basis(U: Tensor, L: Tensor, t: Tensor, frequency: int) -> Tensor:
-    """Return QR(L U) every `frequency` steps, but not at the first, which already has the basis of L; else U."""
+    """Return QR(L U) every `frequency` steps, but not at the first, which already has the basis of L; else U.
+
+    If `frequency` is above 1, the host waits for a GPU at every step, to know whether an update is due.
+    """
     due = ((t - 1).remainder(frequency) == 0) & (t > 1)
     if frequency > 1 and not bool(due.any()):
         return U
     return torch.where(due, next_basis(L @ U, U), U)
 
 
-def slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return M and V (m, n), L and U (n, n)."""
     return {"M": Slot("mn", (m, n)), "V": Slot("mn", (m, n)), "L": Slot("nk", (n, n)), "U": Slot("nk", (n, n))}
 
 
-def slots_two_sided(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def slots_two_sided(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return the one-sided state, and K and O (m, m)."""
-    return slots(m, n, h) | {"K": Slot("mq", (m, m)), "O": Slot("mq", (m, m))}
+    return slots(m, n, settings) | {"K": Slot("mq", (m, m)), "O": Slot("mq", (m, m))}
 
 
 RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, take_first_bases, shardable="rows")

@@ -19,7 +19,7 @@ from cosmos_optim.sharding.sharded_algebra import ShardedAlgebra
 
 # Bytes of gradients in one stack on one rank. Large, because each stack costs a round of messages; but COSMOS
 # needs ten times as much work memory, and two stacks run at a time.
-STACK_BYTES = 1 << 28
+SHARDED_STACK_BYTES = 1 << 28
 
 # The name of each state tensor of a matrix, and the cut of each of its dimensions.
 StateCuts = tuple[tuple[str, tuple[Cut, ...]], ...]
@@ -42,7 +42,7 @@ class ShardedLocation(Location):
     row_team: Team | None
     col_team: Team | None
     first_owner: int = 0
-    stack_bytes = STACK_BYTES
+    stack_bytes = SHARDED_STACK_BYTES
     _by_first_owner: dict[int, ShardedLocation] = field(default_factory=dict, init=False, compare=False, repr=False)
     _exchanges: dict[int, Exchange] = field(default_factory=dict, init=False, compare=False, repr=False)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
-from cosmos_optim.linalg.quantization import BLOCK, scale_columns
+from cosmos_optim.linalg.int8_momentum import BLOCK, scale_columns
 from cosmos_optim.rules.rule import Rule, Slot
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, sharded_location

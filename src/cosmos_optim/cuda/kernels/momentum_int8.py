@@ -1,10 +1,10 @@
 """M <- M + w (G - M) for an M of 8 bits (L4), and G U, M U and the largest |entry| of G and M in the same kernel.
 
-The format is that of `linalg.quantization`: codes, and a float32 scale for each block of a row. A new scale needs the
-largest |entry| of its whole block, so a tile is read twice: one block ahead for the scale, and then, from the cache, to
-write its codes. One loop does both, because two short loops could not prefetch. The products use M as it is stored:
-codes are exact in float16, so M U needs only the float16 parts of U that G U reads. If `skip` is True, neither codes
-nor scales are written.
+The format is that of `linalg.int8_momentum`: codes, and a float32 scale for each block of a row. A new scale needs the
+largest |entry| of its whole block, so a tile is read twice: first for the scale, while the block before it is written,
+and then, from the cache, to write its codes. One loop does both, because two short loops could not prefetch. The
+products use M as it is stored: codes are exact in float16, so M U needs only the float16 parts of U that G U reads. If
+`skip` is True, neither codes nor scales are written.
 
 Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r); B matrices each.
 """
@@ -19,7 +19,7 @@ from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import dot_parts, dot_split_tile, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
-from cosmos_optim.linalg.quantization import BLOCK
+from cosmos_optim.linalg.int8_momentum import BLOCK
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=2)  # a third stage would spill more registers
@@ -66,22 +66,22 @@ def _momentum_int8(
     e = 0
     if THIN:
         e = exponent(tl.load(grad_max + batch))
-    ahead_old, ahead_max = tl.load(row_scales, mask=i < m, other=0.0), tl.zeros((BM,), dtype=tl.float32)
+    next_old, next_max = tl.load(row_scales, mask=i < m, other=0.0), tl.zeros((BM,), dtype=tl.float32)
     for k in range(0, BLOCK, BK):
-        _, new = _load_updated(start, codes, ahead_old, i, k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
-        ahead_max = tl.maximum(ahead_max, tl.max(tl.abs(new), axis=1))
+        _, new = _load_updated(start, codes, next_old, i, k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        next_max = tl.maximum(next_max, tl.max(tl.abs(new), axis=1))
     tl.debug_barrier()  # warps may hold copies of a scale: all must have read it before one writes it
-    old, scale = ahead_old, ahead_max
+    old, scale = next_old, next_max
     tile_max = tl.zeros((BM, BK), dtype=tl.float32)
     for k in range(0, n, BK):
         first = k % BLOCK == 0  # of the tiles of a block
-        old, scale = tl.where(first, ahead_old, old), tl.where(first, scale_of(ahead_max), scale)
+        old, scale = tl.where(first, next_old, old), tl.where(first, scale_of(next_max), scale)
 
-        ahead = k + BLOCK
-        loaded = tl.load(row_scales + ahead // BLOCK, mask=(i < m) & (ahead < n) & first, other=0.0)
-        ahead_old = tl.where(first, loaded, ahead_old)
-        _, new = _load_updated(start, codes, ahead_old, i, ahead + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
-        ahead_max = tl.maximum(tl.where(first, 0.0, ahead_max), tl.max(tl.abs(new), axis=1))
+        next_k = k + BLOCK
+        loaded = tl.load(row_scales + next_k // BLOCK, mask=(i < m) & (next_k < n) & first, other=0.0)
+        next_old = tl.where(first, loaded, next_old)
+        _, new = _load_updated(start, codes, next_old, i, next_k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        next_max = tl.maximum(tl.where(first, 0.0, next_max), tl.max(tl.abs(new), axis=1))
 
         j = k + tl.arange(0, BK)
         g, new = _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w)

@@ -17,7 +17,7 @@ from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts
 from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
-from cosmos_optim.linalg.quantization import BLOCK
+from cosmos_optim.linalg.int8_momentum import BLOCK
 
 LAUNCH = Launch(64, 64, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=3)

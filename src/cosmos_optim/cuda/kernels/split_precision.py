@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
-from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, split_float16
+from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, split_float16, store_bfloat16_parts
 
 # c for factors with entries of at most 1.
 BASIS_SCALE = 256.0
@@ -26,9 +26,9 @@ def _split(
     if MAX_GIVEN:
         value = value * scale_up(exponent(tl.load(x_max + row // k, mask=row < rows, other=1.0)))[:, None]
     at, inside = row[:, None].to(tl.int64) * R + col[None, :], row[:, None] < rows
-    y1 = value.to(tl.float16)
+    y1, y2 = split_float16(value)
     tl.store(y + at, y1, mask=inside)
-    tl.store(y + part_stride + at, (value - y1.to(tl.float32)).to(tl.float16), mask=inside)
+    tl.store(y + part_stride + at, y2, mask=inside)
 
 
 def split(U: Tensor, x_max: Tensor | None = None) -> Tensor:
@@ -55,9 +55,7 @@ def _split_both(x, half, wide, rows, r, part_stride, scale, BLOCK: tl.constexpr,
     half1, half2 = split_float16(value * scale)
     tl.store(half + at, half1, mask=inside)
     tl.store(half + part_stride + at, half2, mask=inside)
-    wide1 = value.to(tl.bfloat16)
-    tl.store(wide + at, wide1, mask=inside)
-    tl.store(wide + part_stride + at, (value - wide1.to(tl.float32)).to(tl.bfloat16), mask=inside)
+    store_bfloat16_parts(wide + at, part_stride, value, inside)
 
 
 def split_both(U: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Store a matrix as integers of 8 bits, with one float32 scale for each block of a row.
+"""Store the momentum, a matrix, as integers of 8 bits, with one float32 scale for each block of a row.
 
 A block of `BLOCK` neighbouring elements of a row (the last block of a row may be shorter) has the scale absmax / 127,
 and each element is the nearest multiple of it: x = code * scale, with code in -127..127. An outlier costs only
@@ -21,7 +21,7 @@ LARGEST_CODE = 127
 # Bounds of a scale: its inverse and 127 times the scale must be finite and normal. A block of zeros has the least.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**121
 # The low bits of a float32 that a scale leaves zero.
-_CLEARED_BITS = 7
+CLEARED_BITS = 7
 
 
 def scale_columns(n: int) -> int:
@@ -37,7 +37,7 @@ def quantize(X: Tensor) -> tuple[Tensor, Tensor]:
     ([[127, -64, 0]], [[1.0]])
     """
     blocks = blocks_of(X)
-    scales = _rounded(blocks.abs().amax(-1) / LARGEST_CODE)
+    scales = rounded_scales(blocks.abs().amax(-1) / LARGEST_CODE, LARGEST_SCALE, CLEARED_BITS)
     codes = (blocks * (1 / scales.to(X.dtype)).unsqueeze(-1)).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
     return codes.to(torch.int8).flatten(-2)[..., : X.shape[-1]].contiguous(), scales
 
@@ -54,8 +54,8 @@ def blocks_of(X: Tensor) -> Tensor:
     return pad(X, (0, scale_columns(n) * BLOCK - n)).unflatten(-1, (scale_columns(n), BLOCK))
 
 
-def _rounded(scales: Tensor) -> Tensor:
-    """Return scales with 17 significant bits, within their bounds, in float32."""
-    half, kept = 1 << (_CLEARED_BITS - 1), -1 << _CLEARED_BITS
-    bits = scales.clamp(LEAST_SCALE, LARGEST_SCALE).float().view(torch.int32)
+def rounded_scales(scales: Tensor, largest: float, cleared_bits: int) -> Tensor:
+    """Return scales from LEAST_SCALE to `largest`, in float32, rounded to numbers with zeros in the low bits."""
+    half, kept = 1 << (cleared_bits - 1), -1 << cleared_bits
+    bits = scales.clamp(LEAST_SCALE, largest).float().view(torch.int32)
     return ((bits + half) & kept).view(torch.float32)

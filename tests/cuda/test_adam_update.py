@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels need Triton, which is not inst
 from cosmos_optim import Adam, Cosmos
 from cosmos_optim.cuda import adam_run
 from cosmos_optim.cuda.adam_run import coefficients, step_error
-from cosmos_optim.cuda.kernels.adam_int8 import adam_
+from cosmos_optim.cuda.kernels.adam_update import adam_
 from cosmos_optim.cuda.self_check import relative_error
 from cosmos_optim.linalg.weight24 import join_weight, split_weight
 from cosmos_optim.rules import adam

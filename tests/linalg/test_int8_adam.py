@@ -6,16 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cosmos_optim.linalg.companding import (
-    LEAST_SCALE,
+from cosmos_optim.linalg.int8_adam import (
     dequantize_root,
     dequantize_signed,
     element_index,
     quantize_root,
     quantize_signed,
 )
-from cosmos_optim.linalg.quantization import BLOCK, scale_columns
-from tests.oracles import companding as oracle
+from cosmos_optim.linalg.int8_momentum import BLOCK, LEAST_SCALE, scale_columns
+from tests.oracles import int8_adam as oracle
 
 
 def numbers(m: int, n: int, seed: int = 0, decades: float = 3) -> Tensor:

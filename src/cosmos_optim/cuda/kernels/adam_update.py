@@ -2,7 +2,7 @@
 
     m = m + (1 - b1) (g - m),  v = b2 v + (1 - b2) g^2,  p = decay p - a m / (sqrt(v) c + eps)
 
-with a = lr / (1 - b1^t) and c = 1 / sqrt(1 - b2^t). Format and rounding are those of `linalg.companding`. A program
+with a = lr / (1 - b1^t) and c = 1 / sqrt(1 - b2^t). Format and rounding are those of `linalg.int8_adam`. A program
 takes a few blocks of a row (units): it reads each element once, keeps it in registers and writes it once. If `skip` is
 True, nothing is written. The same kernel takes moments in float32 (QUANTIZED = False), and parameters of 24
 bits (CORRECTED, see `linalg.weight24`), for which torch has no fused kernel.
@@ -22,13 +22,12 @@ from cosmos_optim.cuda.kernels.launch import false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.kernels.update import dither
 from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
-from cosmos_optim.cuda.pointer_list import addresses
-from cosmos_optim.linalg.companding import ELEMENT_MIX, ROOT_STEP_MIX, STEP_MIX
-from cosmos_optim.linalg.quantization import BLOCK
+from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES, addresses
+from cosmos_optim.linalg.int8_adam import ELEMENT_MIX, ROOT_STEP_MIX, STEP_MIX
+from cosmos_optim.linalg.int8_momentum import BLOCK
 
 # Blocks of a program, and its warps: 2048 elements, 16 for each thread.
 UNITS, WARPS = 16, 4
-ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @jit
@@ -138,7 +137,7 @@ def adam_(
         skip: a boolean scalar on the device, or None; if True, nothing is written.
         corrections: int8 corrections of bfloat16 parameters of 24 bits, or None.
         seeded: round bfloat16 parameters stochastically.
-        first, width: the place of the tensors in larger ones, as `companding.element_index` takes it.
+        first, width: the place of the tensors in larger ones, as `int8_adam.element_index` takes it.
     """
     like, quantized = params[0], "exp_avg_scale" in state
     n = like.shape[-1] if like.dim() else 1
@@ -151,7 +150,7 @@ def adam_(
         p, g, exp_avg, scales[0], exp_avg_sq, scales[1], p if corrections is None else addresses(corrections),
         coefficients, steps, false_flag(like.device) if skip is None else skip, m, n, blocks, *first,
         n if width is None else width, 1 - betas[0], betas[1], eps,
-        P=getattr(tl, ELEMENTS[like.dtype]), G=getattr(tl, ELEMENTS[grads[0].dtype]), QUANTIZED=quantized,
+        P=getattr(tl, ELEMENT_TYPES[like.dtype]), G=getattr(tl, ELEMENT_TYPES[grads[0].dtype]), QUANTIZED=quantized,
         CORRECTED=corrections is not None, SEEDED=seeded and like.dtype is torch.bfloat16, ALIGNED=aligned,
         UNITS=units, BLOCK=BLOCK, ELEMENT_MIX=ELEMENT_MIX, STEP_MIX=STEP_MIX, ROOT_STEP_MIX=ROOT_STEP_MIX,
         num_warps=WARPS,

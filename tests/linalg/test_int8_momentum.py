@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cosmos_optim.linalg.quantization import BLOCK, LEAST_SCALE, dequantize, quantize, scale_columns
-from tests.oracles import quantization as oracle
+from cosmos_optim.linalg.int8_momentum import BLOCK, LEAST_SCALE, dequantize, quantize, scale_columns
+from tests.oracles import int8_momentum as oracle
 
 # Half a step of a code, and the rounding of a scale to 17 bits, which moves the largest code's value by 2^-18 of it.
 HALF_STEP = 0.5 + 127 * 2.0**-18

@@ -122,9 +122,9 @@ def cosmos_trial(
         (arXiv 2605.06316); this weight is our reading of it. None is gamma.
     """
     alg = alg or Algebra(*G.shape[-2:])
-    (b1, b2), (M, U_old, S, V, v, e), ahead = betas, state, int(nesterov)
+    (b1, b2), (M, U_old, S, V, v, e), extra_step = betas, state, int(nesterov)
     b_S = b2 if basis_beta2 is None else basis_beta2
-    c1, c2 = bias_correction(b1, t + ahead), bias_correction(b2, t)
+    c1, c2 = bias_correction(b1, t + extra_step), bias_correction(b2, t)
 
     M = as_stored(torch.lerp(M, G, 1 - b1), momentum_dtype)
     U = power_step(G, U_old, S, b_S, alg)
@@ -153,9 +153,9 @@ def cosmos_trial(
 # fmt: on
 
 
-def cosmos_trial_slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def cosmos_trial_slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return COSMOS's state, and e (1, 1)."""
-    return cosmos.slots(m, n, h) | {"e": Slot("oo", (1, 1))}
+    return cosmos.slots(m, n, settings) | {"e": Slot("oo", (1, 1))}
 
 
 class AdamRowsState(NamedTuple):
@@ -181,14 +181,14 @@ def adam_rows(
     return rows * quotient(D.norm(), rows.norm()), AdamRowsState(m, v, row_sq)
 
 
-def adam_rows_slots(m: int, n: int, h: Settings) -> dict[str, Slot]:
+def adam_rows_slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return Adam's moments, and one more of their shape."""
-    return adam.slots(m, n, h) | {"row_sq": Slot("*", (m, n))}
+    return adam.slots(m, n, settings) | {"row_sq": Slot("*", (m, n))}
 
 
 COSMOS_TRIAL = Rule(
     "cosmos-trial", {**cosmos.DEFAULTS, "basis_beta2": None, "balance": None}, TrialState, cosmos_trial_slots,
-    cosmos_trial, take_first_bases, deflates=True, constant_size=True,
+    cosmos_trial, take_first_bases, deflates=True, constant_size=True, transposes_few_rows=True,
 )  # fmt: skip
 ADAM_ROWS = Rule(
     "adam-rows", {**adam.DEFAULTS, "row_beta2": 0.95}, AdamRowsState, adam_rows_slots, adam_rows, elementwise=True

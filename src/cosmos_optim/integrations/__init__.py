@@ -43,5 +43,5 @@ def build(
         if not isinstance(params, nn.Module):
             raise TypeError("overrides and head need the model: pass it instead of its parameters")
         params = param_groups(params, kind.rule, overrides=overrides, head=head)
-    rate = {} if lr is None else {"lr": lr}
+    rate: dict[str, Any] = {} if lr is None else {"lr": lr}
     return kind(params, **rate, **options)

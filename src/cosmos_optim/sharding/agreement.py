@@ -87,6 +87,7 @@ def compare(mine: Description, ranks: Sequence[int], seconds: float) -> bool:
     waiting = _waiting[team]
     waiting.add(mine)
     while not mine.agreed:
+        common: set[str] | None
         left = _left.pop(team, None)
         if left is not None and store.check([f"{left}/result"]):
             round_, common = left, _result(store, left)

@@ -33,14 +33,14 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of this source tree, with "+" if it has changes; None outside a repository."""
+    """Return the commit of this source tree, with "+" if a package or a benchmark was edited; None outside one."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/benchmarks")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

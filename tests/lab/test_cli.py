@@ -54,6 +54,28 @@ def test_a_trained_run_can_be_reported_and_exported(
     assert json.loads((tmp_path / "llama" / "config.json").read_text())["model_type"] == "llama"
 
 
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        (["--optimizer", "soap", "--lr", "1e-3"], (1e-3, 1e-3)),
+        (["--optimizer=galore", "--lr=1e-3"], (1e-3, 1e-3)),
+        (["--optimizer", "soap"], (2e-3, 2e-3)),
+        (["--optimizer", "soap", "--lr", "1e-3", "--adam-lr", "2e-3"], (1e-3, 2e-3)),
+        (["--optimizer", "soap", "--lr", "1e-3", "--adam_lr=2e-3"], (1e-3, 2e-3)),
+        (["--optimizer", "muon", "--lr", "1e-3"], (1e-3, 2e-3)),
+        (["--lr", "1e-3"], (1e-3, 2e-3)),
+    ],
+)
+def test_adam_lr_follows_lr_if_the_recipe_gives_the_optimizer_one_rate(
+    flags: list[str], rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[RunConfig] = []
+    summary = {"status": "done"}
+    monkeypatch.setattr("cosmos_lab.run.train.train", lambda config, progress: asked.append(config) or summary)
+    assert main(["train", "llama-130m", "--out", str(tmp_path), *flags]) == 0
+    assert (asked[0].optimizer.lr, asked[0].optimizer.adam_lr) == rates
+
+
 def test_compare_runs_the_grid_asked_for(
     small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,11 @@ def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, rest
 
 
+def _given(arguments: list[str], flag: str) -> bool:
+    """Tell whether the arguments have a flag, written with hyphens or underscores."""
+    return f"--{flag}" in (word.partition("=")[0].replace("_", "-") for word in arguments)
+
+
 def _take_recipe(arguments: list[str], command: str, default: Any) -> tuple[Recipe, str, list[str]]:
     """Return the recipe that the first argument names (shrunk by ``--scale``), its description, and the rest.
 
@@ -70,6 +75,8 @@ def train_command(arguments: list[str]) -> None:
     optimizer, rest = _take_flag(rest, "--optimizer")
     default = recipe.config if optimizer is None else recipe.start(optimizer)
     config = flags.parse(default, rest, prog=f"cosmos-lab train {recipe.name}", description=about)
+    if default.optimizer.adam_lr == default.optimizer.lr and not _given(rest, "adam-lr"):
+        config = config.replace(adam_lr=config.optimizer.lr)  # the recipe gives this optimizer one rate
     summary = finished(config.check())
     earlier = " earlier" if summary is not None else ""
     if summary is None:
@@ -90,8 +97,7 @@ def compare_command(arguments: list[str]) -> None:
     default = flags.CompareCommand(run=recipe.config)
     asked = flags.parse(default, rest, prog=f"cosmos-lab compare {recipe.name}", description=about)
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
-        given = any(word == f"--{one}" or word.startswith(f"--{one}=") for word in rest)
-        if given or asked.run.get(one) != recipe.config.get(one):
+        if _given(rest, one) or asked.run.get(one) != recipe.config.get(one):
             raise ValueError(f"a comparison takes --{many}, not --{one}")
     if asked.run.logging.name != recipe.config.logging.name:
         raise ValueError("a comparison names its runs itself: choose their folder with --out instead of --name")

@@ -25,6 +25,14 @@ def test_the_mean_loss_over_positions_is_the_logged_loss(tiny_run: RunConfig) ->
     assert whole == pytest.approx(result["val_loss"], abs=LOSS_TOL)
 
 
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_training_validates_on_the_text_that_evaluate_reads(tiny_run: RunConfig, micro_batch: int) -> None:
+    config = tiny_run.replace(val_tokens=31 * 16 + 5, micro_batch=micro_batch)  # 31 sequences and a part
+    summary, result = train(config), evaluate(config.folder, device="cpu")
+    assert result["tokens"] == 31 * 16
+    assert summary["final_val_loss"] == pytest.approx(result["val_loss"], abs=LOSS_TOL)
+
+
 def test_the_evaluate_command_shows_and_writes_the_losses_of_every_run(
     tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from cosmos_lab.run.train import Trainer, train
 def compiled(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunConfig]:
     """Return a compiled run of four steps; aot_eager traces as inductor does, without a C++ compiler."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, backend="aot_eager", **how))
+    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, **{**how, "backend": "aot_eager"}))
     model_cache.clear()
     torch._dynamo.reset()
     yield tiny_run.replace(compile="on", steps=4, diagnostics_every=0)
@@ -72,6 +72,19 @@ def test_a_second_run_compiles_nothing_and_gives_the_same_bits(compiled: RunConf
     for seed in (1, 0):  # the run before one differs in optimizer, then in seed
         assert same(compiled.replace(name=f"again{seed}", seed=seed), expected[seed])
     assert graphs() == before
+
+
+@pytest.mark.parametrize("how", ["on", "blocks"])
+def test_a_smaller_last_validation_batch_compiles_nothing(compiled: RunConfig, how: Any) -> None:
+    config = compiled.replace(compile=how)
+    found = []
+    for windows in (32, 35):  # batches of 8
+        model_cache.clear()
+        torch._dynamo.reset()
+        before = graphs()
+        train(config.replace(name=f"{how}{windows}", val_tokens=16 * windows))
+        found.append(graphs() - before)
+    assert found[0] == found[1] > 0
 
 
 def test_a_diverged_or_interrupted_run_does_not_change_later_runs(compiled: RunConfig) -> None:

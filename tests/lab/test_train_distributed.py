@@ -70,6 +70,17 @@ def test_two_processes_train_as_one(tiny_run: RunConfig, sharding: str, optimize
     assert losses(two) == pytest.approx(losses(base.replace(name="one")), rel=DISTRIBUTED_TOLERANCE)
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("windows", [2, 27])
+def test_the_validation_text_does_not_depend_on_the_processes(tiny_run: RunConfig, sharding: str, windows: int) -> None:
+    """27 sequences are 14 batches of two, the last one smaller, so that one of three processes repeats it."""
+    base = tiny_run.replace(batch=12, micro_batch=2, steps=1, val_tokens=16 * windows, checkpoint_every=1)
+    train(base.replace(name="one"))
+    three = base.replace(name="three", sharding=sharding)
+    on_ranks(3, lambda: train(three))
+    assert losses(three) == pytest.approx(losses(base.replace(name="one")), rel=DISTRIBUTED_TOLERANCE)
+
+
 def told(config: RunConfig, stop: int) -> None:
     """Of two processes the second gets a signal in step 6; both stop after the step ``stop``."""
     step = Trainer._step

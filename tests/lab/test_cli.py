@@ -93,6 +93,26 @@ def test_compare_runs_the_grid_asked_for(
     assert re.search(r"^1 of 3 runs ended, about \d+:\d\d left$", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ([], True),
+        (["--data", "data/wiki_t5", "--micro-batch", "8", "--seeds", "1,2", "--out", "elsewhere"], True),
+        (["--steps", "10"], False),
+        (["--val-tokens", "1024"], False),
+        (["--scale", "0.5"], False),
+        (["--extra", "muon:ns_steps=3"], False),
+    ],
+)
+def test_published_perplexities_are_shown_only_for_the_recipes_own_set_up(
+    flags: list[str], shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cosmos_lab.grid.compare.compare", lambda runs, **how: {"rows": []})
+    assert main(["compare", "llama-130m", *flags]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("published perplexity, on the paper's data: adam 21.28, ") if shown else not out
+
+
 def test_compare_runs_only_the_rows_and_fields_asked_for(
     small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,10 @@ def train_command(arguments: list[str]) -> None:
     print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {config.folder}")
 
 
+# Fields that leave the paper's perplexities comparable with a run's; the text may differ, and the line says so.
+_COMPARABLE = {"data", "micro_batch", "sharding", "val_every", "deterministic", "checkpointing"}
+
+
 def compare_command(arguments: list[str]) -> None:
     """Run a grid: cosmos-lab compare RECIPE [flags]."""
     from cosmos_lab.grid.compare import compare
@@ -116,8 +120,11 @@ def compare_command(arguments: list[str]) -> None:
     result = compare(
         runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes, report=options.report
     )
-    if recipe.published and recipe.config == get_recipe(recipe.name).config:
-        print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
+    own = get_recipe(recipe.name).config.identity()
+    changed = {name for name, value in asked.run.identity().items() if value != own[name]}
+    if recipe.published and changed <= _COMPARABLE and not options.extra:
+        listed = ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items())
+        print(f"published perplexity, on the paper's data: {listed}")
     if failed := sum(len(row["failures"]) for row in result["rows"]):
         raise ValueError(f"{failed} of {len(runs)} runs failed (see the table); the same command tries them again")
 

@@ -200,7 +200,7 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_not_trained_again(
     def late(config: RunConfig) -> Any:
         return answers.pop() if answers else finished(config)
 
-    monkeypatch.setattr("cosmos_lab.run.train.finished", late)
+    monkeypatch.setattr(run_folder, "finished", late)
     assert train(tiny_run) == {**whole} and not answers
     assert {path: path.read_bytes() for path in tiny_run.folder.rglob("*") if path.is_file()} == before
 

@@ -81,6 +81,21 @@ def test_the_validation_text_does_not_depend_on_the_processes(tiny_run: RunConfi
     assert losses(three) == pytest.approx(losses(base.replace(name="one")), rel=DISTRIBUTED_TOLERANCE)
 
 
+def test_the_first_of_two_processes_decides_whether_a_run_is_finished(tiny_run: RunConfig) -> None:
+    """A network disk may show a file to one process later than to another."""
+    config = tiny_run.replace(steps=2, sharding="ddp")
+    summary = train(config)
+    before = {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")}
+
+    def look() -> None:
+        if os.environ["RANK"] == "1":
+            run_folder.read_summary = lambda folder: None  # type: ignore[assignment]
+        assert train(config) == summary
+
+    on_ranks(2, look, timeout=30.0)
+    assert {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")} == before
+
+
 def told(config: RunConfig, stop: int) -> None:
     """Of two processes the second gets a signal in step 6; both stop after the step ``stop``."""
     step = Trainer._step

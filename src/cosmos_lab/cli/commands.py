@@ -68,7 +68,6 @@ def _take_recipe(arguments: list[str], command: str, default: Any) -> tuple[Reci
 def train_command(arguments: list[str]) -> None:
     """Train one run: cosmos-lab train RECIPE [flags]."""
     from cosmos_lab.display import TrainDisplay
-    from cosmos_lab.run.run_folder import finished
     from cosmos_lab.run.train import train
 
     recipe, about, rest = _take_recipe(arguments, "train", RunConfig())
@@ -77,11 +76,9 @@ def train_command(arguments: list[str]) -> None:
     config = flags.parse(default, rest, prog=f"cosmos-lab train {recipe.name}", description=about)
     if default.optimizer.adam_lr == default.optimizer.lr and not _given(rest, "adam-lr"):
         config = config.replace(adam_lr=config.optimizer.lr)  # the recipe gives this optimizer one rate
-    summary = finished(config.check())
-    earlier = " earlier" if summary is not None else ""
-    if summary is None:
-        with TrainDisplay(config) as display:
-            summary = train(config, progress=display)
+    with TrainDisplay(config) as display:
+        summary = train(config, progress=display)
+    earlier = "" if display.began else " earlier"
     if os.environ.get("RANK", "0") != "0":
         return
     result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))

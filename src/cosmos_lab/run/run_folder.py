@@ -39,20 +39,29 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 @contextmanager
 def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
-    """Lock the run folder for this process; yield the summary if another one has finished the run meanwhile."""
+    """Lock the run folder for these processes; if the run is finished, yield its summary without a lock.
+
+    The first process looks, for all: a file may be visible to some processes before others see it.
+    """
+    summary: dict[str, Any] | None = None
     error: Exception | None = None
     with ExitStack() as lock:
         if world.main:
             try:
-                lock.enter_context(locked(config.folder / _LOCK, wait=False))
-                lock.callback(_remove_if_empty, config.folder)
+                summary = finished(config)
+                if summary is None:
+                    lock.enter_context(locked(config.folder / _LOCK, wait=False))
+                    lock.callback(_remove_if_empty, config.folder)
+                    summary = finished(config)  # another process may have finished it meanwhile
             except BlockingIOError:
                 advice = "wait for it or choose another --name"
                 error = ValueError(f"another process is training in {config.folder}; {advice}")
             except OSError as problem:
                 error = _explain(problem, config.folder)
+            except ValueError as problem:
+                error = problem
         world.raise_together(error)
-        yield finished(config) if world.max(finished(config) is not None) else None
+        yield world.gather(summary)[0]
 
 
 def _remove_if_empty(folder: Path) -> None:

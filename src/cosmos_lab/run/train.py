@@ -20,7 +20,7 @@ from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
 from cosmos_lab.results.reading import begin_of_final, read_log, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
-from cosmos_lab.run.run_folder import exclusive, finished
+from cosmos_lab.run.run_folder import exclusive
 from cosmos_lab.run.schedule import factor
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -39,9 +39,6 @@ def train(config: RunConfig, *, progress: Progress | None = None) -> dict[str, A
     config.check()
     optimizer_class(config.optimizer.optimizer)
     build.model_config(config)  # a wrong name or size is noticed before any data is unpacked
-    summary = finished(config)
-    if summary is not None:
-        return summary
     with launch.session(config.training.device, config.training.sharding) as world, exclusive(config, world) as summary:
         if summary is not None:
             return summary

@@ -23,7 +23,7 @@ import torch
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, table_of
-from cosmos_lab.io import finite, write_json
+from cosmos_lab.io import write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
@@ -123,7 +123,7 @@ def compare(
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
     """Rank the runs, write compare.json and print the table."""
     result = table_of(runs, metric, failures)
-    write_json(Path(runs[0].logging.out) / RESULT, finite(result))
+    write_json(Path(runs[0].logging.out) / RESULT, result)
     if show:
         print(format_result(result))
     return result

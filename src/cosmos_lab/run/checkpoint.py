@@ -29,7 +29,7 @@ from torch import nn
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import disk_error, first_line, read_json, write_json
+from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.run import integrity, launch
 from cosmos_lab.run.integrity import META
@@ -317,7 +317,7 @@ def _write_meta(
         "files": dict(files),
     }
     if world.main:
-        write_json(folder / META, integrity.seal(meta))
+        write_json(folder / META, integrity.seal(finite(meta)))  # loss_sum may be nan
 
 
 def _save(path: Path, value: Any) -> None:

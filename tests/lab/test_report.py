@@ -229,6 +229,19 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     ]  # fmt: skip
 
 
+def test_settings_of_one_optimizer_are_not_called_optimizers(tmp_path: Path, no_figures: None) -> None:
+    make_run(tmp_path / "runs" / "a", "cosmos", falling(2.5), rank=16)
+    make_run(tmp_path / "runs" / "b", "cosmos", falling(2.6), rank=64)
+    make_run(tmp_path / "runs" / "c", "cosmos", falling(2.7), rank=64, lr=2e-3)
+    make_run(tmp_path / "runs" / "d", "adam", falling(2.8))
+    folders = find_runs([tmp_path / "runs"])
+    assert summary(task_of(*folders)).startswith("Of 3 settings, each at the best rate tried, cosmos (rank 16) ended")
+    page = write_report(folders, tmp_path / "out").read_text()
+    assert "Best of each setting" in page and "Each setting at the best" in page and "best rate of each setting" in page
+    page = write_report([folders[1], folders[2], folders[3]], tmp_path / "other").read_text()
+    assert "Best of each optimizer" in page and "Of 2 optimizers" in page and "setting at" not in page
+
+
 def test_runs_are_ranked_together_by_the_content_of_their_data(tmp_path: Path) -> None:
     """The same shards have other spellings in other folders; one spelling may have other shards later."""
     texts = {"a": ("data/c4", "1", "2"), "b": ("/me/c4", "1", "2"), "c": ("data/c4", "1", "3"), "d": ("x", "4", "2")}

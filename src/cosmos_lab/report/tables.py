@@ -80,7 +80,8 @@ def _row(task: Task, group: Group, columns: Iterable[Column], has: tuple[bool, b
     named, seeds, state = has
     edge = at_edge(task, group) if group.best else ""
     starred = state and group.best
-    star = '<span class="star" title="best of this optimizer"> ★<span hidden> best</span></span>' if starred else ""
+    best = f"best rate of this {task.kind}"
+    star = f'<span class="star" title="{best}"> ★<span hidden> best</span></span>' if starred else ""
     hint = f' <span class="pm" title="the {edge} rate tried: one beyond it may be better">{edge}</span>' if edge else ""
     rate_text = escape(group.label.removeprefix(group.method).strip())
     look = looks_of(task)[group.method]

@@ -47,7 +47,7 @@ def summary(task: Task, noise: float | None = None) -> str:
         return f"These runs are not ranked, because {lengths}: compare runs of the same length."
     if not rest:
         return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
-    field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
+    field = f"Of {len(ranking)} {task.kind}s" + (", each at the best rate tried" if task.sweeps else "")
     if any(len(group.counted) > 1 for group in ranking):
         noise = None  # these seeds tell more
     if noise is not None and (near := ties([task.score(group) for group in ranking], noise)) > 1:

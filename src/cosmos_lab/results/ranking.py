@@ -105,6 +105,11 @@ class Task:
         return list(dict.fromkeys(group.method for group in self.groups))
 
     @property
+    def kind(self) -> str:
+        """Return what the methods are: optimizers, or settings if an optimizer has several."""
+        return "setting" if len(self.methods) > len({group.optimizer for group in self.groups}) else "optimizer"
+
+    @property
     def score_key(self) -> str:
         return "final_val_loss" if self.validated else "final_train_loss"
 

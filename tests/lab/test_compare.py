@@ -84,6 +84,14 @@ def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> 
     assert now["data"]["tokens"] > 0 and mixed["data"] == now["data"] and "be compared" not in format_result(mixed)
 
 
+def test_a_comparison_has_the_set_up_that_its_runs_have_in_common(tiny_run: RunConfig) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
+    found = table_of(runs, "final_val_loss")["set_up"]
+    expected = {"steps": 4, "batch": 8, "seq_len": 16, "schedule": "linear", "warmup": 0.1, "model": "tiny", "seed": 0}
+    assert {name: found.get(name) for name in expected} == expected
+    assert not {"optimizer", "lr", "rank", "name", "out"} & set(found)
+
+
 def test_the_table_says_that_runs_on_different_data_cannot_be_compared(tiny_run: RunConfig) -> None:
     """For example, one run was made before another shard was added: the table names both."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})

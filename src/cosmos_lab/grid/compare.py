@@ -89,7 +89,8 @@ def compare(
         minutes: start no run that would end later than this after the call (0: no limit); the same call continues.
         show: print the live table, the result and where the report is.
 
-    Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant.
+    Returns what compare.json holds: {"metric", "set_up": {field: value that all runs share}, "rows": [...],
+    "best": {optimizer: label}, ...}; a row is one variant.
     """
     if not runs:
         raise ValueError("nothing to compare: the grid has no runs")

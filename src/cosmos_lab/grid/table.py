@@ -32,6 +32,7 @@ def table_of(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str]
     return {
         "recipe": runs[0].logging.recipe,
         "metric": metric,
+        "set_up": _common([run.identity() for run in runs]),
         **_made_with(found),
         "rows": rows,
         "best": {optimizer: _label(group) for optimizer, group in best.items()},
@@ -45,6 +46,11 @@ def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
     about = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
     config = {**run.config, "config": asked.flat()}
     return replace(run, name=asked.run_name, status=status, config=config, **about)  # type: ignore[arg-type]
+
+
+def _common(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that all runs share: length, batch, schedule and more."""
+    return {name: value for name, value in settings[0].items() if all(one[name] == value for one in settings)}
 
 
 def _made_with(runs: Sequence[Run]) -> dict[str, Any]:

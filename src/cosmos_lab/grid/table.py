@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import format_table, rate
-from cosmos_lab.results.ranking import Group, best_of, group_runs
+from cosmos_lab.results.ranking import Group, at_edge, best_of, group_runs
 from cosmos_lab.results.reading import Run, read_run
 
 NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
@@ -71,13 +71,9 @@ def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _edge(group: Group, groups: Sequence[Group]) -> str | None:
-    """Say if a group's rate is the lowest or the highest of its method, once all of its runs have ended."""
-    tried = [other for other in groups if other.method == group.method]
-    rates = {other.lr for other in tried if other.lr is not None}
-    ended = all(run.status in ("done", "diverged") for other in tried for run in other.runs)
-    if not ended or len(rates) < 2 or group.lr not in (min(rates), max(rates)):
-        return None
-    return "lowest" if group.lr == min(rates) else "highest"
+    """Say if a group's rate is at the edge of those tried, once all runs of its method have ended."""
+    tried = [run for other in groups if other.method == group.method for run in other.runs]
+    return at_edge(group, groups) if all(run.status in ("done", "diverged") for run in tried) else None
 
 
 def _label(group: Group) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cosmos_lab.display import count, rate, significant
-from cosmos_lab.results.ranking import Group, Task
+from cosmos_lab.results.ranking import Group, Task, at_edge
 from cosmos_lab.results.reading import METRICS, Run
 
 _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
@@ -64,7 +64,7 @@ def cautions(task: Task) -> list[str]:
     if states := Counter(run.status for group in task.groups for run in group.runs if run.status != "done"):
         total = sum(len(group.runs) for group in task.groups)
         notes.append(f"Of {total} runs, " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())) + ".")
-    if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]:
+    if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(group, task.groups))]:
         notes.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}.")
     if {len(group.counted) for group in task.ranking} == {1} and len(task.ranking) > 1:
         notes.append("One seed each: small differences may be chance.")
@@ -118,14 +118,6 @@ def unreadable(runs: Sequence[Run]) -> str:
 def reason(run: Run) -> str:
     """Say why a folder cannot be shown."""
     return "; ".join(run.notes) or "config.json names no optimizer"
-
-
-def at_edge(task: Task, group: Group) -> str:
-    """Say if a best group's rate is the lowest or highest of a sweep, so that one outside may be better."""
-    line = [other.lr for other in task.sweeps.get(group.method, ()) if other.lr is not None]
-    if len(set(line)) < 2 or group.lr is None:
-        return ""
-    return "lowest" if group.lr == min(line) else "highest" if group.lr == max(line) else ""
 
 
 def _value(task: Task, group: Group) -> str:

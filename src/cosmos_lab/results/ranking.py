@@ -151,6 +151,15 @@ def best_of(groups: Iterable[Group], key: str, by: Callable[[Group], str]) -> di
     return best
 
 
+def at_edge(group: Group, groups: Iterable[Group]) -> str | None:
+    """Say if a group's rate is the lowest or highest tried of its method, so that one beyond it may be better."""
+    own = [other.lr for other in groups if other.method == group.method]
+    rates = {lr for lr in own if lr is not None and 0 < lr < math.inf}
+    if len(rates) < 2 or group.lr not in (min(rates), max(rates)):
+        return None
+    return "lowest" if group.lr == min(rates) else "highest"
+
+
 def _config(run: Run) -> Mapping[str, Any]:
     config = run.config.get("config")
     return config if isinstance(config, Mapping) else {}

@@ -187,6 +187,24 @@ def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pyt
     assert here["rows"][0]["values"] == result["rows"][0]["values"]
 
 
+@pytest.mark.parametrize(
+    ("devices", "gpus", "processes"),
+    [(["cpu"] * 3, 2, 3), (["auto"] * 3, 0, 3), (["auto"] * 3, 2, 2), (["cpu", "cuda"], 1, 1), (["auto"] * 3, 8, 3)],
+)
+def test_runs_on_gpus_are_at_most_as_many_as_gpus_and_the_output_says_so(
+    tiny_run: RunConfig, devices: list[str], gpus: int, processes: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    started = []
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(module, "_in_processes", lambda parallel, *more: started.append(parallel))
+    monkeypatch.setattr(module, "_one_by_one", lambda *more: started.append(1))
+    compare(grid(tiny_run, *({**ADAM, "lr": 1e-3 * i, "device": d} for i, d in enumerate(devices, 1))), parallel=3)
+    assert started == [processes]
+    said = f"--parallel 3 is reduced to {gpus}, the number of GPUs: each run has its own"
+    assert (said in capsys.readouterr().out) == (processes < 3)
+
+
 def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e30, "adam_lr": 1e30, "warmup": 0.0}, {**ADAM, "lr": 1e-3, "warmup": 0.0})
     result = quietly(runs)

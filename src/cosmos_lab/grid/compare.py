@@ -100,6 +100,11 @@ def compare(
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two runs are called {twice[0]!r}; give them different names")
     budget, summaries = Budget(minutes), _finished(runs)
+    gpus = torch.cuda.device_count() if any(run.training.device != "cpu" for run in runs) else 0
+    if gpus and parallel > gpus:
+        if show:
+            print(f"--parallel {parallel} is reduced to {gpus}, the number of GPUs: each run has its own")
+        parallel = gpus
     failures: dict[str, str] = {}
     try:
         with TableDisplay(runs, show) as display, watch() as request:
@@ -107,7 +112,7 @@ def compare(
                 if summary is not None:
                     display.update(row, summary["status"], _as_record(summary))
             missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
-            train_all = _one_by_one if parallel <= 1 else partial(_in_processes, parallel)
+            train_all = _one_by_one if parallel <= 1 else partial(_in_processes, parallel, gpus > 0)
             train_all(missing, display, budget, request, failures)
     except Stopped:
         _conclude(runs, metric, failures, show)
@@ -202,11 +207,11 @@ class _Job:
 
 
 def _in_processes(
-    parallel: int, runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request, failures: dict[str, str]
-) -> None:
-    """Train up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
-    gpus = torch.cuda.device_count()
-    slots = list(range(min(parallel, gpus) if gpus else parallel))
+    parallel: int, own_gpu: bool, runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request,
+    failures: dict[str, str],
+) -> None:  # fmt: skip
+    """Train up to ``parallel`` runs at a time, each in its own process and, with ``own_gpu``, on its own GPU."""
+    slots = range(parallel)
     waiting = list(runs)
     jobs: list[_Job] = []
     signalled: list[_Job] = []
@@ -218,7 +223,7 @@ def _in_processes(
                     display.update(row, NOT_STARTED)
                     continue
                 slot = next(slot for slot in slots if slot not in {job.slot for job in jobs})
-                jobs.append(_start(row, run, slot, gpus > 0))
+                jobs.append(_start(row, run, slot, own_gpu))
                 display.update(row, "running")
             time.sleep(_POLL_S)
             if request.signum and not signalled:

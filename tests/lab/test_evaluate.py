@@ -7,7 +7,7 @@ import pytest
 
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import run_folder
+from cosmos_lab.results.reading import CONFIG
 from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.train import train
 
@@ -60,7 +60,7 @@ def test_the_error_for_a_run_without_its_config_says_so(
     train(tiny_run.replace(steps=2))
     folder = tiny_run.folder
     for content in ("[]", "{", None):
-        (folder / run_folder.CONFIG).unlink() if content is None else (folder / run_folder.CONFIG).write_text(content)
+        (folder / CONFIG).unlink() if content is None else (folder / CONFIG).write_text(content)
         assert main(["evaluate", str(folder), "--device", "cpu"]) == 2
         assert f"cosmos-lab: {folder} has no readable config.json" in capsys.readouterr().err
 

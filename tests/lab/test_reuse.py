@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import Decoder
-from cosmos_lab.run import build, checkpoint, launch, model_cache, run_folder
+from cosmos_lab.results.reading import read_metrics
+from cosmos_lab.run import build, checkpoint, launch, model_cache
 from cosmos_lab.run.train import Trainer, train
 
 
@@ -44,7 +45,7 @@ def trained(config: RunConfig) -> dict[str, torch.Tensor]:
 
 def log(config: RunConfig) -> list[Any]:
     """Return every loss of a run's log, to the last bit."""
-    lines = run_folder.read_metrics(config.folder)
+    lines = read_metrics(config.folder)
     return [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cosmos_lab.config import RunConfig
+from cosmos_lab.results.reading import read_metrics
 from cosmos_lab.run import checkpoint, run_folder
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import Trainer, train
@@ -55,7 +56,7 @@ def on_ranks(count: int, work: Callable[[], Any], timeout: float = 120.0) -> Non
 
 
 def losses(config: RunConfig) -> list[float]:
-    lines = run_folder.read_metrics(config.folder)
+    lines = read_metrics(config.folder)
     return [record.get("loss", record.get("val_loss")) for record in lines if "diagnostics" not in record]
 
 

@@ -11,11 +11,9 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.io import NO_SPACE, disk_error, locked, read_json
 from cosmos_lab.optimizers import settings
-from cosmos_lab.results import reading
+from cosmos_lab.results.reading import CONFIG, read_summary
 from cosmos_lab.run import checkpoint, launch
 
-CONFIG, METRICS, SUMMARY = reading.CONFIG, reading.METRICS, reading.SUMMARY
-read_metrics, read_summary = reading.read_metrics, reading.read_summary
 _LOCK = ".lock"
 
 

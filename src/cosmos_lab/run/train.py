@@ -17,7 +17,7 @@ from torch import nn
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches, validation_windows
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
-from cosmos_lab.results.reading import begin_of_final, read_log, summarize
+from cosmos_lab.results.reading import begin_of_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
 from cosmos_lab.run.run_folder import exclusive
@@ -268,7 +268,7 @@ class Trainer:
         diverged = self.state.bad_losses > 0  # at least the last line's
         if self.config.logging.checkpoint_every and not diverged and self.state.step > self.first:
             self.save()
-        records = run_folder.read_metrics(self.config.folder)
+        records = read_metrics(self.config.folder)
         if not any(record["step"] == self.state.step for record in records if "val_loss" in record):
             self.validate()  # already done if a kill came just before the summary
         self.world.barrier()

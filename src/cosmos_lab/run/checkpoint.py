@@ -32,8 +32,7 @@ from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.run import integrity, launch
-from cosmos_lab.run.integrity import META
-from cosmos_lab.run.launch import Damaged
+from cosmos_lab.run.integrity import META, Damaged
 
 _NAME = re.compile(r"step_(\d{6,})")
 _COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of TrainingState, in meta.json
@@ -195,7 +194,10 @@ def _fill(
         how = "with" if meta["sharded"] else "without"
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
     if meta["sharded"]:
-        launch.load_sharded(state.model, state.optimizer, path / "shards")
+        try:
+            launch.load_sharded(state.model, state.optimizer, path / "shards")
+        except OSError as error:
+            raise Damaged(str(error)) from error
     else:
         saved = _read_tensors(path / "state.pt", world.device)
         state.model.load_state_dict(saved["model"])

@@ -244,7 +244,7 @@ def test_labels_show_adam_lr_and_options_if_they_differ(tiny_run: RunConfig) -> 
 
 def test_a_wrong_option_is_found_before_anything_is_trained(tiny_run: RunConfig) -> None:
     wrong = ({**COSMOS, "options": ("ns_stepz=1",)}, {"optimizer": "adamm"}, {**ADAM, "model": "llama-13m"})
-    with pytest.raises(ValueError, match="3 of 4 runs cannot be made here") as error:
+    with pytest.raises(ValueError, match="because 3 of 4 runs are invalid") as error:
         quietly(grid(tiny_run, ADAM, *wrong))
     assert all(word in str(error.value) for word in ("run1: ", "ns_stepz", "run2: unknown optimizer", "no preset"))
     assert not Path(tiny_run.logging.out).exists()
@@ -317,13 +317,13 @@ def test_conflicts_with_finished_runs_are_all_found_before_anything_is_trained(t
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 3e-3}, {**COSMOS})
     quietly(runs[1:3])
     others = [run.replace(beta2=0.9) if run.run_name == "run1" else run.replace(clip=1.0) for run in runs]
-    with pytest.raises(ValueError, match="nothing was trained, since 2 of 4 runs cannot be made here") as error:
+    with pytest.raises(ValueError, match="no run was started because 2 of 4 runs are invalid") as error:
         quietly(others)
     assert "run1 was trained with beta2 0.98, this run asks for beta2 0.9" in str(error.value)
     assert "run2 was trained with clip None, this run asks for clip 1.0" in str(error.value)
     out = Path(tiny_run.logging.out)
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["run1", "run2"]
-    with pytest.raises(ValueError, match="since a run cannot be made here:\n.*run1 holds a run already"):
+    with pytest.raises(ValueError, match="or its folder holds another run:\n.*run1 holds a run already"):
         quietly([runs[0], runs[1].replace(resume="never")])
 
 

@@ -162,8 +162,10 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
         except ValueError as conflict:
             conflicts.append(f"{run.run_name}: {conflict}")
     if conflicts:
-        count = f"{len(conflicts)} of {len(runs)} runs" if len(conflicts) > 1 else "a run"
-        raise ValueError("\n  ".join([f"nothing was trained, since {count} cannot be made here:", *conflicts]))
+        found = "a run is invalid or its folder holds another run"
+        if len(conflicts) > 1:
+            found = f"{len(conflicts)} of {len(runs)} runs are invalid or their folders hold other runs"
+        raise ValueError("\n  ".join([f"no run was started because {found}:", *conflicts]))
     return summaries
 
 

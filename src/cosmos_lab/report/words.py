@@ -97,7 +97,7 @@ def missing_curves(task: Task) -> list[str]:
     few = [len(run.validation) for group in task.groups if group.shown for run in group.runs if run.validation]
     if few and max(few) < FEW_POINTS:
         notes.append(
-            f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, so its line says little about the way: "
+            f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, too few to show a curve: "
             "--val-every with fewer steps makes more."
         )
     return notes

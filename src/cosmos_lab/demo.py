@@ -6,18 +6,15 @@ at the best pair of rates of one grid, the same for all four: results/demo-tunin
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
-from cosmos_lab.report import write_report
-from cosmos_lab.report.words import listed, sure_gap, ties
+from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
 # Rates of the hidden matrices, and of embedding, head and norms.
@@ -75,30 +72,11 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     result = compare(list(runs.values()), report=False)
     if any(row["failures"] for row in result["rows"]):
         raise ValueError("a run of the demo failed (see the table)")
-    page = write_report([run.folder for run in runs.values()], Path(config.out) / "report", title="Demo", noise=NOISE)
-    losses = {row["optimizer"]: row["mean"] for row in result["rows"]}
-    print(f"\n{verdict(losses)}\nTook {time.perf_counter() - start:.0f} s.\n\n{_next_steps(page, runs['cosmos'])}")
+    folders = [run.folder for run in runs.values()]
+    page = write_report(folders, Path(config.out) / "report", title="Demo", noise=NOISE)
+    showed, seconds = describe_runs(folders, noise=NOISE), time.perf_counter() - start
+    print(f"\n{showed}\nTook {seconds:.0f} s.\n\n{_next_steps(page, runs['cosmos'])}")
     return result
-
-
-def verdict(losses: Mapping[str, float | None]) -> str:
-    """Say which optimizer ended lowest, and which ones one seed cannot tell from it; None is a run that diverged."""
-    ended = sorted((loss, name) for name, loss in losses.items() if loss is not None and math.isfinite(loss))
-    failed = [NAMES[name] for name, loss in losses.items() if loss is None or not math.isfinite(loss)]
-    tail = f" {listed(failed)} diverged." if failed else ""
-    if not ended:
-        return "No run ended with a finite loss."
-    best = ended[0][0]
-    close = ties([loss for loss, _ in ended], NOISE)
-    near, far = ([NAMES[name] for _, name in part] for part in (ended[:close], ended[close:]))
-    behind = f"; {listed(far)} ended higher" if far else ""
-    if len(near) == 1:
-        lead = "" if len(ended) == 1 else f", {ended[1][0] - best:.2f} below {NAMES[ended[1][1]]}"
-        return f"{near[0]} ended lowest: validation loss {best:.2f}{lead}.{tail}"
-    return (
-        f"{listed(near)} cannot be told apart here: their validation losses, {best:.2f} at best, differ by less than "
-        f"{sure_gap(NOISE):.2f}, and seeds alone make such differences{behind}.{tail}"
-    )
 
 
 def _next_steps(page: Path, run: RunConfig) -> str:

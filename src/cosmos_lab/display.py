@@ -55,6 +55,7 @@ class TrainDisplay:
     def __init__(self, config: RunConfig) -> None:
         self.name, self.steps = config.run_name, config.training.steps
         self._shown, self._rates = 0.0, (0, 0.0)
+        self.began = False  # whether there was a record
         self._bar: Any = None
 
     def __enter__(self) -> TrainDisplay:
@@ -70,9 +71,11 @@ class TrainDisplay:
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
+            self._bar.live.transient = not self.began  # leaves no bar of a run that was finished earlier
             self._bar.stop()
 
     def __call__(self, record: Mapping[str, Any]) -> None:
+        self.began = True
         if "about" in record:
             self._say(record["about"])
         elif "val_loss" in record:

@@ -64,14 +64,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return the text that `write_json` writes."""
+    """Return the text that `write_json` writes for a value without nan and inf."""
     return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, atomically."""
+    """Write `value` as JSON, atomically, with null for nan and inf."""
     with atomic_write(path) as out:
-        out.write(json_bytes(value))
+        out.write(json_bytes(finite(value)))
 
 
 def read_json(path: Path) -> Any:
@@ -88,6 +88,8 @@ def finite(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
     return value
 
 

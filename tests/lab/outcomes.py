@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import checkpoint, run_folder
+from cosmos_lab.results.reading import read_metrics
+from cosmos_lab.run import checkpoint
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 _CLOCKS = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
@@ -20,7 +21,7 @@ _CLOCKS = {"time", "tokens_per_s", "mfu", "memory_gb", "optimizer_ms"}
 
 def log_of(folder: Path) -> list[Any]:
     """Return a run's log without times and memory."""
-    return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in run_folder.read_metrics(folder)]
+    return [{k: v for k, v in record.items() if k not in _CLOCKS} for record in read_metrics(folder)]
 
 
 def outcome(config: RunConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:

@@ -54,6 +54,28 @@ def test_a_trained_run_can_be_reported_and_exported(
     assert json.loads((tmp_path / "llama" / "config.json").read_text())["model_type"] == "llama"
 
 
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        (["--optimizer", "soap", "--lr", "1e-3"], (1e-3, 1e-3)),
+        (["--optimizer=galore", "--lr=1e-3"], (1e-3, 1e-3)),
+        (["--optimizer", "soap"], (2e-3, 2e-3)),
+        (["--optimizer", "soap", "--lr", "1e-3", "--adam-lr", "2e-3"], (1e-3, 2e-3)),
+        (["--optimizer", "soap", "--lr", "1e-3", "--adam_lr=2e-3"], (1e-3, 2e-3)),
+        (["--optimizer", "muon", "--lr", "1e-3"], (1e-3, 2e-3)),
+        (["--lr", "1e-3"], (1e-3, 2e-3)),
+    ],
+)
+def test_adam_lr_follows_lr_if_the_recipe_gives_the_optimizer_one_rate(
+    flags: list[str], rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[RunConfig] = []
+    summary = {"status": "done"}
+    monkeypatch.setattr("cosmos_lab.run.train.train", lambda config, progress: asked.append(config) or summary)
+    assert main(["train", "llama-130m", "--out", str(tmp_path), *flags]) == 0
+    assert (asked[0].optimizer.lr, asked[0].optimizer.adam_lr) == rates
+
+
 def test_compare_runs_the_grid_asked_for(
     small: list[str], tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +91,26 @@ def test_compare_runs_the_grid_asked_for(
     assert f"The best rate is at the edge of the rates tried for cosmos ({edge}): one beyond" in out
     assert "2 of 3  tiny-cosmos-lr0.001-s3  running" in out
     assert re.search(r"^1 of 3 runs ended, about \d+:\d\d left$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ([], True),
+        (["--data", "data/wiki_t5", "--micro-batch", "8", "--seeds", "1,2", "--out", "elsewhere"], True),
+        (["--steps", "10"], False),
+        (["--val-tokens", "1024"], False),
+        (["--scale", "0.5"], False),
+        (["--extra", "muon:ns_steps=3"], False),
+    ],
+)
+def test_published_perplexities_are_shown_only_for_the_recipes_own_set_up(
+    flags: list[str], shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cosmos_lab.grid.compare.compare", lambda runs, **how: {"rows": []})
+    assert main(["compare", "llama-130m", *flags]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("published perplexity, on the paper's data: adam 21.28, ") if shown else not out
 
 
 def test_compare_runs_only_the_rows_and_fields_asked_for(

@@ -28,6 +28,16 @@ def test_a_run_shows_loss_speed_mfu_memory_and_time_left(
         assert text in out
 
 
+def test_a_run_that_was_finished_earlier_leaves_no_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(display, "has_rich", lambda: True)
+    with TrainDisplay(RunConfig().replace(name="mine")) as show:
+        pass
+    assert not show.began and "mine" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("rich", [True, False])
 def test_the_table_shows_status_and_numbers_of_every_run(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -84,6 +84,14 @@ def test_a_comparison_says_what_its_runs_were_made_with(tiny_run: RunConfig) -> 
     assert now["data"]["tokens"] > 0 and mixed["data"] == now["data"] and "be compared" not in format_result(mixed)
 
 
+def test_a_comparison_has_the_set_up_that_its_runs_have_in_common(tiny_run: RunConfig) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
+    found = table_of(runs, "final_val_loss")["set_up"]
+    expected = {"steps": 4, "batch": 8, "seq_len": 16, "schedule": "linear", "warmup": 0.1, "model": "tiny", "seed": 0}
+    assert {name: found.get(name) for name in expected} == expected
+    assert not {"optimizer", "lr", "rank", "name", "out"} & set(found)
+
+
 def test_the_table_says_that_runs_on_different_data_cannot_be_compared(tiny_run: RunConfig) -> None:
     """For example, one run was made before another shard was added: the table names both."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
@@ -179,6 +187,24 @@ def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pyt
     assert here["rows"][0]["values"] == result["rows"][0]["values"]
 
 
+@pytest.mark.parametrize(
+    ("devices", "gpus", "processes"),
+    [(["cpu"] * 3, 2, 3), (["auto"] * 3, 0, 3), (["auto"] * 3, 2, 2), (["cpu", "cuda"], 1, 1), (["auto"] * 3, 8, 3)],
+)
+def test_runs_on_gpus_are_at_most_as_many_as_gpus_and_the_output_says_so(
+    tiny_run: RunConfig, devices: list[str], gpus: int, processes: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    started = []
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(module, "_in_processes", lambda parallel, *more: started.append(parallel))
+    monkeypatch.setattr(module, "_one_by_one", lambda *more: started.append(1))
+    compare(grid(tiny_run, *({**ADAM, "lr": 1e-3 * i, "device": d} for i, d in enumerate(devices, 1))), parallel=3)
+    assert started == [processes]
+    said = f"--parallel 3 is reduced to {gpus}, the number of GPUs: each run has its own"
+    assert (said in capsys.readouterr().out) == (processes < 3)
+
+
 def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e30, "adam_lr": 1e30, "warmup": 0.0}, {**ADAM, "lr": 1e-3, "warmup": 0.0})
     result = quietly(runs)
@@ -218,7 +244,7 @@ def test_labels_show_adam_lr_and_options_if_they_differ(tiny_run: RunConfig) -> 
 
 def test_a_wrong_option_is_found_before_anything_is_trained(tiny_run: RunConfig) -> None:
     wrong = ({**COSMOS, "options": ("ns_stepz=1",)}, {"optimizer": "adamm"}, {**ADAM, "model": "llama-13m"})
-    with pytest.raises(ValueError, match="3 of 4 runs cannot be made here") as error:
+    with pytest.raises(ValueError, match="because 3 of 4 runs are invalid") as error:
         quietly(grid(tiny_run, ADAM, *wrong))
     assert all(word in str(error.value) for word in ("run1: ", "ns_stepz", "run2: unknown optimizer", "no preset"))
     assert not Path(tiny_run.logging.out).exists()
@@ -291,13 +317,13 @@ def test_conflicts_with_finished_runs_are_all_found_before_anything_is_trained(t
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3}, {**ADAM, "lr": 3e-3}, {**COSMOS})
     quietly(runs[1:3])
     others = [run.replace(beta2=0.9) if run.run_name == "run1" else run.replace(clip=1.0) for run in runs]
-    with pytest.raises(ValueError, match="nothing was trained, since 2 of 4 runs cannot be made here") as error:
+    with pytest.raises(ValueError, match="no run was started because 2 of 4 runs are invalid") as error:
         quietly(others)
     assert "run1 was trained with beta2 0.98, this run asks for beta2 0.9" in str(error.value)
     assert "run2 was trained with clip None, this run asks for clip 1.0" in str(error.value)
     out = Path(tiny_run.logging.out)
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["run1", "run2"]
-    with pytest.raises(ValueError, match="since a run cannot be made here:\n.*run1 holds a run already"):
+    with pytest.raises(ValueError, match="or its folder holds another run:\n.*run1 holds a run already"):
         quietly([runs[0], runs[1].replace(resume="never")])
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from cosmos_lab.data.batches import Batches, permutation, validation_batches
+from cosmos_lab.data.batches import Batches, permutation, validation_batches, validation_windows
 from cosmos_lab.data.shards import Shard
 from cosmos_lab.data.source import TokenSource, Vocabulary
 
@@ -244,15 +244,17 @@ def test_validation_windows_are_in_order_and_the_same_every_time(source: TokenSo
         assert targets == row[1:153].tolist()
     assert sum(tokens.numel() for tokens, _ in validation_batches(source, 4, 8, max_tokens=50)) == 48
     assert sum(tokens.numel() for tokens, _ in validation_batches(source, 4, 8, max_tokens=1)) == 8
+    assert [validation_windows(source, 8, limit) for limit in (None, 50, 1, 10_000)] == [19, 6, 1, 19]
 
 
-def test_ranks_get_equally_many_disjoint_validation_windows(source: TokenSource) -> None:
-    whole = torch.cat([tokens for tokens, _ in validation_batches(source, 1, 8)])
-    shares = [list(validation_batches(source, 4, 8, rank=rank, world=3)) for rank in range(3)]
-    assert len({tuple(len(tokens) for tokens, _ in share) for share in shares}) == 1
-    assert torch.equal(torch.cat([tokens for share in shares for tokens, _ in share]), whole[:18])
-    with pytest.raises(ValueError, match="fewer than the 30 ranks"):
-        validation_batches(source, 4, 8, world=30)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 30])
+def test_ranks_validate_on_the_same_windows_in_equally_many_batches(source: TokenSource, world: int) -> None:
+    whole = list(validation_batches(source, 4, 8))
+    shares = [list(validation_batches(source, 4, 8, rank=rank, world=world)) for rank in range(world)]
+    (count,) = {len(share) for share in shares}
+    in_turn = [share[turn][0] for turn in range(count) for share in shares]
+    assert all(torch.equal(found, tokens) for found, (tokens, _) in zip(in_turn, whole))
+    assert all(torch.equal(found, whole[-1][0]) for found in in_turn[len(whole) :]) and count == -(-len(whole) // world)
 
 
 def lines_run(function: Callable[[], object]) -> int:

@@ -1,10 +1,10 @@
 """The demo, shortened and on toy text: four runs, a table, a report, a sentence, commands that work."""
 
-import itertools
 import json
 import math
 import shlex
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -14,8 +14,7 @@ import pytest
 from benchmarks.demo_tuning import OPTIMIZERS, START, best_of, noise, tune, untried
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.demo import NOISE, RATES, VALIDATIONS, DemoConfig, demo, demo_run, verdict
-from cosmos_lab.report.words import sure_gap
+from cosmos_lab.demo import NOISE, RATES, VALIDATIONS, DemoConfig, demo, demo_run
 from cosmos_lab.results.reading import read_run, read_summary
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import train
@@ -44,11 +43,12 @@ def test_the_demo_ends_with_table_link_sentence_and_commands_that_work(
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith("Trains a tiny LLaMA") and "minutes" in out.splitlines()[1]
     assert list(result["best"]) == ["adam", "muon", "soap", "cosmos"]
-    assert "run 2 of 4" in out and "left" in out and verdict({r["optimizer"]: r["mean"] for r in result["rows"]}) in out
+    assert "run 2 of 4" in out and "left" in out
     (link,) = [line.removeprefix("Report: ") for line in out.splitlines() if line.startswith("Report: ")]
     page = Path(urlparse(link).path).read_text()
     assert link.startswith("file://") and page.startswith("<!")
-    assert ("cannot be told apart" in page) == ("cannot be told apart" in out)  # headline and last sentence agree
+    (said,) = [line for line in out.splitlines() if line.startswith("Of 4 optimizers, ")]
+    assert escape(said).replace(" %", "&nbsp;%") in page and "one seed each" not in said  # it knows the noise
     for name, rates in RATES.items():
         assert len(read_run(demo_run(name, *rates, config).folder).validation) >= 10
     evaluate, export, more = out[out.index("Next:") :].splitlines()[1:4]
@@ -70,24 +70,6 @@ def test_a_demo_of_one_step_shows_dashes_instead_of_times(
     demo(DemoConfig(out=str(tmp_path / "demo"), steps=1, data=lab_data))
     (adam,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("adam lr "))
     assert adam[6:8] == ["-", "-"]
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(RATES)))
-def test_the_last_sentence_names_the_winner_in_every_order(order: tuple[str, ...]) -> None:
-    names = {"adam": "AdamW", "muon": "Muon", "soap": "SOAP", "cosmos": "COSMOS"}
-    first, second, third, last = order
-    clear = {name: 5.0 + place for place, name in enumerate(order)}
-    assert verdict(clear) == f"{names[first]} ended lowest: validation loss 5.00, 1.00 below {names[second]}."
-    tied = {**clear, second: 5.0 + 0.9 * sure_gap(NOISE)}
-    assert verdict(tied).startswith(f"{names[first]} and {names[second]} cannot be told apart here")
-    assert verdict(tied).endswith(f"; {names[third]} and {names[last]} ended higher.")
-    assert verdict({**tied, last: None}).endswith(f"; {names[third]} ended higher. {names[last]} diverged.")
-
-
-def test_the_last_sentence_is_true_of_ties_and_failures() -> None:
-    assert verdict(dict.fromkeys(RATES, 5.0)).startswith("AdamW, COSMOS, Muon and SOAP cannot be told apart here")
-    assert verdict(dict.fromkeys(RATES)) == "No run ended with a finite loss."
-    assert verdict({"adam": None, "cosmos": 5.0}) == "COSMOS ended lowest: validation loss 5.00. AdamW diverged."
 
 
 def test_every_optimizer_runs_at_the_best_of_the_same_pairs() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import run_folder
+from cosmos_lab.results.reading import CONFIG
 from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.train import train
 
@@ -23,6 +23,14 @@ def test_the_mean_loss_over_positions_is_the_logged_loss(tiny_run: RunConfig) ->
     assert spans == [(1, 1), (2, 4), (5, 16)]
     whole = sum(part["loss"] * (part["last"] - part["first"] + 1) for part in result["positions"]) / 16
     assert whole == pytest.approx(result["val_loss"], abs=LOSS_TOL)
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_training_validates_on_the_text_that_evaluate_reads(tiny_run: RunConfig, micro_batch: int) -> None:
+    config = tiny_run.replace(val_tokens=31 * 16 + 5, micro_batch=micro_batch)  # 31 sequences and a part
+    summary, result = train(config), evaluate(config.folder, device="cpu")
+    assert result["tokens"] == 31 * 16
+    assert summary["final_val_loss"] == pytest.approx(result["val_loss"], abs=LOSS_TOL)
 
 
 def test_the_evaluate_command_shows_and_writes_the_losses_of_every_run(
@@ -52,7 +60,7 @@ def test_the_error_for_a_run_without_its_config_says_so(
     train(tiny_run.replace(steps=2))
     folder = tiny_run.folder
     for content in ("[]", "{", None):
-        (folder / run_folder.CONFIG).unlink() if content is None else (folder / run_folder.CONFIG).write_text(content)
+        (folder / CONFIG).unlink() if content is None else (folder / CONFIG).write_text(content)
         assert main(["evaluate", str(folder), "--device", "cpu"]) == 2
         assert f"cosmos-lab: {folder} has no readable config.json" in capsys.readouterr().err
 

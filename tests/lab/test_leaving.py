@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_lab.cli import main as cli
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import run_folder
+from cosmos_lab.results.reading import read_metrics
 from tests.lab.outcomes import start, wait_until
 from tests.lab.test_stopping import flags_of
 
@@ -69,7 +69,7 @@ def test_an_error_in_one_process_ends_both(tiny_run: RunConfig) -> None:
 def test_sigterm_ends_both_with_its_code(tiny_run: RunConfig) -> None:
     config = tiny_run.replace(steps=400, log_every=1)
     processes = start_two("-m", "cosmos_lab", *command(config))
-    wait_until(lambda: any(run_folder.read_metrics(Path(config.folder))), processes[0])
+    wait_until(lambda: any(read_metrics(Path(config.folder))), processes[0])
     for process in processes:
         process.send_signal(signal.SIGTERM)
     codes, errors = ends(processes)

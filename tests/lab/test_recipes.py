@@ -1,5 +1,7 @@
 """Recipes against the paper's text: tokens, rates, ranks; and what shrinking does."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
+from cosmos_lab.profile.config import PROFILES
 from cosmos_lab.recipes import RECIPES, get_recipe, label
 
 # Sizes are whole numbers of heads, blocks and sequences, so a shrunk recipe is off by rounding.
@@ -254,6 +257,13 @@ def test_another_optimizer_starts_as_the_recipe_runs_it() -> None:
     ours = recipe.start("cosmos").optimizer
     assert (ours.lr, ours.adam_lr, ours.rank, ours.gamma) == (5e-4, 2e-3, None, None)  # the library's own defaults
     assert recipe.start("normuon").optimizer.rank is None  # not in the paper: the set-up's own rates
+
+
+def test_the_documentation_lists_every_recipe_and_profile() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "lab.md").read_text().partition("## Recipes")[2].partition("\n## ")[0]
+    listed = [name.replace("*", "") for name in re.findall(r"`([a-z0-9*-]+)`", text)]
+    for name in (*RECIPES, *PROFILES):
+        assert name in listed or any(name.startswith(start) for start in listed if start.endswith("-")), name
 
 
 def test_an_unknown_recipe_gets_the_close_ones() -> None:

@@ -229,6 +229,41 @@ def test_settings_tell_methods_apart_and_models_are_never_ranked_together(tmp_pa
     ]  # fmt: skip
 
 
+def test_settings_of_one_optimizer_are_not_called_optimizers(tmp_path: Path, no_figures: None) -> None:
+    make_run(tmp_path / "runs" / "a", "cosmos", falling(2.5), rank=16)
+    make_run(tmp_path / "runs" / "b", "cosmos", falling(2.6), rank=64)
+    make_run(tmp_path / "runs" / "c", "cosmos", falling(2.7), rank=64, lr=2e-3)
+    make_run(tmp_path / "runs" / "d", "adam", falling(2.8))
+    folders = find_runs([tmp_path / "runs"])
+    assert summary(task_of(*folders)).startswith("Of 3 settings, each at the best rate tried, cosmos (rank 16) ended")
+    page = write_report(folders, tmp_path / "out").read_text()
+    assert "Best of each setting" in page and "Each setting at the best" in page and "best rate of each setting" in page
+    page = write_report([folders[1], folders[2], folders[3]], tmp_path / "other").read_text()
+    assert "Best of each optimizer" in page and "Of 2 optimizers" in page and "setting at" not in page
+
+
+def test_runs_are_ranked_together_by_the_content_of_their_data(tmp_path: Path) -> None:
+    """The same shards have other spellings in other folders; one spelling may have other shards later."""
+    texts = {"a": ("data/c4", "1", "2"), "b": ("/me/c4", "1", "2"), "c": ("data/c4", "1", "3"), "d": ("x", "4", "2")}
+    for seed, (name, (spelling, fingerprint, val)) in enumerate(texts.items()):
+        folder = make_run(tmp_path / name, "adam", falling(2.5), seed=seed, data=spelling)
+        about = json.loads((folder / "config.json").read_text())
+        write(folder, "config.json", about | {"data": {"fingerprint": fingerprint, "val_fingerprint": val}})
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
+    groups = [group for task in tasks for group in task.groups]
+    assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["c"], ["d"]]
+    assert [task.title for task in tasks] == [
+        "tiny · test · data data/c4 (hashes 1, 2)", "tiny · test · data data/c4 (hashes 1, 3)", "tiny · test · data x",
+    ]  # fmt: skip
+
+
+def test_without_hashes_runs_are_told_apart_by_the_spelling_of_their_data(tmp_path: Path) -> None:
+    for name, spelling in (("a", "data/c4"), ("b", "data/wiki")):
+        make_run(tmp_path / name, "adam", falling(2.5), data=spelling)
+    tasks, _ = arrange(map(read_run, find_runs([tmp_path])))
+    assert [task.title for task in tasks] == ["tiny · test · data data/c4", "tiny · test · data data/wiki"]
+
+
 def test_intervals_and_sharding_do_not_make_another_method(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "adam", falling(2.5), seed=0, val_every=2, sharding="ddp")
     make_run(tmp_path / "b", "adam", falling(2.6), seed=1, val_every=4, sharding="fsdp")

@@ -15,6 +15,7 @@ import pytest
 
 import cosmos_optim
 from cosmos_lab.config import RunConfig
+from cosmos_lab.results.reading import read_metrics
 from cosmos_lab.run import checkpoint, launch, run_folder, run_log
 from cosmos_lab.run.run_folder import finished
 from cosmos_lab.run.train import Trainer, train
@@ -141,7 +142,7 @@ def test_a_resume_may_change_the_rates_with_a_warning(tiny_run: RunConfig) -> No
     interrupt(config, 5)
     with pytest.warns(UserWarning, match="continues with lr 1e-05 instead of 0.002, adam_lr 1e-05 instead of 0.01"):
         train(config.replace(lr=1e-5, adam_lr=1e-5))
-    last = [record for record in run_folder.read_metrics(config.folder) if "lr" in record][-1]
+    last = [record for record in read_metrics(config.folder) if "lr" in record][-1]
     assert last["lr"] < 1e-5
 
 
@@ -159,10 +160,10 @@ def test_two_processes_do_not_train_in_one_folder(tiny_run: RunConfig) -> None:
 
 def test_a_run_killed_before_its_summary_repeats_no_step(tiny_run: RunConfig) -> None:
     train(tiny_run)
-    lines = list(run_folder.read_metrics(tiny_run.folder))
+    lines = list(read_metrics(tiny_run.folder))
     (tiny_run.folder / "summary.json").unlink()
     train(tiny_run)
-    assert list(run_folder.read_metrics(tiny_run.folder)) == lines
+    assert list(read_metrics(tiny_run.folder)) == lines
 
 
 def test_a_log_line_cut_short_is_dropped(tiny_run: RunConfig) -> None:
@@ -170,7 +171,7 @@ def test_a_log_line_cut_short_is_dropped(tiny_run: RunConfig) -> None:
     with (tiny_run.folder / "metrics.jsonl").open("a") as log:
         log.write('{"step": 7, "lo')
     train(tiny_run)
-    steps = [record["step"] for record in run_folder.read_metrics(tiny_run.folder) if "loss" in record]
+    steps = [record["step"] for record in read_metrics(tiny_run.folder) if "loss" in record]
     assert steps == list(range(1, 9))
 
 
@@ -200,7 +201,7 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_not_trained_again(
     def late(config: RunConfig) -> Any:
         return answers.pop() if answers else finished(config)
 
-    monkeypatch.setattr("cosmos_lab.run.train.finished", late)
+    monkeypatch.setattr(run_folder, "finished", late)
     assert train(tiny_run) == {**whole} and not answers
     assert {path: path.read_bytes() for path in tiny_run.folder.rglob("*") if path.is_file()} == before
 

@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import Decoder
-from cosmos_lab.run import build, checkpoint, launch, model_cache, run_folder
+from cosmos_lab.results.reading import read_metrics
+from cosmos_lab.run import build, checkpoint, launch, model_cache
 from cosmos_lab.run.train import Trainer, train
 
 
@@ -20,7 +21,7 @@ from cosmos_lab.run.train import Trainer, train
 def compiled(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunConfig]:
     """Return a compiled run of four steps; aot_eager traces as inductor does, without a C++ compiler."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, backend="aot_eager", **how))
+    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, **{**how, "backend": "aot_eager"}))
     model_cache.clear()
     torch._dynamo.reset()
     yield tiny_run.replace(compile="on", steps=4, diagnostics_every=0)
@@ -44,7 +45,7 @@ def trained(config: RunConfig) -> dict[str, torch.Tensor]:
 
 def log(config: RunConfig) -> list[Any]:
     """Return every loss of a run's log, to the last bit."""
-    lines = run_folder.read_metrics(config.folder)
+    lines = read_metrics(config.folder)
     return [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
 
 
@@ -72,6 +73,19 @@ def test_a_second_run_compiles_nothing_and_gives_the_same_bits(compiled: RunConf
     for seed in (1, 0):  # the run before one differs in optimizer, then in seed
         assert same(compiled.replace(name=f"again{seed}", seed=seed), expected[seed])
     assert graphs() == before
+
+
+@pytest.mark.parametrize("how", ["on", "blocks"])
+def test_a_smaller_last_validation_batch_compiles_nothing(compiled: RunConfig, how: Any) -> None:
+    config = compiled.replace(compile=how)
+    found = []
+    for windows in (32, 35):  # batches of 8
+        model_cache.clear()
+        torch._dynamo.reset()
+        before = graphs()
+        train(config.replace(name=f"{how}{windows}", val_tokens=16 * windows))
+        found.append(graphs() - before)
+    assert found[0] == found[1] > 0
 
 
 def test_a_diverged_or_interrupted_run_does_not_change_later_runs(compiled: RunConfig) -> None:

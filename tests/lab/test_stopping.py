@@ -14,7 +14,8 @@ from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as comparison
 from cosmos_lab.grid.compare import compare
-from cosmos_lab.run import run_folder, stopping
+from cosmos_lab.results.reading import read_metrics
+from cosmos_lab.run import stopping
 from cosmos_lab.run.stopping import Stopped, watch
 from cosmos_lab.run.train import train
 from tests.lab.outcomes import assert_same, at_step, log_of, outcome, send, start, wait_until
@@ -55,7 +56,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_same_command_continues(tiny_run:
     command = ["train", "tiny", *flags_of(config)]
     folder = config.folder
     process = start("-m", "cosmos_lab", *command)
-    wait_until(lambda: any(run_folder.read_metrics(folder)), process)
+    wait_until(lambda: any(read_metrics(folder)), process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does, to the process and to its group
     error = process.communicate()[1]
@@ -174,7 +175,7 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
 
     def signalled(job: Any, *rest: Any) -> bool:
         processes.add(job.process)
-        if not told and all(any(run_folder.read_metrics(out / name)) for name in names):
+        if not told and all(any(read_metrics(out / name)) for name in names):
             told.append(send(signal.SIGTERM))
         return poll(job, *rest)
 

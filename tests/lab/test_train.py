@@ -10,7 +10,8 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import write_shard
-from cosmos_lab.run import build, checkpoint, run_folder
+from cosmos_lab.results.reading import read_metrics
+from cosmos_lab.run import build, checkpoint
 from cosmos_lab.run.train import train
 
 # Gradients of micro-batches are added in another order: fp32 rounding, through eight steps.
@@ -26,7 +27,7 @@ SUMMARY_KEYS = {
 
 
 def records(config: RunConfig, key: str) -> list[dict]:
-    return [record for record in run_folder.read_metrics(config.folder) if key in record]
+    return [record for record in read_metrics(config.folder) if key in record]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "cosmos"])
@@ -53,7 +54,7 @@ def test_the_run_folder_holds_the_config_every_log_line_and_the_summary(tiny_run
     assert [line["step"] for line in records(tiny_run, "val_loss")] == [4, 8]
     assert summary["final_val_ppl"] == pytest.approx(math.exp(summary["final_val_loss"]))
     assert summary["final_train_loss"] == pytest.approx(lines[-1]["loss"])
-    assert "20,000 tokens" in seen[0]["about"] and seen[1:] == list(run_folder.read_metrics(folder))
+    assert "20,000 tokens" in seen[0]["about"] and seen[1:] == list(read_metrics(folder))
 
 
 def test_cosmos_diagnostics_name_every_hidden_matrix(tiny_run: RunConfig) -> None:
@@ -121,7 +122,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
     config = tiny_run.replace(steps=60, checkpoint_every=0, val_every=0)
     losses = [train(config.replace(log_every=n, name=f"log{n}"))["final_train_loss"] for n in (1, 7, 0)]
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
-    lines = [r["loss"] for r in run_folder.read_metrics(Path(config.logging.out) / "log1") if "loss" in r]
+    lines = [r["loss"] for r in read_metrics(Path(config.logging.out) / "log1") if "loss" in r]
     assert losses[0] == pytest.approx(sum(lines[-3:]) / 3, rel=1e-5)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cosmos_lab.config import RunConfig
+from cosmos_lab.results.reading import read_metrics
 from cosmos_lab.run import checkpoint, run_folder
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import Trainer, train
@@ -55,7 +56,7 @@ def on_ranks(count: int, work: Callable[[], Any], timeout: float = 120.0) -> Non
 
 
 def losses(config: RunConfig) -> list[float]:
-    lines = run_folder.read_metrics(config.folder)
+    lines = read_metrics(config.folder)
     return [record.get("loss", record.get("val_loss")) for record in lines if "diagnostics" not in record]
 
 
@@ -68,6 +69,32 @@ def test_two_processes_train_as_one(tiny_run: RunConfig, sharding: str, optimize
     two = base.replace(name="two", sharding=sharding)
     on_ranks(2, lambda: train(two))
     assert losses(two) == pytest.approx(losses(base.replace(name="one")), rel=DISTRIBUTED_TOLERANCE)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("windows", [2, 27])
+def test_the_validation_text_does_not_depend_on_the_processes(tiny_run: RunConfig, sharding: str, windows: int) -> None:
+    """27 sequences are 14 batches of two, the last one smaller, so that one of three processes repeats it."""
+    base = tiny_run.replace(batch=12, micro_batch=2, steps=1, val_tokens=16 * windows, checkpoint_every=1)
+    train(base.replace(name="one"))
+    three = base.replace(name="three", sharding=sharding)
+    on_ranks(3, lambda: train(three))
+    assert losses(three) == pytest.approx(losses(base.replace(name="one")), rel=DISTRIBUTED_TOLERANCE)
+
+
+def test_the_first_of_two_processes_decides_whether_a_run_is_finished(tiny_run: RunConfig) -> None:
+    """A network disk may show a file to one process later than to another."""
+    config = tiny_run.replace(steps=2, sharding="ddp")
+    summary = train(config)
+    before = {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")}
+
+    def look() -> None:
+        if os.environ["RANK"] == "1":
+            run_folder.read_summary = lambda folder: None  # type: ignore[assignment]
+        assert train(config) == summary
+
+    on_ranks(2, look, timeout=30.0)
+    assert {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")} == before
 
 
 def told(config: RunConfig, stop: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.io import json_bytes
-from cosmos_lab.run import checkpoint, launch
+from cosmos_lab.run import checkpoint, integrity, launch
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.conftest import tiny_config, write_text
 from tests.lab.test_train_distributed import on_ranks
@@ -135,7 +135,7 @@ def check_damages(config: RunConfig, count: int, seed: int) -> None:
                 done = world.gather(done)[0]
                 kinds[done.split()[0]] += 1
                 try:
-                    with pytest.raises(launch.Damaged) as caught:
+                    with pytest.raises(integrity.Damaged) as caught:
                         checkpoint.resume(place, trainer.state, trainer.identity, world, None, skip_damaged=False)
                 except BaseException as error:
                     raise AssertionError(f"damage {index} of seed {seed}, {done}: not refused, {error!r}") from error

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from cosmos_lab.cli import commands  # noqa: F401
 from cosmos_lab.cli.main import main as command_line
 from cosmos_lab.config import RunConfig
-from cosmos_lab.run import checkpoint, integrity, run_folder, train  # noqa: F401
+from cosmos_lab.results.reading import read_metrics
+from cosmos_lab.run import checkpoint, integrity, train  # noqa: F401
 from tests.lab.conftest import tiny_config, write_text
 from tests.lab.outcomes import assert_same, log_of
 from tests.soak.damage import damage
@@ -142,7 +143,7 @@ class Story:
         return Ranks(["train", "tiny", *words, *more], self.ranks, said)
 
     def _step(self) -> int:
-        return max((record["step"] for record in run_folder.read_metrics(self.config.folder)), default=0)
+        return max((record["step"] for record in read_metrics(self.config.folder)), default=0)
 
     def _log_file(self) -> int:
         """Return the number of the log's file, of which each start makes a new one."""

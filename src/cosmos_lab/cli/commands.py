@@ -37,6 +37,11 @@ def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, rest
 
 
+def _given(arguments: list[str], flag: str) -> bool:
+    """Tell whether the arguments have a flag, written with hyphens or underscores."""
+    return f"--{flag}" in (word.partition("=")[0].replace("_", "-") for word in arguments)
+
+
 def _take_recipe(arguments: list[str], command: str, default: Any) -> tuple[Recipe, str, list[str]]:
     """Return the recipe that the first argument names (shrunk by ``--scale``), its description, and the rest.
 
@@ -63,22 +68,25 @@ def _take_recipe(arguments: list[str], command: str, default: Any) -> tuple[Reci
 def train_command(arguments: list[str]) -> None:
     """Train one run: cosmos-lab train RECIPE [flags]."""
     from cosmos_lab.display import TrainDisplay
-    from cosmos_lab.run.run_folder import finished
     from cosmos_lab.run.train import train
 
     recipe, about, rest = _take_recipe(arguments, "train", RunConfig())
     optimizer, rest = _take_flag(rest, "--optimizer")
     default = recipe.config if optimizer is None else recipe.start(optimizer)
     config = flags.parse(default, rest, prog=f"cosmos-lab train {recipe.name}", description=about)
-    summary = finished(config.check())
-    earlier = " earlier" if summary is not None else ""
-    if summary is None:
-        with TrainDisplay(config) as display:
-            summary = train(config, progress=display)
+    if default.optimizer.adam_lr == default.optimizer.lr and not _given(rest, "adam-lr"):
+        config = config.replace(adam_lr=config.optimizer.lr)  # the recipe gives this optimizer one rate
+    with TrainDisplay(config) as display:
+        summary = train(config, progress=display)
+    earlier = "" if display.began else " earlier"
     if os.environ.get("RANK", "0") != "0":
         return
     result = ", ".join(f"{key} {summary[key]:.4g}" for key in ("final_val_loss", "final_val_ppl") if summary.get(key))
     print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {config.folder}")
+
+
+# Fields that leave the paper's perplexities comparable with a run's; the text may differ, and the line says so.
+_COMPARABLE = {"data", "micro_batch", "sharding", "val_every", "deterministic", "checkpointing"}
 
 
 def compare_command(arguments: list[str]) -> None:
@@ -90,8 +98,7 @@ def compare_command(arguments: list[str]) -> None:
     default = flags.CompareCommand(run=recipe.config)
     asked = flags.parse(default, rest, prog=f"cosmos-lab compare {recipe.name}", description=about)
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
-        given = any(word == f"--{one}" or word.startswith(f"--{one}=") for word in rest)
-        if given or asked.run.get(one) != recipe.config.get(one):
+        if _given(rest, one) or asked.run.get(one) != recipe.config.get(one):
             raise ValueError(f"a comparison takes --{many}, not --{one}")
     if asked.run.logging.name != recipe.config.logging.name:
         raise ValueError("a comparison names its runs itself: choose their folder with --out instead of --name")
@@ -110,8 +117,11 @@ def compare_command(arguments: list[str]) -> None:
     result = compare(
         runs, metric=recipe.metric, parallel=options.parallel, minutes=options.minutes, report=options.report
     )
-    if recipe.published and recipe.config == get_recipe(recipe.name).config:
-        print("published perplexity: " + ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items()))
+    own = get_recipe(recipe.name).config.identity()
+    changed = {name for name, value in asked.run.identity().items() if value != own[name]}
+    if recipe.published and changed <= _COMPARABLE and not options.extra:
+        listed = ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items())
+        print(f"published perplexity, on the paper's data: {listed}")
     if failed := sum(len(row["failures"]) for row in result["rows"]):
         raise ValueError(f"{failed} of {len(runs)} runs failed (see the table); the same command tries them again")
 

@@ -118,25 +118,27 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint64(31))
 
 
+def validation_windows(source: TokenSource, seq_len: int, max_tokens: int | None = None) -> int:
+    """Return the number of windows to validate with: as many as `max_tokens` targets hold, and at least one."""
+    count = _windows(source, seq_len)
+    return count if max_tokens is None else min(count, max(1, max_tokens // seq_len))
+
+
 def validation_batches(
     source: TokenSource, batch: int, seq_len: int, max_tokens: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
     """Return the first windows of `source` in order, the same at every call; the last batch may be smaller.
 
-    `max_tokens` limits the targets over all ranks (at least one window per rank). Ranks get equally many windows, so
-    that collectives in the model's forward pass match; up to `world - 1` windows at the end go unused.
+    `validation_windows` says how many. Ranks take turns: batch k is that of rank k % world. All get equally
+    many, so that collectives in the model's forward pass match: a rank with none left gets the last batch again, which
+    must not be counted twice.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ValueError(f"batch is {batch}, rank {rank} of {world}; batch must be at least 1 and rank below world")
-    count = _windows(source, seq_len)
-    if max_tokens is not None:
-        count = min(count, max(max_tokens // seq_len, world))
-    share = count // world
-    if not share:
-        raise ValueError(f"{source.name} has {count} windows of {seq_len} tokens, fewer than the {world} ranks")
-    last = (rank + 1) * share
-    ranges = ((start, min(start + batch, last)) for start in range(rank * share, last, batch))
-    rows = (source.read(start * seq_len, stop * seq_len + 1) for start, stop in ranges)
+    count = validation_windows(source, seq_len, max_tokens)
+    starts = range(0, count, batch)
+    own = (starts[min(turn + rank, len(starts) - 1)] for turn in range(0, len(starts), world))
+    rows = (source.read(start * seq_len, min(start + batch, count) * seq_len + 1) for start in own)
     return (_as_batch(row.astype(np.int64), seq_len) for row in rows)
 
 

@@ -23,7 +23,7 @@ import torch
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, table_of
-from cosmos_lab.io import finite, write_json
+from cosmos_lab.io import write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
@@ -89,7 +89,8 @@ def compare(
         minutes: start no run that would end later than this after the call (0: no limit); the same call continues.
         show: print the live table, the result and where the report is.
 
-    Returns what compare.json holds: {"metric", "rows": [...], "best": {optimizer: label}}; a row is one variant.
+    Returns what compare.json holds: {"metric", "set_up": {field: value that all runs share}, "rows": [...],
+    "best": {optimizer: label}, ...}; a row is one variant.
     """
     if not runs:
         raise ValueError("nothing to compare: the grid has no runs")
@@ -99,6 +100,11 @@ def compare(
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two runs are called {twice[0]!r}; give them different names")
     budget, summaries = Budget(minutes), _finished(runs)
+    gpus = torch.cuda.device_count() if any(run.training.device != "cpu" for run in runs) else 0
+    if gpus and parallel > gpus:
+        if show:
+            print(f"--parallel {parallel} is reduced to {gpus}, the number of GPUs: each run has its own")
+        parallel = gpus
     failures: dict[str, str] = {}
     try:
         with TableDisplay(runs, show) as display, watch() as request:
@@ -106,7 +112,7 @@ def compare(
                 if summary is not None:
                     display.update(row, summary["status"], _as_record(summary))
             missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
-            train_all = _one_by_one if parallel <= 1 else partial(_in_processes, parallel)
+            train_all = _one_by_one if parallel <= 1 else partial(_in_processes, parallel, gpus > 0)
             train_all(missing, display, budget, request, failures)
     except Stopped:
         _conclude(runs, metric, failures, show)
@@ -123,7 +129,7 @@ def compare(
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
     """Rank the runs, write compare.json and print the table."""
     result = table_of(runs, metric, failures)
-    write_json(Path(runs[0].logging.out) / RESULT, finite(result))
+    write_json(Path(runs[0].logging.out) / RESULT, result)
     if show:
         print(format_result(result))
     return result
@@ -156,8 +162,10 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
         except ValueError as conflict:
             conflicts.append(f"{run.run_name}: {conflict}")
     if conflicts:
-        count = f"{len(conflicts)} of {len(runs)} runs" if len(conflicts) > 1 else "a run"
-        raise ValueError("\n  ".join([f"nothing was trained, since {count} cannot be made here:", *conflicts]))
+        found = "a run is invalid or its folder holds another run"
+        if len(conflicts) > 1:
+            found = f"{len(conflicts)} of {len(runs)} runs are invalid or their folders hold other runs"
+        raise ValueError("\n  ".join([f"no run was started because {found}:", *conflicts]))
     return summaries
 
 
@@ -201,11 +209,11 @@ class _Job:
 
 
 def _in_processes(
-    parallel: int, runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request, failures: dict[str, str]
-) -> None:
-    """Train up to ``parallel`` runs at a time, each in its own process and on its own GPU."""
-    gpus = torch.cuda.device_count()
-    slots = list(range(min(parallel, gpus) if gpus else parallel))
+    parallel: int, own_gpu: bool, runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request,
+    failures: dict[str, str],
+) -> None:  # fmt: skip
+    """Train up to ``parallel`` runs at a time, each in its own process and, with ``own_gpu``, on its own GPU."""
+    slots = range(parallel)
     waiting = list(runs)
     jobs: list[_Job] = []
     signalled: list[_Job] = []
@@ -217,7 +225,7 @@ def _in_processes(
                     display.update(row, NOT_STARTED)
                     continue
                 slot = next(slot for slot in slots if slot not in {job.slot for job in jobs})
-                jobs.append(_start(row, run, slot, gpus > 0))
+                jobs.append(_start(row, run, slot, own_gpu))
                 display.update(row, "running")
             time.sleep(_POLL_S)
             if request.signum and not signalled:

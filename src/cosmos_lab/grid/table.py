@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import format_table, rate
-from cosmos_lab.results.ranking import Group, best_of, group_runs
+from cosmos_lab.results.ranking import Group, at_edge, best_of, group_runs
 from cosmos_lab.results.reading import Run, read_run
 
 NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
@@ -32,6 +32,7 @@ def table_of(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str]
     return {
         "recipe": runs[0].logging.recipe,
         "metric": metric,
+        "set_up": _common([run.identity() for run in runs]),
         **_made_with(found),
         "rows": rows,
         "best": {optimizer: _label(group) for optimizer, group in best.items()},
@@ -45,6 +46,11 @@ def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
     about = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
     config = {**run.config, "config": asked.flat()}
     return replace(run, name=asked.run_name, status=status, config=config, **about)  # type: ignore[arg-type]
+
+
+def _common(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that all runs share: length, batch, schedule and more."""
+    return {name: value for name, value in settings[0].items() if all(one[name] == value for one in settings)}
 
 
 def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
@@ -65,13 +71,9 @@ def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _edge(group: Group, groups: Sequence[Group]) -> str | None:
-    """Say if a group's rate is the lowest or the highest of its method, once all of its runs have ended."""
-    tried = [other for other in groups if other.method == group.method]
-    rates = {other.lr for other in tried if other.lr is not None}
-    ended = all(run.status in ("done", "diverged") for other in tried for run in other.runs)
-    if not ended or len(rates) < 2 or group.lr not in (min(rates), max(rates)):
-        return None
-    return "lowest" if group.lr == min(rates) else "highest"
+    """Say if a group's rate is at the edge of those tried, once all runs of its method have ended."""
+    tried = [run for other in groups if other.method == group.method for run in other.runs]
+    return at_edge(group, groups) if all(run.status in ("done", "diverged") for run in tried) else None
 
 
 def _label(group: Group) -> str:

@@ -25,7 +25,7 @@ class Recipe:
     config: RunConfig  # the set-up, which is also the best COSMOS run: ``train`` starts from it
     grid: tuple[Variant, ...]  # the runs, each as the fields in which it differs; ``compare`` makes them all
     metric: str = "final_val_loss"
-    published: Mapping[str, float] = field(default_factory=dict)  # the paper's results, by the label of a run's variant
+    published: Mapping[str, float] = field(default_factory=dict)  # perplexities by optimizer or variant's label
 
     def start(self, optimizer: str) -> RunConfig:
         """Return the set-up with another optimizer, as the grid runs it, at the middle one of its rates."""

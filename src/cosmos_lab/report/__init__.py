@@ -42,10 +42,10 @@ def write_report(
     return page
 
 
-def describe_runs(runs: Sequence[Path]) -> str:
-    """Say what the runs showed, in the page's sentence, one for each model and recipe."""
+def describe_runs(runs: Sequence[Path], *, noise: float | None = None) -> str:
+    """Say what the runs showed, in the page's sentence, one for each model and recipe; ``noise`` is as for the page."""
     tasks, _ = arrange(map(read_run, find_runs(runs)))
-    return " ".join(f"{task.title}: {summary(task)}" if len(tasks) > 1 else summary(task) for task in tasks)
+    return " ".join(f"{task.title}: " * (len(tasks) > 1) + summary(task, noise) for task in tasks)
 
 
 def _figures(specs: Sequence[Sequence[Section | HeatSection]], folder: Path) -> str | None:

@@ -81,9 +81,9 @@ def _lead(tasks: Sequence[Task], misfits: Sequence[Run], noise: float | None) ->
 def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn: bool, titled: bool) -> str:
     """Return the part of the page about one task, with a heading if there are several."""
     cautions = "".join(f"<li>{escape(note)}</li>" for note in words.cautions(task))
-    best = tables.table(task, task.ranking, "Best of each optimizer", state=False) if task.ranking else ""
+    best = tables.table(task, task.ranking, f"Best of each {task.kind}", state=False) if task.ranking else ""
     best += f'<ul class="cautions">{cautions}</ul>' if cautions else ""
-    parts = [("Results", "Each optimizer at the best learning rate tried." if task.sweeps else "", best)]
+    parts = [("Results", f"Each {task.kind} at the best learning rate tried." if task.sweeps else "", best)]
     of = "COSMOS diagnostics" if any(group.optimizer.startswith("cosmos") for group in task.groups) else "Diagnostics"
     missing = {"curves": words.missing_curves(task), "sweep": [], "heat": [words.missing_diagnostics(task)]}
     for name, head in (("curves", "Loss curves"), ("sweep", "Learning-rate sweep"), ("heat", of)):
@@ -96,7 +96,7 @@ def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn:
         parts.append((head, hint + saved, content))
     if len(task.ranking) != len(task.groups):
         every = tables.table(task, task.groups, "All settings", state=True)
-        parts.append(("All settings", "★ marks the best of each optimizer.", every))
+        parts.append(("All settings", f"★ marks the best rate of each {task.kind}.", every))
     level = "h3" if titled else "h2"
     sections = "".join(
         f'<section><div class="head"><{level}>{head}</{level}><p>{about}</p></div>{content}</section>'

@@ -8,8 +8,8 @@ from html import escape
 
 from cosmos_lab.display import count, seconds, significant, size
 from cosmos_lab.report.style import looks_of
-from cosmos_lab.report.words import at_edge, reason, unequal
-from cosmos_lab.results.ranking import Group, Spread, Task
+from cosmos_lab.report.words import reason, unequal
+from cosmos_lab.results.ranking import Group, Spread, Task, at_edge
 from cosmos_lab.results.reading import Run
 
 Form = Callable[[float], str]
@@ -78,9 +78,10 @@ def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str
 def _row(task: Task, group: Group, columns: Iterable[Column], has: tuple[bool, bool, bool], first: bool) -> str:
     """Return one row; ``has`` tells which of the columns name, seeds and state there are."""
     named, seeds, state = has
-    edge = at_edge(task, group) if group.best else ""
+    edge = at_edge(group, task.groups) if group.best else None
     starred = state and group.best
-    star = '<span class="star" title="best of this optimizer"> ★<span hidden> best</span></span>' if starred else ""
+    best = f"best rate of this {task.kind}"
+    star = f'<span class="star" title="{best}"> ★<span hidden> best</span></span>' if starred else ""
     hint = f' <span class="pm" title="the {edge} rate tried: one beyond it may be better">{edge}</span>' if edge else ""
     rate_text = escape(group.label.removeprefix(group.method).strip())
     look = looks_of(task)[group.method]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cosmos_lab.display import count, rate, significant
-from cosmos_lab.results.ranking import Group, Task
+from cosmos_lab.results.ranking import Group, Task, at_edge
 from cosmos_lab.results.reading import METRICS, Run
 
 _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
@@ -47,7 +47,7 @@ def summary(task: Task, noise: float | None = None) -> str:
         return f"These runs are not ranked, because {lengths}: compare runs of the same length."
     if not rest:
         return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
-    field = f"Of {len(ranking)} optimizers" + (", each at the best rate tried" if task.sweeps else "")
+    field = f"Of {len(ranking)} {task.kind}s" + (", each at the best rate tried" if task.sweeps else "")
     if any(len(group.counted) > 1 for group in ranking):
         noise = None  # these seeds tell more
     if noise is not None and (near := ties([task.score(group) for group in ranking], noise)) > 1:
@@ -64,7 +64,7 @@ def cautions(task: Task) -> list[str]:
     if states := Counter(run.status for group in task.groups for run in group.runs if run.status != "done"):
         total = sum(len(group.runs) for group in task.groups)
         notes.append(f"Of {total} runs, " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())) + ".")
-    if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(task, group))]:
+    if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(group, task.groups))]:
         notes.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}.")
     if {len(group.counted) for group in task.ranking} == {1} and len(task.ranking) > 1:
         notes.append("One seed each: small differences may be chance.")
@@ -97,7 +97,7 @@ def missing_curves(task: Task) -> list[str]:
     few = [len(run.validation) for group in task.groups if group.shown for run in group.runs if run.validation]
     if few and max(few) < FEW_POINTS:
         notes.append(
-            f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, so its line says little about the way: "
+            f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, too few to show a curve: "
             "--val-every with fewer steps makes more."
         )
     return notes
@@ -118,14 +118,6 @@ def unreadable(runs: Sequence[Run]) -> str:
 def reason(run: Run) -> str:
     """Say why a folder cannot be shown."""
     return "; ".join(run.notes) or "config.json names no optimizer"
-
-
-def at_edge(task: Task, group: Group) -> str:
-    """Say if a best group's rate is the lowest or highest of a sweep, so that one outside may be better."""
-    line = [other.lr for other in task.sweeps.get(group.method, ()) if other.lr is not None]
-    if len(set(line)) < 2 or group.lr is None:
-        return ""
-    return "lowest" if group.lr == min(line) else "highest" if group.lr == max(line) else ""
 
 
 def _value(task: Task, group: Group) -> str:

@@ -105,6 +105,11 @@ class Task:
         return list(dict.fromkeys(group.method for group in self.groups))
 
     @property
+    def kind(self) -> str:
+        """Return what the methods are: optimizers, or settings if an optimizer has several."""
+        return "setting" if len(self.methods) > len({group.optimizer for group in self.groups}) else "optimizer"
+
+    @property
     def score_key(self) -> str:
         return "final_val_loss" if self.validated else "final_train_loss"
 
@@ -144,6 +149,15 @@ def best_of(groups: Iterable[Group], key: str, by: Callable[[Group], str]) -> di
         if group.complete and math.isfinite(score) and (name not in best or score < best[name].score(key)):
             best[name] = group
     return best
+
+
+def at_edge(group: Group, groups: Iterable[Group]) -> str | None:
+    """Say if a group's rate is the lowest or highest tried of its method, so that one beyond it may be better."""
+    own = [other.lr for other in groups if other.method == group.method]
+    rates = {lr for lr in own if lr is not None and 0 < lr < math.inf}
+    if len(rates) < 2 or group.lr not in (min(rates), max(rates)):
+        return None
+    return "lowest" if group.lr == min(rates) else "highest"
 
 
 def _config(run: Run) -> Mapping[str, Any]:
@@ -196,20 +210,42 @@ def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
     misfits = []
     for run in runs:
         if run.optimizer:
-            extra = [json.dumps(resolved(run, key), default=str).strip('"') for key in _TASK]
-            buckets.setdefault((run.model, run.recipe, *extra), []).append(run)
+            extra = [_text(run) if key == "data" else _spelled(run, key) for key in _TASK]
+            members = buckets.setdefault((run.model, run.recipe, *extra), [])
+            # Another spelling of the same text makes no other method.
+            same = {**_config(run), "data": _config(members[0]).get("data")} if members else _config(run)
+            members.append(replace(run, config={**run.config, "config": same}))
         else:
             misfits.append(run)
-    titles = _titles(list(buckets))
+    titles = _titles({key: _spelled(members[0], "data") for key, members in buckets.items()})
     return [_task(title, members) for title, members in zip(titles, buckets.values(), strict=True)], misfits
 
 
-def _titles(keys: Sequence[tuple[str, ...]]) -> list[str]:
-    """Name tasks by model and recipe (the recipe alone if it names the model), and what else distinguishes them."""
+def _spelled(run: Run, key: str) -> str:
+    return json.dumps(resolved(run, key), default=str).strip('"')
+
+
+def _text(run: Run) -> str:
+    """Return the hashes of what a run trained on and validated with, or the spelling of --data if it has none."""
+    about = run.config.get("data")
+    hashes = [about.get(name) for name in ("fingerprint", "val_fingerprint")] if isinstance(about, Mapping) else []
+    return ", ".join(map(str, filter(None, hashes))) or _spelled(run, "data")
+
+
+def _titles(spellings: Mapping[tuple[str, ...], str]) -> list[str]:
+    """Name tasks by model and recipe (the recipe alone if it names the model), and what else distinguishes them.
+
+    ``spellings`` has the tasks and how each spells its data, which gets its hashes if another task spells it alike.
+    """
     titles = []
-    for model, recipe, *own in keys:
-        rivals = [other[2:] for other in keys if other[:2] == (model, recipe)]
-        extra = [f"{name} {own[i]}" for i, name in enumerate(_TASK) if len({rival[i] for rival in rivals}) > 1]
+    for key, spelling in spellings.items():
+        model, recipe, *own = key
+        rivals = {other[2:]: data for other, data in spellings.items() if other[:2] == (model, recipe)}
+        at = _TASK.index("data")
+        alike = {rival[at] for rival, data in rivals.items() if data == spelling}
+        shown = [*own]
+        shown[at] = f"{spelling} (hashes {own[at]})" if len(alike) > 1 and own[at] != spelling else spelling
+        extra = [f"{name} {shown[i]}" for i, name in enumerate(_TASK) if len({rival[i] for rival in rivals}) > 1]
         titles.append(" · ".join(filter(None, ("" if recipe.startswith(model) else model, recipe, *extra))) or "runs")
     return titles
 

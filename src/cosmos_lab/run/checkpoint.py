@@ -29,11 +29,10 @@ from torch import nn
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import disk_error, first_line, read_json, write_json
+from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.run import integrity, launch
-from cosmos_lab.run.integrity import META
-from cosmos_lab.run.launch import Damaged
+from cosmos_lab.run.integrity import META, Damaged
 
 _NAME = re.compile(r"step_(\d{6,})")
 EARLIER = {"weights": "fp32"}  # what runs had before they could choose it
@@ -196,7 +195,10 @@ def _fill(
         how = "with" if meta["sharded"] else "without"
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
     if meta["sharded"]:
-        launch.load_sharded(state.model, state.optimizer, path / "shards")
+        try:
+            launch.load_sharded(state.model, state.optimizer, path / "shards")
+        except OSError as error:
+            raise Damaged(str(error)) from error
     else:
         saved = _read_tensors(path / "state.pt", world.device)
         state.model.load_state_dict(saved["model"])
@@ -319,7 +321,7 @@ def _write_meta(
         "files": dict(files),
     }
     if world.main:
-        write_json(folder / META, integrity.seal(meta))
+        write_json(folder / META, integrity.seal(finite(meta)))  # loss_sum may be nan
 
 
 def _save(path: Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_lab.io import json_bytes
-from cosmos_lab.run.launch import Damaged
+from cosmos_lab.run.launch import Shared
 
 META = "meta.json"
 _PART, _READ = 2**24, 2**20  # bytes that one thread hashes, and that it reads at a time
@@ -27,6 +27,10 @@ _THREADS = min(8, os.cpu_count() or 1)
 # What meta.json has without hashes, in checkpoints of earlier versions: always the first ones.
 _NEEDED = {"step", "identity", "processes", "sharded"}
 _KNOWN = _NEEDED | {"seconds", "loss_sum", "logged", "bad_losses", "passing"}
+
+
+class Damaged(Shared):
+    """A file of a checkpoint is missing, or not as it was written."""
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:

@@ -28,10 +28,6 @@ class Shared(ValueError):
     """An error that every process of a run raises together: only the first one needs to print it."""
 
 
-class Damaged(Shared):
-    """A file of a checkpoint is missing, or not as it was written."""
-
-
 @dataclass(frozen=True)
 class World:
     """This process among the others, as torchrun counts them."""
@@ -207,7 +203,7 @@ def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 
 
 def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are ``Damaged``.
+    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are an OSError.
 
     torch would execute the pickles in ``.metadata`` and in the entries that are not tensors. Here they are data only.
     """
@@ -236,7 +232,7 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
         dcp.load(state, storage_reader=Reader(path), planner=Planner())
     except dcp.CheckpointException as error:  # every process has it
         first = next(problem for problem, _ in error.failures.values())
-        raise Damaged(f"{path} cannot be read ({first_line(first)})") from error
+        raise OSError(f"{path} cannot be read ({first_line(first)})") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

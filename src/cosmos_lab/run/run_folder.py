@@ -11,11 +11,9 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.io import NO_SPACE, disk_error, locked, read_json
 from cosmos_lab.optimizers import settings
-from cosmos_lab.results import reading
+from cosmos_lab.results.reading import CONFIG, read_summary
 from cosmos_lab.run import checkpoint, launch
 
-CONFIG, METRICS, SUMMARY = reading.CONFIG, reading.METRICS, reading.SUMMARY
-read_metrics, read_summary = reading.read_metrics, reading.read_summary
 _LOCK = ".lock"
 
 
@@ -39,20 +37,29 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 @contextmanager
 def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
-    """Lock the run folder for this process; yield the summary if another one has finished the run meanwhile."""
+    """Lock the run folder for these processes; if the run is finished, yield its summary without a lock.
+
+    The first process looks, for all: a file may be visible to some processes before others see it.
+    """
+    summary: dict[str, Any] | None = None
     error: Exception | None = None
     with ExitStack() as lock:
         if world.main:
             try:
-                lock.enter_context(locked(config.folder / _LOCK, wait=False))
-                lock.callback(_remove_if_empty, config.folder)
+                summary = finished(config)
+                if summary is None:
+                    lock.enter_context(locked(config.folder / _LOCK, wait=False))
+                    lock.callback(_remove_if_empty, config.folder)
+                    summary = finished(config)  # another process may have finished it meanwhile
             except BlockingIOError:
                 advice = "wait for it or choose another --name"
                 error = ValueError(f"another process is training in {config.folder}; {advice}")
             except OSError as problem:
                 error = _explain(problem, config.folder)
+            except ValueError as problem:
+                error = problem
         world.raise_together(error)
-        yield finished(config) if world.max(finished(config) is not None) else None
+        yield world.gather(summary)[0]
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -18,7 +18,8 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
 from cosmos_lab.io import atomic_write, finite, require, write_json
 from cosmos_lab.models import Decoder
-from cosmos_lab.run.run_folder import CONFIG, METRICS, SUMMARY, explained, read_metrics
+from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY, read_metrics
+from cosmos_lab.run.run_folder import explained
 
 
 def versions() -> dict[str, str]:
@@ -33,14 +34,14 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of this source tree, with "+" if it has changes; None outside a repository."""
+    """Return the commit of this source tree, with "+" if a package or a benchmark was edited; None outside one."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/benchmarks")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -71,6 +72,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return int(optimizer.state_bytes())  # type: ignore[attr-defined]
 
 
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(finite(record), allow_nan=False) + "\n"
+
+
 class RunLog:
     """Appends records to a run folder, and to TensorBoard and W&B if asked."""
 
@@ -78,7 +83,7 @@ class RunLog:
         self.folder = config.folder
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / CONFIG, finite(dict(header)))
+            write_json(self.folder / CONFIG, header)
             (self.folder / SUMMARY).unlink(missing_ok=True)  # an unreadable one
             self._truncate(resumed_at)
             self._file = (self.folder / METRICS).open("a", encoding="utf-8")
@@ -93,14 +98,14 @@ class RunLog:
 
     def _truncate(self, step: int) -> None:
         """Drop what a killed run logged after its last checkpoint, because those steps are repeated."""
-        kept = [json.dumps(record) + "\n" for record in read_metrics(self.folder) if record["step"] <= step]
+        kept = [_line(record) for record in read_metrics(self.folder) if record["step"] <= step]
         with atomic_write(self.folder / METRICS) as out:
             out.write("".join(kept).encode())
 
     def write(self, record: Mapping[str, Any]) -> None:
         clean = finite(record)
         with explained(self.folder / METRICS):
-            self._file.write(json.dumps(clean) + "\n")
+            self._file.write(_line(clean))
             self._file.flush()
         if self._board is None and self._wandb is None:
             return
@@ -116,7 +121,7 @@ class RunLog:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished."""
         with explained(self.folder / SUMMARY):
-            write_json(self.folder / SUMMARY, finite(dict(summary)))
+            write_json(self.folder / SUMMARY, summary)
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written has been reported

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data import Batches, validation_batches
+from cosmos_lab.data import Batches, validation_batches, validation_windows
 from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
-from cosmos_lab.results.reading import begin_of_final, read_log, summarize
+from cosmos_lab.results.reading import begin_of_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
-from cosmos_lab.run.run_folder import exclusive, finished
+from cosmos_lab.run.run_folder import exclusive
 from cosmos_lab.run.schedule import factor
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -42,9 +42,6 @@ def train(
     config.check()
     optimizer_class(config.optimizer.optimizer)
     build.model_config(config)  # a wrong name or size is noticed before any data is unpacked
-    summary = finished(config)
-    if summary is not None:
-        return summary
     with launch.session(config.training.device, config.training.sharding) as world, exclusive(config, world) as summary:
         if summary is not None:
             return summary
@@ -216,18 +213,20 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Compute and log the loss on the validation tokens, the same ones every time."""
-        length, world = self.config.data.seq_len, self.world
-        whole = self.micro * length * world.size  # whole batches only: a smaller last one would compile again
-        tokens = max(1, self.config.logging.val_tokens // whole) * whole
-        total, count = torch.zeros((), device=world.device), 0
-        for x, y in validation_batches(self.val_source, self.micro, length, tokens, world.rank, world.size):
-            with self._autocast():
-                total += self.runner(x.to(world.device), y.to(world.device)) * len(x)
-            count += len(x)
-        loss = self.world.mean(total / count).item()
+        """Compute and log the loss on the validation tokens, the same ones every time, on any number of processes."""
+        text = (self.config.data.seq_len, self.config.logging.val_tokens)
+        world, windows = self.world, validation_windows(self.val_source, *text)
+        total, index = torch.zeros((), device=world.device), world.rank
+        for x, y in validation_batches(self.val_source, self.micro, *text, world.rank, world.size):
+            smaller = len(x) < self.micro  # would compile again
+            with self._autocast(), torch.compiler.set_stance("force_eager") if smaller else nullcontext():
+                loss = self.runner(x.to(world.device), y.to(world.device))
+            if index * self.micro < windows:  # otherwise it is another process's batch, run for its collectives only
+                total += loss * len(x)
+            index += world.size
+        mean = (world.mean(total) * world.size / windows).item()
         record = {"step": self.state.step, "tokens": self.tokens, "time": self.clock.read()}
-        record |= {"val_loss": loss, "val_ppl": math.exp(loss) if loss < 700 else math.inf}
+        record |= {"val_loss": mean, "val_ppl": math.exp(mean) if mean < 700 else math.inf}
         self._write(record)
         return record
 
@@ -272,7 +271,7 @@ class Trainer:
         diverged = self.state.bad_losses > 0  # at least the last line's
         if self.config.logging.checkpoint_every and not diverged and self.state.step > self.first:
             self.save()
-        records = run_folder.read_metrics(self.config.folder)
+        records = read_metrics(self.config.folder)
         if not any(record["step"] == self.state.step for record in records if "val_loss" in record):
             self.validate()  # already done if a kill came just before the summary
         self.world.barrier()

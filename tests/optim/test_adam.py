@@ -32,17 +32,20 @@ def test_adam_equals_torchs_adamw(dtype: torch.dtype, weight_decay: float, eps: 
         torch.testing.assert_close(x, y, rtol=ADAMW, atol=ADAMW)
 
 
-def test_the_formula_and_the_fused_kernel_agree() -> None:
-    """With bf16 parameters or eps=0 the formula runs; the numbers must be the same."""
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_formula_and_the_fused_kernel_agree(maximize: bool) -> None:
+    """With bf16 parameters or eps=0 the formula runs; weights and moments must be the same, so each can continue."""
     p, q = matrix((9, 7)), matrix((9, 7))
-    a = Cosmos([{"params": [p], "rule": "adam", "eps": 1e-20}])
-    b = Cosmos([{"params": [q], "rule": "adam", "eps": 0.0}])
+    a = Cosmos([{"params": [p], "rule": "adam", "eps": 1e-20, "maximize": maximize}])
+    b = Cosmos([{"params": [q], "rule": "adam", "eps": 0.0, "maximize": maximize}])
     for step in range(10):
         p.grad = gradient((9, 7), step)
         q.grad = p.grad.clone()
         a.step()
         b.step()
     torch.testing.assert_close(p, q, rtol=ADAMW, atol=ADAMW)
+    for name, moment in a.state[p].items():
+        torch.testing.assert_close(moment, b.state[q][name], rtol=ADAMW, atol=ADAMW)
 
 
 def test_an_override_gives_an_adam_group_its_own_rate_and_betas() -> None:

@@ -18,7 +18,7 @@ from cosmos_optim.cuda.kernels.launch import available, on_device
 from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES
 from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
-from cosmos_optim.engine.batching import Entry, by_group, decay_of, signed_lr
+from cosmos_optim.engine.batching import Entry, by_group, decay_of
 from cosmos_optim.engine.run import run_elementwise_groups
 from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.linalg.weight24 import join_weight
@@ -74,9 +74,12 @@ def step(entries: Sequence[Entry], skip: Tensor | None) -> None:
     steps = torch.stack([local(e.state["step"]) for e in entries])
     state = {name: [e.layout.local(e.state[name]) for e in entries] for name in state_names(entries[0])}
     corrections = [x for e in entries if (x := e.correction) is not None] or None
+    grads = [e.layout.local(e.grad) for e in entries]
+    if group["maximize"]:  # moments of -G, as torch's kernel has them
+        grads = torch._foreach_neg(grads)
     with on_device(steps.device):
         adam_(
-            [e.layout.local(e.p) for e in entries], [e.layout.local(e.grad) for e in entries], state,
+            [e.layout.local(e.p) for e in entries], grads, state,
             coefficients(steps, group), steps.int(), betas=group["betas"], eps=group["eps"], skip=skip,
             corrections=corrections, seeded=bool(group["stochastic_rounding"]), first=layout.first_element,
             width=layout.width,
@@ -88,7 +91,7 @@ def coefficients(steps: Tensor, group: dict[str, Any]) -> Tensor:
     b1, b2 = group["betas"]
     ones = torch.ones_like(steps)
     columns = (
-        ones * decay_of(group), signed_lr(group) / bias_correction(b1, steps), bias_correction(b2, steps).rsqrt()
+        ones * decay_of(group), group["lr"] / bias_correction(b1, steps), bias_correction(b2, steps).rsqrt()
     )
     return torch.stack([x.float() for x in columns], dim=1)
 

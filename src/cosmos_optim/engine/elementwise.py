@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.batching import Entry, decay_of, signed_lr
+from cosmos_optim.engine.batching import Entry, decay_of
 from cosmos_optim.engine.rounding import read_weight, write_
 from cosmos_optim.rules import adam
 
@@ -57,9 +57,10 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     arguments = e.rule.arguments(e.group)
     are_codes = adam.SCALES[0] in tensors
     state = adam.load(tensors, dtype) if are_codes else e.rule.State(**{k: x.to(dtype) for k, x in tensors.items()})
-    D, new = e.rule.direction(local(e.grad).to(dtype), state, t, **arguments)
+    G = local(e.grad).to(dtype)
+    D, new = e.rule.direction(-G if e.group["maximize"] else G, state, t, **arguments)  # as torch's kernel does
     old = read_weight(p, dtype, e.correction)
-    value = old * decay_of(e.group) - signed_lr(e.group) * D
+    value = old * decay_of(e.group) - e.group["lr"] * D
     place = (e.layout.first_element, e.layout.width)
     for name, changed in (adam.stored(new, tensors, t, *place) if are_codes else new._asdict()).items():
         tensors[name].copy_(changed if skip is None else torch.where(skip, tensors[name], changed))

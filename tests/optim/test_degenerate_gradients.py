@@ -37,6 +37,17 @@ def test_tiny_float64_gradients_start_training() -> None:
     assert opt.state[p]["step"] == 1
 
 
+@pytest.mark.parametrize("shape", [(8, 64), (64, 8)])
+def test_an_update_too_small_to_be_scaled_to_lr_stays_finite(shape: tuple[int, int]) -> None:
+    """After a large gradient, a tiny one divided by its second moment is below 1e-38, and lr / |D| is infinite."""
+    p = matrix(shape)
+    opt = Cosmos([p], betas=(0.0, 0.98))
+    for scale in (1.0, 1e-42):
+        p.grad = gradient(shape, 0) * scale
+        opt.step()
+    assert p.isfinite().all() and all(x.isfinite().all() for x in opt.state[p].values())
+
+
 def one_direction(step: int) -> Tensor:
     return torch.outer(gradient((24,), step), torch.linspace(1, 2, 16))
 

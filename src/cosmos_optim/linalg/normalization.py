@@ -25,10 +25,13 @@ def quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def unit_rms(X: Tensor, alg: Algebra) -> Tensor:
-    """Scale X to a root mean square of 1: the paper's sqrt(m) NORM(X). A zero matrix stays zero."""
+    """Scale X to a root mean square of 1: the paper's sqrt(m) NORM(X). A zero matrix stays zero.
+
+    If X is so small that the factor would be infinite in its type, the result is smaller.
+    """
     norm_sq = alg.norm_sq(X)
     factor = torch.where(norm_sq > 0, math.sqrt(alg.m * alg.n) * norm_sq.rsqrt(), torch.zeros_like(norm_sq))
-    return X * factor.to(X.dtype)
+    return X * factor.clamp_max(torch.finfo(X.dtype).max).to(X.dtype)
 
 
 def normalize_rows(

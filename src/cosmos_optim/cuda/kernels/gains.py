@@ -23,8 +23,9 @@ from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
 
 @jit
 def _norm_gain(norm_sq, target_norm):
-    """Return target_norm / sqrt(norm_sq), or 0 for a zero norm."""
-    return tl.where(norm_sq > 0, target_norm / tl.sqrt(tl.where(norm_sq > 0, norm_sq, 1.0)), 0.0)
+    """Return target_norm / sqrt(norm_sq), but a number that float32 holds; 0 for a zero norm."""
+    gain = target_norm / tl.sqrt(tl.where(norm_sq > 0, norm_sq, 1.0))
+    return tl.where(norm_sq > 0, tl.minimum(gain, 3.0e38), 0.0)
 
 
 @jit

@@ -113,8 +113,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Add a group. Without a "rule", its parameters follow their marks, as those of the constructor do."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
-        for group in as_groups([param_group], self.rule, stacklevel=3) if self._is_built else [param_group]:
-            self._add_group(group)
+        count, not_compared = len(self.param_groups), list(self._not_compared)
+        try:
+            for group in as_groups([param_group], self.rule, stacklevel=3) if self._is_built else [param_group]:
+                self._add_group(group)
+        except Exception:
+            for group in self.param_groups[count:]:
+                for p in group["params"]:
+                    self._layouts.pop(p, None)
+                    self.state.pop(p, None)
+            del self.param_groups[count:]
+            self._not_compared = not_compared
+            raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         """Fill in the hyper-parameters of a group's rule, check them, and allocate the state.
@@ -125,20 +135,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         param_group = other_engines.without_filled_in(param_group, options)
         rule, group = hyperparameters.choose_rule(self.rule, param_group, options)
         super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
-        group, index, not_compared = self.param_groups[-1], len(self.param_groups) - 1, list(self._not_compared)
-        try:
-            if not rule.elementwise and "layout" not in param_group:
-                refuse_four_dimensions(group["params"], rule)
-            self._add_layouts(index)
-            if self._is_built:
-                self._join_ranks([index], ("lr", *hyperparameters.OURS))
-        except Exception:
-            self.param_groups.pop()
-            self._not_compared = not_compared
-            for p in group["params"]:
-                self._layouts.pop(p, None)
-                self.state.pop(p, None)
-            raise
+        group, index = self.param_groups[-1], len(self.param_groups) - 1
+        if not rule.elementwise and "layout" not in param_group:
+            refuse_four_dimensions(group["params"], rule)
+        self._add_layouts(index)
+        if self._is_built:
+            self._join_ranks([index], ("lr", *hyperparameters.OURS))
         self._first_rates.setdefault("adam_lr" if rule.name == "adam" else "lr", float(group["lr"]))
         self._keep_structure()
 

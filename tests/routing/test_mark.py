@@ -225,6 +225,16 @@ def test_a_group_added_later_follows_its_marks_or_warns() -> None:
     assert len(caught) == 1 and caught[0].filename == __file__ and opt.param_groups[-1]["rule"] == "cosmos"
 
 
+def test_a_group_that_marks_split_is_added_whole_or_not_at_all() -> None:
+    model = mark(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    opt = Cosmos(model[0].parameters(), rank=2)
+    before = [group["param_names"] for group in opt.param_groups]
+    model[1].bias = model[0].bias  # which the optimizer has already
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        opt.add_param_group({"params": list(model[1].parameters())})
+    assert [group["param_names"] for group in opt.param_groups] == before and model[1].weight not in opt.state
+
+
 def test_named_marked_and_ruled_parameters_and_models_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -76,7 +76,7 @@ def step(entries: Sequence[Entry], skip: Tensor | None) -> None:
     corrections = [x for e in entries if (x := e.correction) is not None] or None
     grads = [e.layout.local(e.grad) for e in entries]
     if group["maximize"]:  # moments of -G, as torch's kernel has them
-        grads = torch._foreach_neg(grads)
+        grads = list(torch._foreach_neg(grads))
     with on_device(steps.device):
         adam_(
             [e.layout.local(e.p) for e in entries], grads, state,

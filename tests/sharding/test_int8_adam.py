@@ -1,6 +1,7 @@
 """Sharded moments of 8 bits: blocks lie within ranks and rounding counts elements of the whole, so bits are equal."""
 
 import copy
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -80,25 +81,41 @@ def test_a_run_that_changes_its_number_of_ranks_ends_as_an_unbroken_one(tmp_path
     assert distance(found, CASE.on_one_process())[0] < CLOSE
 
 
-def columns(rank: int) -> list[torch.Tensor]:
-    """Return codes and scales of a matrix that is cut by columns at a multiple of a block."""
-    mesh = init_device_mesh("cpu", (2,))
-    p = nn.Parameter(placed(torch.ones(20, 512), mesh, (Shard(1),)))
+def sharded_bits(
+    rank: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return weights, codes and scales of a tensor that is cut, after three steps."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    p = nn.Parameter(placed(torch.ones(shape), mesh, placements))
     opt = Adam([p], adam_dtype=INT8)
     for step in range(3):
-        p.grad = placed(gradient(0, p.shape, step, torch.float32), mesh, (Shard(1),))
+        p.grad = placed(gradient(0, p.shape, step, torch.float32), mesh, placements)
         opt.step()
     return [x.full_tensor() for x in (p.detach(), *opt.state[p].values()) if isinstance(x, DTensor)]
 
 
-def test_columns_that_are_cut_between_blocks_give_the_bits_of_one_process() -> None:
-    p = nn.Parameter(torch.ones(20, 512))
+# Columns that are cut between blocks; experts over ranks, and each of them by rows, evenly or not.
+CUTS = [
+    ((20, 512), (2,), (Shard(1),)),
+    ((2, 16, 160), (2, 2), (Shard(0), Shard(1))),
+    ((2, 15, 200), (2, 2), (Shard(0), Shard(1))),
+    ((1, 16, 384), (2,), (Shard(1),)),
+    ((2, 3, 8, 128), (2,), (Shard(0),)),
+]
+
+
+@pytest.mark.parametrize(("shape", "mesh_shape", "placements"), CUTS)
+def test_a_rank_with_neighbouring_rows_has_the_bits_of_one_process(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
+) -> None:
+    p = nn.Parameter(torch.ones(shape))
     opt = Adam([p], adam_dtype=INT8)
     for step in range(3):
         p.grad = gradient(0, p.shape, step, torch.float32)
         opt.step()
     expected = [p.detach(), *(x for name, x in opt.state[p].items() if name != "step")]
-    for found in run_ranks(2, columns):
+    for found in run_ranks(math.prod(mesh_shape), sharded_bits, shape, mesh_shape, placements):
+        assert len(found) == 5
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 

@@ -108,11 +108,17 @@ class ShardedLayout(Layout):
 
     @cached_property
     def first_element(self) -> tuple[int, int]:  # type: ignore[override]
-        """Row and column of this rank's first element, if only the first and the last dimension are cut."""
-        starts = [self._part(cut).start for cut in self.cuts]
-        if len(starts) < 2:
-            return 0, sum(starts)
-        return starts[0] * math.prod(self.shape[1:-1]), starts[-1]
+        """Row and column of this rank's first element. All dimensions but the last count rows.
+
+        The rounding of 8-bit moments numbers a rank's rows from here. If a dimension in the middle is cut and the rank
+        has several parts of rows, such as a half of each expert, rows after the first part are rounded differently
+        than on one process. The mean of the rounding stays right.
+        """
+        *lead, column = [self._part(cut).start for cut in self.cuts] or [0]
+        row = 0
+        for start, size in zip(lead, self.shape, strict=False):
+            row = row * size + start
+        return row, column
 
     def _part(self, cut: Cut) -> Interval:
         return cut.part(self.mesh.shape, self.mesh.get_coordinate() or ())

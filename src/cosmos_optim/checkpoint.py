@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.layout import CORRECTION
-from cosmos_optim.rules import RULES
+from cosmos_optim import sharding
+from cosmos_optim.engine.layout import CORRECTION, Layout
+from cosmos_optim.linalg.int8_momentum import dequantize
+from cosmos_optim.rules import RULES, adam
 from cosmos_optim.rules.adam import SCALES
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.rules.rule import Settings, Slot
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
-# Dtypes of the state, and what they are of. A checkpoint with other values replaces ours.
+# Dtypes of the state, and what they are of. A checkpoint with other values replaces ours, if our shards can hold them.
 STORED = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
 STATE_NAMES = frozenset(("step", "M_scale", CORRECTION, *SCALES)).union(*(r.State._fields for r in RULES.values()))
@@ -91,20 +93,28 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     groups = dtypes_from_text(copy.deepcopy(state_dict["param_groups"]))
     saved = [_translate(i, group) for i, group in enumerate(groups)]
     optimizer._match_layouts()
+    saved = _split_by_dtype(optimizer, saved)
     ours_now = _regrouped(optimizer, saved)
     _check_groups(optimizer, ours_now, saved)
-    _warn_of_dtypes(ours_now, saved)
-    _keep_corrections(ours_now, saved, state_dict["state"])
     saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
     _check_names(ours_now, saved)
+    state = _with_dtypes_that_fit(optimizer, ours_now, saved, state_dict["state"])
+    _warn_of_dtypes(ours_now, saved)
+    _keep_corrections(ours_now, saved, state)
     loaded: dict[Tensor, dict[str, Any]] = {}
     without_state = []
     for ours, group in zip(ours_now, saved, strict=True):
         for key, p in zip(group["params"], ours["params"], strict=True):
-            if key in state_dict["state"]:
-                loaded[p] = _checked_state(optimizer, p, {**ours, **group}, state_dict["state"][key])
+            if key in state:
+                loaded[p] = _checked_state(optimizer, p, {**ours, **group}, state[key])
             elif not p.is_meta:
                 without_state.append((p, ours))
+    if len(saved) > len(groups):
+        warnings.warn(
+            f"the checkpoint's {len(groups)} groups are split into {len(saved)}, because dtypes of the state differ "
+            "here within a group: a scheduler saved with it has too few rates. Build a new one at the step reached",
+            stacklevel=3,
+        )
     if ours_now is not optimizer.param_groups:  # only now: an error above changes nothing
         warnings.warn(
             "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
@@ -120,7 +130,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._keep_structure(loaded=True)
     optimizer.state.update(loaded)
     of_parameters = {key for group in saved for key in group["params"]}
-    optimizer.state.update({k: v for k, v in state_dict["state"].items() if k not in of_parameters})  # as torch does
+    optimizer.state.update({k: v for k, v in state.items() if k not in of_parameters})  # as torch does
     for p, ours in without_state:  # the checkpoint was written before their first step
         optimizer.state.pop(p, None)
         optimizer._allocate(p, ours)
@@ -153,6 +163,25 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
             )
         group["nesterov"] = bool(steps)
     return group
+
+
+def _split_by_dtype(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved groups; one with 8-bit state is split if our dtypes differ within it, because a group has one.
+
+    An override such as {"*norm*": {"adam_dtype": torch.float32}} asks for this.
+    """
+    dtypes = {name: [group.get(key) for key in STORED] for group in optimizer.param_groups for name in _names(group)}
+    found: list[dict[str, Any]] = []
+    for group in saved:
+        names = _names(group)
+        parts: dict[str, list[tuple[str, Any]]] = {}
+        is_named = len(names) == len(group["params"]) and dtypes.keys() >= set(names)
+        if is_named and torch.int8 in (group.get(key) for key in STORED):
+            for name, key in zip(names, group["params"], strict=True):
+                parts.setdefault(str(dtypes[name]), []).append((name, key))
+        split = [{"param_names": [x for x, _ in part], "params": [key for _, key in part]} for part in parts.values()]
+        found += [group | part for part in split] if len(split) > 1 else [group]
+    return found
 
 
 def _regrouped(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -249,6 +278,53 @@ def _is_wrapped(a: str, b: str) -> bool:
     return all(part in rest for part in fewer)
 
 
+def _with_dtypes_that_fit(
+    optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved: list[dict[str, Any]], state: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """Return the saved state, with 8-bit state that our shards cannot hold converted to our dtype.
+
+    That dtype is removed from the saved group, so that ours stays. Raise ValueError if the user did not choose one.
+    """
+    found = dict(state)
+    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        for key in differing(a, b, STORED):
+            try:
+                for p in a["params"]:
+                    sharding.check_dtypes(optimizer._layouts[p], a | b)
+            except ValueError as error:
+                if a[key] is None:
+                    override = f"overrides={{{optimizer._layouts[p].name!r}: {{{key!r}: torch.float32}}}}"
+                    raise ValueError(
+                        f"group {i} was saved with {key}={b[key]}, which cannot be loaded here: {error}. To convert "
+                        f"what was saved, build the optimizer with {key}=torch.float32, or only for such parameters: "
+                        f"param_groups(model, {override})"
+                    ) from None
+                theirs = a | b
+                del b[key]
+                for at, p in zip(b["params"], a["params"], strict=True):
+                    if at in state:
+                        found[at] = _dequantized(optimizer._layouts[p], theirs, state[at])
+    return found
+
+
+def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return one parameter's saved state with whole moments, or a whole momentum, in float32 instead of codes."""
+    settings = settings | {"weight_correction": False}
+    _check_state(layout, layout.slots(settings), saved)
+    held = {name: saved[name] for name in layout.slots(settings)}
+    held = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in held.items()}
+    kept = {name: x for name, x in saved.items() if name not in (*SCALES, "M_scale")}
+    dtype = torch.promote_types(layout.dtype, torch.float32)
+    if layout.rule.elementwise:
+        return kept | adam.load(held, dtype)._asdict()
+    like = torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+    whole = Layout(layout.name, like, layout.rule, settings)
+    M = torch.empty(layout.shape, dtype=dtype, device=held["M"].device)
+    for block, x in zip(whole.blocks(M), whole.state_blocks(held, settings), strict=True):
+        block.copy_(dequantize(x["M"], x["M_scale"], dtype))
+    return kept | {"M": M}
+
+
 def _warn_of_dtypes(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     """Warn if the checkpoint's momentum or moments are stored as int8 and ours are not, or the other way round."""
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
@@ -304,11 +380,7 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
-    if (set(saved) & STATE_NAMES) - {CORRECTION} != set(slots) - {CORRECTION}:
-        raise ValueError(
-            f"parameter {layout.name!r}: the checkpoint has state {sorted(saved)}, this optimizer keeps "
-            f"{sorted(slots)}: load it into the optimizer class and options that wrote it"
-        )
+    _check_state(layout, layout.slots(group), saved)
 
     def adopted(value: Tensor) -> Tensor:
         if value.shape == p.shape:
@@ -321,13 +393,28 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
         assert slot is not None
         checked[CORRECTION] = layout.zeros(p, slot)
     for name, slot in slots.items():
-        value, shape = saved[name], () if slot is None else slot.shape
-        value = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        if tuple(value.shape) != tuple(shape):
-            raise ValueError(
-                f"parameter {layout.name!r}: state {name!r} has shape {tuple(value.shape)} in the checkpoint and "
-                f"{tuple(shape)} here: load it into the same model and options that wrote it"
-            )
+        value = _as_tensor(saved[name])
         dtype = torch.float32 if slot is None else slot.dtype
         checked[name] = layout.adopt(value.detach().to(dtype), p, slot)
     return checked
+
+
+def _check_state(layout: Layout, slots: Mapping[str, Slot], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if one parameter's saved state has other names or shapes. A correction may be missing."""
+    shapes = {"step": (), **{name: tuple(slot.shape) for name, slot in slots.items()}}
+    if (set(saved) & STATE_NAMES) - {CORRECTION} != set(shapes) - {CORRECTION}:
+        raise ValueError(
+            f"parameter {layout.name!r}: the checkpoint has state {sorted(saved)}, this optimizer keeps "
+            f"{sorted(shapes)}: load it into the optimizer class and options that wrote it"
+        )
+    for name, shape in shapes.items():
+        if name in saved and (found := tuple(_as_tensor(saved[name]).shape)) != shape:
+            raise ValueError(
+                f"parameter {layout.name!r}: state {name!r} has shape {found} in the checkpoint and {shape} here: load "
+                "it into the same model and options that wrote it"
+            )
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return a tensor of the state, or a number as one."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")

@@ -244,6 +244,25 @@ def test_a_checkpoint_of_another_dtype_replaces_ours_with_a_warning(wrote: Any, 
     new.step()
 
 
+def test_a_group_of_another_dtype_stays_apart_from_the_saved_group_that_it_was_in() -> None:
+    """Whole tensors can hold what was saved, so that its dtype still replaces ours."""
+    names, tensors = ("a", "b"), [matrix(SHAPE) for _ in range(4)]
+    old = Adam(list(zip(names, tensors[:2], strict=True)), adam_dtype=INT8)
+    for i, p in enumerate(tensors):
+        p.grad = gradient(SHAPE, i)
+    old.step()
+    a, b = zip(names, tensors[2:], strict=True)
+    new = Adam([{"params": [a], "adam_dtype": INT8}, {"params": [b], "adam_dtype": torch.float32}])
+    with pytest.warns(UserWarning, match="1 groups are split into 2.*scheduler"), pytest.warns(
+        UserWarning, match="group 1 was saved with adam_dtype=torch.int8, which replaces torch.float32"
+    ):  # fmt: skip
+        new.load_state_dict(old.state_dict())
+    assert [(group["param_names"], group["adam_dtype"]) for group in new.param_groups] == [(["a"], INT8), (["b"], INT8)]
+    for p, q in zip(tensors[:2], tensors[2:], strict=True):
+        assert all(torch.equal(x, old.state[p][name]) for name, x in new.state[q].items())
+    new.step()
+
+
 def test_the_plan_and_the_state_count_the_same_bytes() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4, adam_dtype=INT8)

@@ -1,5 +1,6 @@
 """A sharded momentum of 8 bits: each rank stores whole rows, so ranks agree with one process as in any other dtype."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cosmos_optim import Cosmos
-from tests.sharding.cases import STEPS, Block, Case, EveryKind, distance, fsdp, full_weights, placed, take_steps
+from cosmos_optim import Cosmos, Muon
+from tests.sharding.cases import (
+    STEPS,
+    Block,
+    Case,
+    EveryKind,
+    distance,
+    fsdp,
+    full,
+    full_weights,
+    gradient,
+    placed,
+    take_steps,
+)
 from tests.sharding.checkpoints import run_part
 from tests.sharding.ranks import run_ranks
 from tests.sharding.test_refused_layouts import message
@@ -114,3 +127,60 @@ def test_cut_rows_are_refused_with_name_reason_and_remedy() -> None:
         for words in ("'layer.weight'", "scale for each block", "Shard(0)", "torch.bfloat16"):
             assert words in found[kind], f"{kind}: {found[kind]}"
     assert {found[kind] for kind in ("whole", "in_out columns", "bfloat16")} == {"no error"}
+
+
+# -- checkpoints in 8 bits of matrices with rows that are cut here -----------------------------------------------------
+
+# Kinds of matrices: shape, optimizer, settings of the group, and the dimension that ranks cut.
+MATRICES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
+    "muon": ((6, 300), Muon, {}, 1), "one block": ((6, 128), Muon, {}, 1),
+    "cosmos": ((40, 300), Cosmos, {"rank": 4}, 1),
+    "in_out": ((300, 40), Cosmos, {"rank": 4, "layout": "in_out"}, 0), "flipped": ((3, 300), Cosmos, {"rank": 4}, 0),
+    "experts": ((3, 6, 300), Muon, {}, 2), "fused": ((12, 300), Muon, {"split_sizes": (6, 6)}, 1),
+}  # fmt: skip
+
+
+def optimizer_of(kind: str, p: torch.Tensor, dtype: Any) -> Any:
+    """Return an optimizer of one matrix."""
+    _, optimizer, settings, _ = MATRICES[kind]
+    gamma = {"gamma": 0.25} if optimizer is Cosmos else {}
+    return optimizer([{"params": [("layer.weight", p)], "momentum_dtype": dtype, **gamma, **settings}])
+
+
+def written_on_one_process(kind: str, dtype: Any) -> dict[str, Any]:
+    """Return a checkpoint after two steps."""
+    p = nn.Parameter(torch.ones(MATRICES[kind][0]))
+    opt = optimizer_of(kind, p, dtype)
+    for step in range(2):
+        p.grad = gradient(0, p.shape, step, torch.float32)
+        opt.step()
+    return copy.deepcopy(opt.state_dict())
+
+
+def load_cut_rows(rank: int, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Load each checkpoint without a dtype and with float32; return the message, and the converted momentum."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for kind, (shape, _, _, dim) in MATRICES.items():
+        p, q = (nn.Parameter(placed(torch.ones(shape), mesh, (Shard(dim),))) for _ in range(2))
+        refused, opt = optimizer_of(kind, p, None), optimizer_of(kind, q, torch.float32)
+        text = message(lambda opt=refused, kind=kind: opt.load_state_dict(saved[kind]))
+        opt.load_state_dict(saved[kind])
+        M = full(opt.state[q]["M"])
+        q.grad = placed(gradient(0, q.shape, 2, torch.float32), mesh, (Shard(dim),))
+        opt.step()
+        found[kind] = (text, set(refused.state[p]) | set(opt.state[q]), opt.param_groups[0]["momentum_dtype"], M)
+    return found
+
+
+def test_a_saved_momentum_of_8_bits_is_refused_or_becomes_float32_where_rows_are_cut() -> None:
+    """It is refused without a dtype of ours. A momentum that was never rounded is within one code of the converted."""
+    saved = {kind: written_on_one_process(kind, INT8) for kind in MATRICES}
+    for found in run_ranks(2, load_cut_rows, saved):
+        for kind, (text, names, dtype, M) in found.items():
+            remedy = "overrides={'layer.weight': {'momentum_dtype': torch.float32}}"
+            for words in ("parameter 'layer.weight'", "saved with momentum_dtype=torch.int8", remedy):
+                assert words in text, f"{kind}: {text}"
+            assert "M_scale" not in names
+            assert dtype is torch.float32
+            exact = written_on_one_process(kind, None)["state"][0]["M"]
+            assert (M - exact).abs().max() <= 2 * exact.abs().max() / 127, kind

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.linalg.int8_momentum import BLOCK, scale_columns
-from cosmos_optim.rules.rule import Rule, Slot
+from cosmos_optim.rules.rule import Rule, Settings, Slot
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, sharded_location
 from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
@@ -46,14 +46,27 @@ class ShardedLayout(Layout):
         try:
             self.cuts = cuts_of(self.shape, self.mesh, self.placements)
             self._check_local_part(p)
-            if rule.elementwise:
-                self._check_blocks(group)
-            else:
+            if not rule.elementwise:
                 self._assign_roles(group)
         except ValueError as error:
-            raise ValueError(
-                f"parameter {name!r} of shape {self.shape} with placements {self.placements} on {self.mesh}: {error}"
-            ) from None
+            raise self._with_place(error) from None
+        self.check_dtypes(group)
+
+    def _with_place(self, error: ValueError) -> ValueError:
+        """Return the error with the parameter, its placements and its mesh."""
+        return ValueError(
+            f"parameter {self.name!r} of shape {self.shape} with placements {self.placements} on {self.mesh}: {error}"
+        )
+
+    def check_dtypes(self, settings: Settings) -> None:
+        """Raise ValueError if state of these settings has 8-bit blocks that would lie on two ranks."""
+        try:
+            if self.rule.elementwise:
+                self._check_blocks(settings)
+            else:
+                self._check_rows(settings)
+        except ValueError as error:
+            raise self._with_place(error) from None
 
     def _check_local_part(self, p: DTensor) -> None:
         held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
@@ -69,9 +82,9 @@ class ShardedLayout(Layout):
                     "process groups for both, init_process_group('cpu:gloo,cuda:nccl')"
                 )
 
-    def _check_blocks(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if blocks of 8-bit state would lie on two ranks: then their scales could not be placed."""
-        slots = self.slots(group)
+    def _check_blocks(self, settings: Settings) -> None:
+        """Raise ValueError if blocks of 8-bit moments would lie on two ranks: their scales could not be placed."""
+        slots = self.slots(settings)
         if not self.shape or "exp_avg_scale" not in slots or not self.cuts[-1].mesh_dims:
             return
         scales = cuts_of(slots["exp_avg_scale"].shape, self.mesh, self.placements)[-1]
@@ -84,13 +97,28 @@ class ShardedLayout(Layout):
                     "or give its group adam_dtype=torch.float32"
                 )
 
+    def _check_rows(self, settings: Settings) -> None:
+        """Raise ValueError if an 8-bit momentum has rows that are cut."""
+        if "n" in self.cut_sides and "M_scale" in self.rule_slots(settings):
+            raise ValueError(
+                "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "
+                "the rule sees it (layout and side may transpose it): shard its outputs, Shard(0) of an (out, in) "
+                "weight, or give its group momentum_dtype=torch.bfloat16"
+            )
+
     @cached_property
     def first_element(self) -> tuple[int, int]:  # type: ignore[override]
-        """Row and column of this rank's first element, if only the first and the last dimension are cut."""
-        starts = [self._part(cut).start for cut in self.cuts]
-        if len(starts) < 2:
-            return 0, sum(starts)
-        return starts[0] * math.prod(self.shape[1:-1]), starts[-1]
+        """Row and column of this rank's first element. All dimensions but the last count rows.
+
+        The rounding of 8-bit moments numbers a rank's rows from here. If a dimension in the middle is cut and the rank
+        has several parts of rows, such as a half of each expert, rows after the first part are rounded differently
+        than on one process. The mean of the rounding stays right.
+        """
+        *lead, column = [self._part(cut).start for cut in self.cuts] or [0]
+        row = 0
+        for start, size in zip(lead, self.shape, strict=False):
+            row = row * size + start
+        return row, column
 
     def _part(self, cut: Cut) -> Interval:
         return cut.part(self.mesh.shape, self.mesh.get_coordinate() or ())
@@ -119,12 +147,6 @@ class ShardedLayout(Layout):
         self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.rule_slots(group).items()}  # fmt: skip
-        if "M_scale" in self.state_cuts and "n" in self.cut_sides:
-            raise ValueError(
-                "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "
-                "the rule sees it (layout and side may transpose it): shard its outputs, Shard(0) of an (out, in) "
-                "weight, or give its group momentum_dtype=torch.bfloat16"
-            )
         matrix_state = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])
                         for slot, cuts in self.state_cuts.values() if slot.axes != "*"]  # fmt: skip
         whole = (math.prod(shape) for shape, cuts in matrix_state if not any(cut.mesh_dims for cut in cuts))

@@ -224,6 +224,36 @@ def test_a_refused_group_leaves_nothing_behind() -> None:
     opt.add_param_group({"params": [q]})
 
 
+@pytest.mark.parametrize("name", [*RULES])
+def test_side_smaller_is_refused_by_rules_that_track_no_basis_on_one_side(name: str) -> None:
+    made = OPTIMIZERS[name.removesuffix("-two-sided")]
+    for side in ("auto", "input"):  # the defaults of this version and of older ones
+        made([{"params": [("w", matrix((8, 32)))], "rule": name, "side": side}])
+    group = {"params": [("w", matrix((8, 32)))], "rule": name, "side": "smaller"}
+    if name in ("cosmos", "soap"):
+        made([group])
+        return
+    with pytest.raises(ValueError, match=f"rule '{name}' does not track a basis on one side.*'cosmos', 'soap'"):
+        made([group])
+
+
+def test_the_error_for_an_argument_side_does_not_suggest_a_group_of_a_rule_without_one() -> None:
+    with pytest.raises(TypeError, match="Muon has no argument 'side'; it has params, lr"):
+        Muon(decoder(), side="smaller")
+    with pytest.raises(TypeError, match="Muon has no argument 'layout': give it in a parameter group"):
+        Muon(decoder(), layout="conv")
+
+
+def test_the_side_of_an_optimizer_is_for_its_one_sided_groups() -> None:
+    groups = param_groups(decoder(), overrides={"up.weight": "muon"})
+    opt = Cosmos(groups, rank=2, side="smaller")
+    assert {group["rule"]: group["side"] for group in opt.param_groups} == {
+        "cosmos": "smaller", "muon": "auto", "adam": "auto",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="rule 'cosmos-two-sided' does not track a basis on one side"):
+        Cosmos(decoder(), two_sided=True, side="smaller")
+
+
 def test_parameters_in_a_set_are_refused() -> None:
     """Their order changes from run to run, so saved state would reach the wrong parameters."""
     held = {matrix((4, 4), seed) for seed in range(3)}

@@ -77,7 +77,8 @@ class Layout:
     layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
     (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
     side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input side,
-        but the rows if there are fewer of them than the basis would have columns (and the rule asks for that).
+        but the rows if there are fewer of them than the basis would have columns (and the rule asks for that). It has
+        no effect on rules that do not track one side (`Rule.one_sided`).
     split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
     split_side: the side that `split_sizes` cuts: "output" (rows) or "input" (columns), however the weight is stored.
     split_axis: that side of the matrices that the rule gets, "m" or "n".
@@ -116,9 +117,9 @@ class Layout:
         """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
 
         "auto" does if the rule says so (`Rule.transposes_few_rows`). Blocks of different sizes are never transposed,
-        because their bases could differ in width.
+        because their bases could differ in width, and neither is a matrix of a rule without such a basis.
         """
-        if self.rule.elementwise or len(sizes := set(self._stored_sizes())) > 1:
+        if not self.rule.one_sided or len(sizes := set(self._stored_sizes())) > 1:
             return False
         (rows, n), side = sizes.pop(), group.get("side", "auto")
         if side == "auto":

@@ -78,6 +78,8 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the table with one line for equal layers, the totals of each rule, the total, and hints."""
+        if not self.rows:
+            return "nothing to train: every parameter is frozen"
         table = [("parameter", "shape", "rule", "because", "rank", "lr", "decay", "state")]
         for name, row, count in collapse(self.rows):
             shape = " x ".join(map(str, row.shape)) or "scalar"

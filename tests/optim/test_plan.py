@@ -190,6 +190,10 @@ def test_a_plan_on_the_meta_device_and_of_an_optimizer_show_the_same_rates() -> 
     assert {(r.name, r.lr, r.weight_decay) for r in a.rows} == {(r.name, r.lr, r.weight_decay) for r in b.rows}
 
 
+def test_a_plan_of_a_frozen_model_says_that_nothing_trains() -> None:
+    assert str(plan(decoder().requires_grad_(False))) == "nothing to train: every parameter is frozen"
+
+
 def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     hint = "hint: no output head was found. If the model has one, name it: param_groups(model, head='2')"

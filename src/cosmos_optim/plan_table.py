@@ -15,9 +15,9 @@ from cosmos_optim.hyperparameters import (
     ROUTING,
     adam_rate,
     check_arguments,
+    check_options,
     choose_rule,
     complete,
-    require_bool,
     rule_named,
 )
 from cosmos_optim.optimizer import MatrixOptimizer
@@ -127,6 +127,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     total: 6 tensors, 4,068 parameters, 30.7 KiB of state
     """
     if isinstance(model, MatrixOptimizer):
+        model._match_layouts()
         return Plan(tuple(_row(model._layouts[p].name, p, "", group)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
     routing = {key: hyper.pop(key) for key in ROUTING if key in hyper}
@@ -163,7 +164,7 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
     parameters = inspect.signature(kind).parameters.values()
     options = {p.name: given.get(p.name, p.default) for p in parameters if p.name != "params"}
     options["adam_lr"] = adam_rate(options["lr"], options["adam_lr"], kind.adam_ratio)
-    require_bool("two_sided", options.get("two_sided", False))
+    check_options(options)
     return kind, options
 
 

@@ -40,6 +40,8 @@ def test_a_plan_refuses_the_overrides_that_the_optimizer_refuses(
         (Cosmos, {"weight_decay": -1.0}, ValueError, "weight_decay=-1.0 is not valid"),
         (Cosmos, {"lr": "5e-4"}, ValueError, "lr='5e-4' is not valid"),
         (Cosmos, {"lr": 0.0}, ValueError, "give gamma, or the peak lr"),
+        (Cosmos, {"offload": "disk"}, ValueError, "offload='disk' is not valid"),
+        (Cosmos, {"cuda_graphs": "x"}, ValueError, "cuda_graphs='x' is not valid"),
         (Muon, {"two_sided": False}, TypeError, "Muon has no argument 'two_sided'"),
         (Muon, {"gama": 1.0}, TypeError, "Muon has no argument 'gama'"),
     ],
@@ -50,6 +52,21 @@ def test_a_plan_refuses_the_arguments_that_the_optimizer_refuses(
     for make in (lambda: plan(decoder(), kind.rule, **hyper), lambda: kind(decoder(), **hyper)):
         with pytest.raises(error, match=message):
             make()
+
+
+@pytest.mark.parametrize("hyper", [{"adam_dtype": torch.uint8}, {"adam_lr": "2e-3"}, {"adam_lr": -1.0}])
+def test_a_plan_refuses_wrong_options_that_no_group_reads(hyper: dict[str, Any]) -> None:
+    matrices = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    for make in (lambda: plan(matrices, "muon", **hyper), lambda: Muon(matrices, **hyper)):
+        with pytest.raises(ValueError, match=f"{next(iter(hyper))}=.* is not valid"):
+            make()
+
+
+def test_a_plan_of_an_optimizer_shows_parameters_that_other_code_put_into_its_groups() -> None:
+    opt = Muon([("w", nn.Parameter(torch.ones(8, 4)))])
+    opt.param_groups[0]["params"][0] = nn.Parameter(torch.ones(8, 6))
+    (row,) = plan(opt).rows
+    assert (row.name, row.shape) == ("w", (8, 6))
 
 
 def test_a_plan_of_adam_mini_counts_its_heads() -> None:

@@ -22,9 +22,10 @@ from cosmos_optim.hyperparameters import (
 )
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
-from cosmos_optim.routing.fused import fused_hint
+from cosmos_optim.routing.fused import fused_hint, fused_sizes
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.param_groups import routes
+from cosmos_optim.routing.route import ModelParameter, Route
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import two_sided
 
@@ -140,8 +141,20 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         chosen, group = choose_rule(kind.rule, group, options)
         group = complete(group, chosen, options, kind.soap_lr)
         row = _row(parameter.name, parameter.p, route.why, group)
-        rows.append(replace(row, tied=parameter.aliases, hint=fused_hint(parameter, route)))
+        rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
     return Plan(tuple(rows), _head_hint(model, routing.get("head"), rows))
+
+
+def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) -> str:
+    """Return advice to cut a fused weight, or "" if it is not one or its rule refuses these blocks."""
+    sizes = fused_sizes(parameter, route)
+    if not sizes:
+        return ""
+    try:
+        _row(parameter.name, parameter.p, "", {**group, "split_sizes": sizes})
+    except ValueError:
+        return ""
+    return fused_hint(parameter, sizes)
 
 
 def _head_hint(model: nn.Module, head: nn.Module | str | None, rows: Sequence[PlanRow]) -> str:

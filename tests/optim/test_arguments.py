@@ -254,6 +254,26 @@ def test_the_side_of_an_optimizer_is_for_its_one_sided_groups() -> None:
         Cosmos(decoder(), two_sided=True, side="smaller")
 
 
+@pytest.mark.parametrize(
+    ("rule", "given", "shape", "sizes", "advice"),
+    [
+        ("galore", {"rank": 1}, (12, 8), (8, 2, 2), "needs blocks of equal size here: give equal sizes, or leave"),
+        ("galore", {"rank": 5}, (12, 8), (8, 2, 2), "rule 'galore' needs blocks of equal size"),
+        ("galore", {"rank": 5}, (12, 16), (8, 2, 2), "lower rank to at most 2, the smallest block"),
+        ("soap-two-sided", {}, (12, 8), (8, 2, 2), "give equal sizes, give its group two_sided=False, or leave"),
+        ("cosmos-two-sided", {"rank": 5}, (12, 8), (8, 2, 2), "lower rank to at most 2, the smallest block"),
+    ],
+)
+def test_blocks_that_a_rule_cannot_keep_are_refused_with_advice_that_helps(
+    rule: str, given: dict[str, Any], shape: tuple[int, int], sizes: tuple[int, ...], advice: str
+) -> None:
+    made, group = OPTIMIZERS[rule.removesuffix("-two-sided")], {"rule": rule, "split_sizes": sizes, **given}
+    with pytest.raises(ValueError, match=advice):
+        made([{"params": [("qkv", matrix(shape))], **group}])
+    if "lower rank" in advice:
+        made([{"params": [("qkv", matrix(shape))], **group, "rank": 2}])
+
+
 def test_parameters_in_a_set_are_refused() -> None:
     """Their order changes from run to run, so saved state would reach the wrong parameters."""
     held = {matrix((4, 4), seed) for seed in range(3)}

@@ -200,6 +200,24 @@ def test_a_fused_weight_gets_a_hint_that_works() -> None:
     assert "hint" not in str(cut)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "is_hinted"),
+    [("cosmos", {"rank": 1}, True), ("muon", {}, True), ("soap", {}, True), ("soap", {"two_sided": True}, False),
+     ("galore", {"rank": 1}, False)],
+)  # fmt: skip
+def test_a_fused_weight_of_grouped_heads_gets_a_hint_only_if_the_rule_takes_it(
+    name: str, options: dict[str, Any], is_hinted: bool
+) -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 12, bias=False), "out": nn.Linear(8, 8, bias=False)})
+    cut = {"qkv.weight": {"split_sizes": [8, 2, 2]}}
+    assert ("[8, 2, 2]" in str(plan(model, name, **options))) == is_hinted
+    if is_hinted:
+        plan(model, name, overrides=cut, **options)
+    else:
+        with pytest.raises(ValueError, match="needs blocks of equal size"):
+            plan(model, name, overrides=cut, **options)
+
+
 def test_a_plan_on_the_meta_device_and_of_an_optimizer_show_the_same_rates() -> None:
     with torch.device("meta"):
         a = plan(Tied(), lr=3e-4, weight_decay=0.1)

@@ -232,7 +232,7 @@ class Layout:
             slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, settings)
             return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
         each = [self.rule.slots(m, n, settings) for m, n in self.sizes_mn]
-        return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
+        return {name: self._widen(name, [slots[name] for slots in each], settings) for name in each[0]}
 
     @property
     def width(self) -> int:
@@ -249,7 +249,7 @@ class Layout:
     def _slot(self, axes: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Slot:
         return Slot(axes, shape, dtype or torch.promote_types(self.dtype, torch.float32))
 
-    def _widen(self, name: str, slots: list[Slot]) -> Slot:
+    def _widen(self, name: str, slots: list[Slot], settings: Settings) -> Slot:
         first = slots[0]
         if first.axes == "mn":
             return self._slot("*", self.shape, first.dtype)
@@ -258,16 +258,28 @@ class Layout:
             return self._slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
         is_cut = first.axes.startswith(self.split_axis)
         if any(s.shape[1:] != first.shape[1:] or (not is_cut and s.shape != first.shape) for s in slots):
-            hint = "lower rank to at most the smallest block"
-            if name == "M_scale":
-                hint = "give its group momentum_dtype=torch.bfloat16, or blocks of equal size"
             raise ValueError(
                 f"parameter {self.name!r}: split_sizes={list(self.splits)} give its blocks state {name!r} of different "
-                f"widths; {hint}"
+                f"widths; {self._advice(name, settings)}"
             )
         if is_cut:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
+
+    def _advice(self, name: str, settings: Settings) -> str:
+        """Return how to keep a weight with blocks of different sizes, if their state does not fit together."""
+        if name == "M_scale":
+            return "give its group momentum_dtype=torch.bfloat16, or blocks of equal size"
+        smallest = min(min(size) for size in self.sizes_mn)
+        if settings.get("rank", 0) > smallest:
+            try:
+                self.rule_slots({**settings, "rank": smallest})
+                return f"lower rank to at most {smallest}, the smallest block"
+            except ValueError:  # the width does not depend on the rank alone
+                pass
+        one_sided = ", give its group two_sided=False" if name in ("K", "O") else ""
+        needs = f"rule {self.rule.name!r} needs blocks of equal size here"
+        return f"{needs}: give equal sizes{one_sided}, or leave split_sizes out"
 
     def allocate(self, p: Tensor, settings: Settings) -> Tensors:
         """Allocate zero state for the parameter."""

@@ -96,10 +96,6 @@ def _rate(name: str, value: Any) -> None:
     _NOT_NEGATIVE(name, value)
 
 
-def _is_float_dtype(value: Any) -> bool:
-    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
-
-
 def _is_sizes(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(isinstance(size, int) for size in value)
@@ -127,7 +123,7 @@ CHECKS: dict[str, Check] = {
     "scaling": _one_of(*sorted(SCALINGS)),
     "squares": _one_of("gradient", "momentum"),
     "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
-    "ns_dtype": _check(_is_float_dtype, "give a floating-point torch.dtype, or None to choose by device"),
+    "ns_dtype": _one_of(None, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
     "offload": _one_of(None, "cpu"),
     "adam_dtype": _one_of(None, torch.float32, torch.int8),

@@ -35,6 +35,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"ns_steps": 0}, "ns_steps"),
         ({"ns_coefficients": "ns6"}, "ns_coefficients"),
         ({"ns_dtype": torch.int32}, "ns_dtype"),
+        ({"ns_dtype": torch.float8_e4m3fn}, "ns_dtype=torch.float8_e4m3fn is not valid: give one of"),
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
         ({"adam_dtype": torch.uint8}, "adam_dtype=torch.uint8 is not valid: give one of .*torch.int8"),
         ({"nesterov": "false"}, "nesterov"),

@@ -96,10 +96,6 @@ def _rate(name: str, value: Any) -> None:
     _NOT_NEGATIVE(name, value)
 
 
-def _is_float_dtype(value: Any) -> bool:
-    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
-
-
 def _is_sizes(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(isinstance(size, int) for size in value)
@@ -127,7 +123,7 @@ CHECKS: dict[str, Check] = {
     "scaling": _one_of(*sorted(SCALINGS)),
     "squares": _one_of("gradient", "momentum"),
     "ns_coefficients": _one_of(*sorted(COEFFICIENTS)),
-    "ns_dtype": _check(_is_float_dtype, "give a floating-point torch.dtype, or None to choose by device"),
+    "ns_dtype": _one_of(None, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "momentum_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.int8),
     "offload": _one_of(None, "cpu"),
     "adam_dtype": _one_of(None, torch.float32, torch.int8),
@@ -197,7 +193,9 @@ def check_arguments(optimizer: type, given: Iterable[str]) -> None:
         if name not in known:
             hint = suggestion(name, known)
             if not hint:
-                hint = ": give it in a parameter group" if name in COMMON else f"; it has {', '.join(known)}"
+                rule: Rule = RULES[optimizer.rule]  # type: ignore[attr-defined]
+                is_key = name in COMMON and (name != "side" or rule.one_sided)
+                hint = ": give it in a parameter group" if is_key else f"; it has {', '.join(known)}"
             raise TypeError(f"{optimizer.__name__} has no argument {name!r}{hint}")
 
 
@@ -237,6 +235,9 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
     filled = {**{key: options.get(key, default) for key, default in defaults.items()}, **group}
     filled.setdefault("lr", options["adam_lr" if rule.name == "adam" else "lr"])
     check_options(filled)
+    if filled["side"] == "smaller" and not rule.one_sided:
+        _refuse_side(group, rule, options)
+        filled["side"] = COMMON["side"]  # the optimizer's side is for its other groups
     if filled["weight_correction"] and filled["stochastic_rounding"]:
         raise ValueError(
             "weight_correction=True keeps updates below the last place of bfloat16, so stochastic_rounding=True has "
@@ -259,6 +260,19 @@ def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
         having = sorted(other.name for other in RULES.values() if meant in other.defaults)
         others = f" (the rules {having} have {meant!r})" if having and meant not in defaults else ""
         raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}; it has {sorted(defaults)}{others}")
+
+
+def _refuse_side(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any]) -> None:
+    """Raise a ValueError if side="smaller" was asked for a rule that does not track a basis on one side.
+
+    Without an error, the matrix would be transposed, and some rules depend on which side has the rows.
+    """
+    if "side" in group or (options.get("two_sided") and rule.name.endswith(two_sided(""))):
+        having = sorted(other.name for other in RULES.values() if other.one_sided)
+        raise ValueError(
+            f"rule {rule.name!r} does not track a basis on one side of a matrix, so side='smaller' means nothing for "
+            f"it: leave it out (only the rules {having} have a side to choose)"
+        )
 
 
 def _gamma(lr: float | Tensor, adam_lr: float | Tensor, soap_lr: float) -> float:

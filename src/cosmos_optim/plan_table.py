@@ -15,16 +15,17 @@ from cosmos_optim.hyperparameters import (
     ROUTING,
     adam_rate,
     check_arguments,
+    check_options,
     choose_rule,
     complete,
-    require_bool,
     rule_named,
 )
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
-from cosmos_optim.routing.fused import fused_hint
+from cosmos_optim.routing.fused import fused_hint, fused_sizes
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.param_groups import routes
+from cosmos_optim.routing.route import ModelParameter, Route
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import two_sided
 
@@ -78,6 +79,8 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the table with one line for equal layers, the totals of each rule, the total, and hints."""
+        if not self.rows:
+            return "nothing to train: every parameter is frozen"
         table = [("parameter", "shape", "rule", "because", "rank", "lr", "decay", "state")]
         for name, row, count in collapse(self.rows):
             shape = " x ".join(map(str, row.shape)) or "scalar"
@@ -125,6 +128,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     total: 6 tensors, 4,068 parameters, 30.7 KiB of state
     """
     if isinstance(model, MatrixOptimizer):
+        model._match_layouts()
         return Plan(tuple(_row(model._layouts[p].name, p, "", group)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
     routing = {key: hyper.pop(key) for key in ROUTING if key in hyper}
@@ -137,8 +141,20 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         chosen, group = choose_rule(kind.rule, group, options)
         group = complete(group, chosen, options, kind.soap_lr)
         row = _row(parameter.name, parameter.p, route.why, group)
-        rows.append(replace(row, tied=parameter.aliases, hint=fused_hint(parameter, route)))
+        rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
     return Plan(tuple(rows), _head_hint(model, routing.get("head"), rows))
+
+
+def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) -> str:
+    """Return advice to cut a fused weight, or "" if it is not one or its rule refuses these blocks."""
+    sizes = fused_sizes(parameter, route)
+    if not sizes:
+        return ""
+    try:
+        _row(parameter.name, parameter.p, "", {**group, "split_sizes": sizes})
+    except ValueError:
+        return ""
+    return fused_hint(parameter, sizes)
 
 
 def _head_hint(model: nn.Module, head: nn.Module | str | None, rows: Sequence[PlanRow]) -> str:
@@ -161,7 +177,7 @@ def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimize
     parameters = inspect.signature(kind).parameters.values()
     options = {p.name: given.get(p.name, p.default) for p in parameters if p.name != "params"}
     options["adam_lr"] = adam_rate(options["lr"], options["adam_lr"], kind.adam_ratio)
-    require_bool("two_sided", options.get("two_sided", False))
+    check_options(options)
     return kind, options
 
 

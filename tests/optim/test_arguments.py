@@ -35,6 +35,7 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"ns_steps": 0}, "ns_steps"),
         ({"ns_coefficients": "ns6"}, "ns_coefficients"),
         ({"ns_dtype": torch.int32}, "ns_dtype"),
+        ({"ns_dtype": torch.float8_e4m3fn}, "ns_dtype=torch.float8_e4m3fn is not valid: give one of"),
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
         ({"adam_dtype": torch.uint8}, "adam_dtype=torch.uint8 is not valid: give one of .*torch.int8"),
         ({"nesterov": "false"}, "nesterov"),
@@ -222,6 +223,56 @@ def test_a_refused_group_leaves_nothing_behind() -> None:
     p.grad = gradient((4, 4), 0)
     opt.step()
     opt.add_param_group({"params": [q]})
+
+
+@pytest.mark.parametrize("name", [*RULES])
+def test_side_smaller_is_refused_by_rules_that_track_no_basis_on_one_side(name: str) -> None:
+    made = OPTIMIZERS[name.removesuffix("-two-sided")]
+    for side in ("auto", "input"):  # the defaults of this version and of older ones
+        made([{"params": [("w", matrix((8, 32)))], "rule": name, "side": side}])
+    group = {"params": [("w", matrix((8, 32)))], "rule": name, "side": "smaller"}
+    if name in ("cosmos", "soap"):
+        made([group])
+        return
+    with pytest.raises(ValueError, match=f"rule '{name}' does not track a basis on one side.*'cosmos', 'soap'"):
+        made([group])
+
+
+def test_the_error_for_an_argument_side_does_not_suggest_a_group_of_a_rule_without_one() -> None:
+    with pytest.raises(TypeError, match="Muon has no argument 'side'; it has params, lr"):
+        Muon(decoder(), side="smaller")
+    with pytest.raises(TypeError, match="Muon has no argument 'layout': give it in a parameter group"):
+        Muon(decoder(), layout="conv")
+
+
+def test_the_side_of_an_optimizer_is_for_its_one_sided_groups() -> None:
+    groups = param_groups(decoder(), overrides={"up.weight": "muon"})
+    opt = Cosmos(groups, rank=2, side="smaller")
+    assert {group["rule"]: group["side"] for group in opt.param_groups} == {
+        "cosmos": "smaller", "muon": "auto", "adam": "auto",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="rule 'cosmos-two-sided' does not track a basis on one side"):
+        Cosmos(decoder(), two_sided=True, side="smaller")
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "shape", "sizes", "advice"),
+    [
+        ("galore", {"rank": 1}, (12, 8), (8, 2, 2), "needs blocks of equal size here: give equal sizes, or leave"),
+        ("galore", {"rank": 5}, (12, 8), (8, 2, 2), "rule 'galore' needs blocks of equal size"),
+        ("galore", {"rank": 5}, (12, 16), (8, 2, 2), "lower rank to at most 2, the smallest block"),
+        ("soap-two-sided", {}, (12, 8), (8, 2, 2), "give equal sizes, give its group two_sided=False, or leave"),
+        ("cosmos-two-sided", {"rank": 5}, (12, 8), (8, 2, 2), "lower rank to at most 2, the smallest block"),
+    ],
+)
+def test_blocks_that_a_rule_cannot_keep_are_refused_with_advice_that_helps(
+    rule: str, given: dict[str, Any], shape: tuple[int, int], sizes: tuple[int, ...], advice: str
+) -> None:
+    made, group = OPTIMIZERS[rule.removesuffix("-two-sided")], {"rule": rule, "split_sizes": sizes, **given}
+    with pytest.raises(ValueError, match=advice):
+        made([{"params": [("qkv", matrix(shape))], **group}])
+    if "lower rank" in advice:
+        made([{"params": [("qkv", matrix(shape))], **group, "rank": 2}])
 
 
 def test_parameters_in_a_set_are_refused() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from cosmos_optim import OPTIMIZERS, Adam, Cosmos, Muon
+from cosmos_optim import OPTIMIZERS, Adam, Cosmos, Muon, NorMuon
 from tests.optim.helpers import decoder, matrix, small_rank, train
 
 
@@ -115,6 +117,20 @@ def test_a_checkpoint_of_another_side_loads_if_it_means_the_same() -> None:
         old.step()
         new.load_state_dict(old.state_dict())
         assert all(torch.equal(old.state[p][name], new.state[p][name]) for name in old.state[p])
+
+
+@pytest.mark.parametrize("make", [Muon, NorMuon])
+def test_the_side_of_a_checkpoint_does_not_change_a_rule_without_a_tracked_side(make: Any) -> None:
+    """Older versions accepted "smaller" for every rule, and transposed the matrix."""
+    p = matrix((6, 8))
+    opt, plain = make([p]), make([q := nn.Parameter(p.detach().clone())])
+    saved = opt.state_dict()
+    saved["param_groups"][0]["side"] = "smaller"
+    opt.load_state_dict(saved)
+    p.grad = q.grad = torch.randn(6, 8)
+    opt.step()
+    plain.step()
+    assert torch.equal(p, q)
 
 
 def test_a_model_on_the_meta_device_is_refused_when_it_would_not_train() -> None:

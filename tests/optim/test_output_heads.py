@@ -21,6 +21,16 @@ def test_the_argument_head_decides_and_a_block_named_output_is_hidden() -> None:
         rules(model, head="clasify")
 
 
+def test_a_head_that_is_tied_to_an_earlier_layer_is_a_head() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 16), "proj": nn.Linear(16, 40, bias=False)})
+    model["mid"], model["classify"] = nn.Linear(40, 16), nn.Linear(16, 40, bias=False)
+    model["classify"].weight = model["proj"].weight
+    assert rules(model)["proj.weight"] == "cosmos"
+    assert rules(model, head="classify")["proj.weight"] == "adam"
+    assert rules(model, head="classify")["mid.weight"] == "cosmos"
+    assert rules(model, head="proj")["proj.weight"] == "adam"
+
+
 class Wrapped(nn.Module):
     """A decoder with a given head under a given name."""
 

@@ -40,6 +40,8 @@ def test_a_plan_refuses_the_overrides_that_the_optimizer_refuses(
         (Cosmos, {"weight_decay": -1.0}, ValueError, "weight_decay=-1.0 is not valid"),
         (Cosmos, {"lr": "5e-4"}, ValueError, "lr='5e-4' is not valid"),
         (Cosmos, {"lr": 0.0}, ValueError, "give gamma, or the peak lr"),
+        (Cosmos, {"offload": "disk"}, ValueError, "offload='disk' is not valid"),
+        (Cosmos, {"cuda_graphs": "x"}, ValueError, "cuda_graphs='x' is not valid"),
         (Muon, {"two_sided": False}, TypeError, "Muon has no argument 'two_sided'"),
         (Muon, {"gama": 1.0}, TypeError, "Muon has no argument 'gama'"),
     ],
@@ -50,6 +52,21 @@ def test_a_plan_refuses_the_arguments_that_the_optimizer_refuses(
     for make in (lambda: plan(decoder(), kind.rule, **hyper), lambda: kind(decoder(), **hyper)):
         with pytest.raises(error, match=message):
             make()
+
+
+@pytest.mark.parametrize("hyper", [{"adam_dtype": torch.uint8}, {"adam_lr": "2e-3"}, {"adam_lr": -1.0}])
+def test_a_plan_refuses_wrong_options_that_no_group_reads(hyper: dict[str, Any]) -> None:
+    matrices = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    for make in (lambda: plan(matrices, "muon", **hyper), lambda: Muon(matrices, **hyper)):
+        with pytest.raises(ValueError, match=f"{next(iter(hyper))}=.* is not valid"):
+            make()
+
+
+def test_a_plan_of_an_optimizer_shows_parameters_that_other_code_put_into_its_groups() -> None:
+    opt = Muon([("w", nn.Parameter(torch.ones(8, 4)))])
+    opt.param_groups[0]["params"][0] = nn.Parameter(torch.ones(8, 6))
+    (row,) = plan(opt).rows
+    assert (row.name, row.shape) == ("w", (8, 6))
 
 
 def test_a_plan_of_adam_mini_counts_its_heads() -> None:
@@ -183,11 +200,33 @@ def test_a_fused_weight_gets_a_hint_that_works() -> None:
     assert "hint" not in str(cut)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "is_hinted"),
+    [("cosmos", {"rank": 1}, True), ("muon", {}, True), ("soap", {}, True), ("soap", {"two_sided": True}, False),
+     ("galore", {"rank": 1}, False)],
+)  # fmt: skip
+def test_a_fused_weight_of_grouped_heads_gets_a_hint_only_if_the_rule_takes_it(
+    name: str, options: dict[str, Any], is_hinted: bool
+) -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 12, bias=False), "out": nn.Linear(8, 8, bias=False)})
+    cut = {"qkv.weight": {"split_sizes": [8, 2, 2]}}
+    assert ("[8, 2, 2]" in str(plan(model, name, **options))) == is_hinted
+    if is_hinted:
+        plan(model, name, overrides=cut, **options)
+    else:
+        with pytest.raises(ValueError, match="needs blocks of equal size"):
+            plan(model, name, overrides=cut, **options)
+
+
 def test_a_plan_on_the_meta_device_and_of_an_optimizer_show_the_same_rates() -> None:
     with torch.device("meta"):
         a = plan(Tied(), lr=3e-4, weight_decay=0.1)
     b = plan(Cosmos(Tied(), lr=3e-4, weight_decay=0.1))
     assert {(r.name, r.lr, r.weight_decay) for r in a.rows} == {(r.name, r.lr, r.weight_decay) for r in b.rows}
+
+
+def test_a_plan_of_a_frozen_model_says_that_nothing_trains() -> None:
+    assert str(plan(decoder().requires_grad_(False))) == "nothing to train: every parameter is frozen"
 
 
 def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from cosmos_optim import OPTIMIZERS, Cosmos, plan, rates_from_adamw
-from tests.optim.helpers import decoder, train
+from tests.optim.helpers import decoder, small_rank, train
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -177,3 +178,22 @@ def test_the_ratios_that_rates_from_adamw_names_are_those_of_the_results() -> No
     ]  # fmt: skip
     ratios = [f"{best_rate(ours) / best_rate(theirs):g}" for ours, theirs in pairs]
     assert ratios == re.findall(r"^ +(0\.\d)  ", rates_from_adamw.__doc__ or "", re.MULTILINE)
+
+
+# With eps=0, AdamW runs by our formula instead of torch's kernel.
+@pytest.mark.parametrize(("rule", "options"), [("muon", {}), ("cosmos", {}), ("adam", {}), ("adam", {"eps": 0.0})])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_rate_in_a_tensor_of_any_dtype_keeps_the_weight_decay(
+    rule: str, options: dict[str, float], dtype: torch.dtype
+) -> None:
+    """1 - lr * weight_decay, here 1 - 1e-4, rounds to 1 in bfloat16 and float16."""
+    rate, ends = torch.tensor(2.0**-9, dtype=dtype), []
+    for lr in (rate, float(rate)):
+        p = nn.Parameter(torch.full((8, 4), 100.0))
+        groups = [{"params": [("w", p)], "rule": rule}]
+        opt = OPTIMIZERS[rule](groups, lr=lr, weight_decay=0.05, **small_rank(rule, 2), **options)
+        for step in range(3):
+            p.grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            opt.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=0)

@@ -130,3 +130,21 @@ def test_a_frozen_layer_with_a_zero_gradient_does_not_move() -> None:
         model(torch.randn(4, 8)).square().sum().backward()
         opt.step()
     assert torch.equal(model[0].weight, held)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (3, 10, 14)])
+def test_an_expert_of_galore_gets_its_projector_from_its_first_gradient(shape: tuple[int, int, int]) -> None:
+    """If it had no tokens in the first step, it must not keep a random projector until the next renewal."""
+    p = nn.Parameter(torch.zeros(shape))
+    opt = OPTIMIZERS["galore"]([p], lr=0.01, rank=4)
+    for step in range(5):
+        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        p.grad[1] *= step == 3
+        before = opt.state[p]["Q"].clone()
+        opt.step()
+        Q, changed = opt.state[p]["Q"], (opt.state[p]["Q"] != before).any((1, 2)).tolist()
+        assert changed == [step == 0, step in (0, 3), step == 0]
+        if step == 3:
+            U, _, Vh = torch.linalg.svd(p.grad[1], full_matrices=False)
+            leading = Vh[:4].mT if shape[1] >= shape[2] else U[:, :4]
+            torch.testing.assert_close(Q[1] @ Q[1].mT, leading @ leading.mT, atol=1e-4, rtol=0)

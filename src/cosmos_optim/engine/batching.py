@@ -148,8 +148,11 @@ def _matrices(e: Entry, copies: list[tuple[Tensor, Tensor]]) -> Iterator[Matrix]
 
 
 def decay_of(group: dict[str, Any]) -> float | Tensor:
-    """Return 1 - lr * weight_decay, a number or a tensor as lr is."""
-    return 1 - group["lr"] * group["weight_decay"] if group["weight_decay"] else 1.0
+    """Return 1 - lr * weight_decay, a number or a tensor as lr is, but at least float32: bfloat16 would round to 1."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(torch.promote_types(lr.dtype, torch.float32))
+    return 1 - lr * group["weight_decay"] if group["weight_decay"] else 1.0
 
 
 def signed_lr(group: dict[str, Any]) -> float | Tensor:

@@ -77,7 +77,8 @@ class Layout:
     layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
     (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
     side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input side,
-        but the rows if there are fewer of them than the basis would have columns (and the rule asks for that).
+        but the rows if there are fewer of them than the basis would have columns (and the rule asks for that). It has
+        no effect on rules that do not track one side (`Rule.one_sided`).
     split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
     split_side: the side that `split_sizes` cuts: "output" (rows) or "input" (columns), however the weight is stored.
     split_axis: that side of the matrices that the rule gets, "m" or "n".
@@ -116,9 +117,9 @@ class Layout:
         """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
 
         "auto" does if the rule says so (`Rule.transposes_few_rows`). Blocks of different sizes are never transposed,
-        because their bases could differ in width.
+        because their bases could differ in width, and neither is a matrix of a rule without such a basis.
         """
-        if self.rule.elementwise or len(sizes := set(self._stored_sizes())) > 1:
+        if not self.rule.one_sided or len(sizes := set(self._stored_sizes())) > 1:
             return False
         (rows, n), side = sizes.pop(), group.get("side", "auto")
         if side == "auto":
@@ -231,7 +232,7 @@ class Layout:
             slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, settings)
             return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
         each = [self.rule.slots(m, n, settings) for m, n in self.sizes_mn]
-        return {name: self._widen(name, [slots[name] for slots in each]) for name in each[0]}
+        return {name: self._widen(name, [slots[name] for slots in each], settings) for name in each[0]}
 
     @property
     def width(self) -> int:
@@ -248,7 +249,7 @@ class Layout:
     def _slot(self, axes: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Slot:
         return Slot(axes, shape, dtype or torch.promote_types(self.dtype, torch.float32))
 
-    def _widen(self, name: str, slots: list[Slot]) -> Slot:
+    def _widen(self, name: str, slots: list[Slot], settings: Settings) -> Slot:
         first = slots[0]
         if first.axes == "mn":
             return self._slot("*", self.shape, first.dtype)
@@ -257,16 +258,28 @@ class Layout:
             return self._slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
         is_cut = first.axes.startswith(self.split_axis)
         if any(s.shape[1:] != first.shape[1:] or (not is_cut and s.shape != first.shape) for s in slots):
-            hint = "lower rank to at most the smallest block"
-            if name == "M_scale":
-                hint = "give its group momentum_dtype=torch.bfloat16, or blocks of equal size"
             raise ValueError(
                 f"parameter {self.name!r}: split_sizes={list(self.splits)} give its blocks state {name!r} of different "
-                f"widths; {hint}"
+                f"widths; {self._advice(name, settings)}"
             )
         if is_cut:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
+
+    def _advice(self, name: str, settings: Settings) -> str:
+        """Return how to keep a weight with blocks of different sizes, if their state does not fit together."""
+        if name == "M_scale":
+            return "give its group momentum_dtype=torch.bfloat16, or blocks of equal size"
+        smallest = min(min(size) for size in self.sizes_mn)
+        if settings.get("rank", 0) > smallest:
+            try:
+                self.rule_slots({**settings, "rank": smallest})
+                return f"lower rank to at most {smallest}, the smallest block"
+            except ValueError:  # the width does not depend on the rank alone
+                pass
+        one_sided = ", give its group two_sided=False" if name in ("K", "O") else ""
+        needs = f"rule {self.rule.name!r} needs blocks of equal size here"
+        return f"{needs}: give equal sizes{one_sided}, or leave split_sizes out"
 
     def allocate(self, p: Tensor, settings: Settings) -> Tensors:
         """Allocate zero state for the parameter."""

@@ -13,15 +13,17 @@ from cosmos_optim.routing.words import layer_pattern
 FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "Wqkv", "wqkv", "to_qkv", "attn_qkv"})
 
 
-def fused_hint(parameter: ModelParameter, route: Route) -> str:
-    """Return advice for a fused weight that is not cut, or "" if there is nothing to say."""
+def fused_sizes(parameter: ModelParameter, route: Route) -> list[int]:
+    """Return the sizes at which to cut a fused weight; none if it is not one, or is cut already."""
     owner = parameter.module_path.rpartition(".")[2]
     if owner not in FUSED or route.kind != "hidden" or route.settings.get("split_sizes") or parameter.p.dim() != 2:
-        return ""
+        return []
     rows, columns = parameter.p.shape if route.settings.get("layout") != "in_out" else parameter.p.shape[::-1]
-    sizes = split_sizes(rows, columns)
-    if not sizes:
-        return ""
+    return split_sizes(rows, columns)
+
+
+def fused_hint(parameter: ModelParameter, sizes: list[int]) -> str:
+    """Return advice to cut a fused weight at these sizes."""
     pattern = layer_pattern(parameter.name)
     return (
         f"{pattern} looks like query, key and value in one weight. If these are stored one after another, cut them: "

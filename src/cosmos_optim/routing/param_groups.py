@@ -133,8 +133,11 @@ def routes(
         used.update(matches)
         if not (parameter.p.requires_grad or frozen):
             continue
-        is_head = parameter.module_path in output_heads
-        route = route_of(parameter, rule, is_embedding=id(parameter.p) in embeddings, is_head=is_head)
+        is_embedding, is_head = id(parameter.p) in embeddings, parameter.module_path in output_heads
+        route = route_of(parameter, rule, is_embedding=is_embedding, is_head=is_head)
+        is_tied_head = any(alias.rpartition(".")[0] in output_heads for alias in parameter.aliases)
+        if is_tied_head and (route is None or route.kind == "hidden"):  # a tied embedding stays an embedding
+            route = route_of(parameter, rule, is_embedding=is_embedding, is_head=True)
         override = asked[matches[0]] if matches else {}
         if matches:
             route = _overridden(parameter, route, matches[0], override)

@@ -2,9 +2,9 @@
 
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  D = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-State names are torch.optim.AdamW's. With `adam_dtype=torch.int8`, tensors of more than `LARGEST_FLOAT32` elements store
-both moments as codes of 8 bits, with the scales of their blocks (`linalg.int8_adam`). A step dequantizes them,
-computes with the new moments in float32, and rounds only what it stores.
+State names are torch.optim.AdamW's. With `adam_dtype=torch.int8`, large tensors (`stores_codes`) store both moments as
+codes of 8 bits, with the scales of their blocks (`linalg.int8_adam`). A step dequantizes them, computes with the new
+moments in float32, and rounds only what it stores.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "adam_dtype": Non
 # Tensors with at most this many elements keep their moments in float32: they need no memory, and norms and biases are
 # the most sensitive.
 LARGEST_FLOAT32 = 4096
+# Rows with fewer elements keep them too: a float32 scale for each row would take most of what codes save, or more.
+SHORTEST_ROW = 16
 # The state of a quantized tensor.
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 QUANTIZED = ("exp_avg", "exp_avg_sq", *SCALES)
@@ -69,10 +71,15 @@ def fused_(
     )  # fmt: skip
 
 
+def stores_codes(m: int, n: int, settings: Settings) -> bool:
+    """Return whether m rows of n elements store their moments as codes of 8 bits."""
+    return settings.get("adam_dtype") is torch.int8 and m * n > LARGEST_FLOAT32 and n >= SHORTEST_ROW
+
+
 def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     """Return two moments, shaped like the parameter, and the scales of their blocks if they are stored as integers."""
     dtype = settings.get("adam_dtype")
-    if dtype is not torch.int8 or m * n <= LARGEST_FLOAT32:
+    if not stores_codes(m, n, settings):
         moment = Slot("*", (m, n), None if dtype is torch.int8 else dtype)
         return {"exp_avg": moment, "exp_avg_sq": moment}
     scale = Slot("mc", (m, scale_columns(n)), torch.float32)
@@ -105,6 +112,16 @@ def stored(
     m, m_scale = quantize_signed(state.exp_avg, index, t)
     v, v_scale = quantize_root(state.exp_avg_sq, index, t)
     return {"exp_avg": m, "exp_avg_scale": m_scale, "exp_avg_sq": v, "exp_avg_sq_scale": v_scale}
+
+
+def without_codes(saved: Mapping[str, Any], slots: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return saved state with moments in float32, if it has codes and the slots do not; otherwise unchanged.
+
+    Checkpoints from before `SHORTEST_ROW` have codes of short rows too.
+    """
+    if SCALES[0] not in saved or SCALES[0] in slots:
+        return saved
+    return {name: x for name, x in saved.items() if name not in SCALES} | load(saved, torch.float32)._asdict()
 
 
 RULE = Rule("adam", DEFAULTS, AdamState, slots, direction, elementwise=True, fused=fused_)

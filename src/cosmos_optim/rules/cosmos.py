@@ -222,7 +222,7 @@ def slots_two_sided(m: int, n: int, settings: Settings) -> dict[str, Slot]:
 
 RULE = Rule(
     "cosmos", DEFAULTS, CosmosState, slots, direction, take_first_bases, diagnose, deflates=True,
-    transposes_few_rows=True, constant_size=True,
+    one_sided=True, transposes_few_rows=True, constant_size=True,
 )  # fmt: skip
 TWO_SIDED = Rule(
     "cosmos-two-sided", DEFAULTS, TwoSidedState, slots_two_sided, direction_two_sided, take_first_bases, diagnose,

@@ -40,24 +40,29 @@ def direction(
     if alg.m < alg.n:
         D, new = direction(G.mT, state, t, betas=betas, eps=eps, update_gap=update_gap, scale=scale, alg=alg.T)
         return D.mT, new
-    Q = renew(G, state.Q, t, update_gap, alg)
+    Q = renew(G, state, t, update_gap, alg)
     D, moments = adam.direction(alg.mm(G, Q), adam.AdamState(*state[1:]), t, betas=betas, eps=eps)
     return scale * D @ Q.mT, GaLoreState(Q, *moments)
 
 
-def renew(G: Tensor, Q: Tensor, t: Tensor, gap: int, alg: Algebra) -> Tensor:
+def renew(G: Tensor, state: GaLoreState, t: Tensor, gap: int, alg: Algebra) -> Tensor:
     """Return the leading right singular vectors of this gradient every `gap` steps after the first, else Q.
 
-    A zero gradient has no singular vectors, so it keeps Q. At every step the host waits for a GPU, to know whether an
-    update is due; most steps then save the eigenvectors.
+    A zero gradient has no singular vectors, so it keeps Q. A matrix that had none before, such as an expert without
+    tokens, gets Q from its first one. At every step the host waits for a GPU, to know whether an update is due; most
+    steps then save the eigenvectors.
     """
-    due = ((t - 1).remainder(gap) == 0) & (t > 1)
+    Q, is_new = state.Q, alg.norm_sq_m(state.exp_avg_sq) == 0
+    due = (((t - 1).remainder(gap) == 0) | is_new) & (t > 1)
+    if not bool(due.any()):
+        return Q
+    due = due & (alg.norm_sq(G) > 0)
     if not bool(due.any()):
         return Q
     new = first_basis(G, Q.shape[-1], alg, like=Q)
     sign = alg.un(new, Q).diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     agreeing = torch.where(sign < -NOISE[Q.dtype], -new, new)  # an overlap of 0 decides nothing, nor may its rounding
-    return torch.where(due & (alg.norm_sq(G) > 0), agreeing, Q)
+    return torch.where(due, agreeing, Q)
 
 
 def start(G: Tensor, state: GaLoreState, *, alg: Algebra | None = None) -> GaLoreState:

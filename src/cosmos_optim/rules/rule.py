@@ -51,6 +51,7 @@ class Rule:
     diagnose: (G, D, old state, new state, *, eps, alg) -> numbers for `optimizer.diagnostics()`, (..., 1, 1) each.
     deflates: whether it removes the leading directions of a matrix before Newton-Schulz.
     elementwise: whether it takes parameters of any shape, one at a time.
+    one_sided: whether it tracks a basis on one side of a matrix, which a group's `side` chooses.
     transposes_few_rows: what `side="auto"` means. If True, a matrix with fewer rows than its basis would have columns
         is given to the rule transposed, because some columns would hold nothing. If False, no matrix is.
     constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient is then
@@ -68,6 +69,7 @@ class Rule:
     diagnose: Callable[..., dict[str, Tensor]] | None = None
     deflates: bool = False
     elementwise: bool = False
+    one_sided: bool = False
     transposes_few_rows: bool = False
     constant_size: bool = False
     shardable: str = "both"

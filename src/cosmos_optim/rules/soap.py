@@ -108,7 +108,7 @@ def slots_two_sided(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     return slots(m, n, settings) | {"K": Slot("mq", (m, m)), "O": Slot("mq", (m, m))}
 
 
-RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, take_first_bases, shardable="rows")
+RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, take_first_bases, one_sided=True, shardable="rows")
 TWO_SIDED = Rule(
     "soap-two-sided", DEFAULTS, TwoSidedSoapState, slots_two_sided, direction_two_sided, take_first_bases,
     shardable="none",

@@ -15,7 +15,7 @@ from cosmos_optim import sharding
 from cosmos_optim.engine.layout import CORRECTION, Layout
 from cosmos_optim.linalg.int8_momentum import dequantize
 from cosmos_optim.rules import RULES, adam
-from cosmos_optim.rules.adam import SCALES
+from cosmos_optim.rules.adam import SCALES, without_codes
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.rules.rule import Settings, Slot
 
@@ -380,6 +380,7 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
+    saved = dict(without_codes(saved, slots))
     _check_state(layout, layout.slots(group), saved)
 
     def adopted(value: Tensor) -> Tensor:

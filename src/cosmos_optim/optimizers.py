@@ -58,7 +58,7 @@ class Cosmos(MatrixOptimizer):
         row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves the rows as they are.
         two_sided: track a basis on both sides of a matrix (Algorithm 4).
         side: the tracked side: "auto" (columns; rows if there are fewer of them than `rank`), "input" (columns), or
-            "smaller", which saves state.
+            "smaller", which saves state. Not with two_sided.
         eps_placement: "outside" is sqrt(V) + eps; "inside" is sqrt(V + eps), as printed in the paper.
         residual_guard: share of the momentum's energy below which the Muon half is dropped as noise; 0 is off.
         ns_steps: Newton-Schulz iterations.
@@ -67,7 +67,7 @@ class Cosmos(MatrixOptimizer):
         momentum_dtype: dtype of M; None means float32, torch.bfloat16 halves the largest state, and torch.int8 quarters
             it, with one scale for each 128 elements of a row.
         adam_dtype: dtype of AdamW's two moments; None means float32, and torch.int8 quarters them in tensors of more
-            than 4,096 elements, with one scale for each 128 elements of a row.
+            than 4,096 elements with rows of at least 16, with one scale for each 128 elements of a row.
         split_sizes: rows of each block of a fused weight, or one number for equal blocks; each block is updated as its
             own matrix. In a group, `split_side="input"` cuts columns instead.
         maximize: ascend instead of descend.

@@ -314,3 +314,20 @@ def test_a_dtype_that_changes_after_the_state_is_refused() -> None:
 def test_a_group_of_another_rule_refuses_it_and_names_the_rule_that_has_it(rule: str) -> None:
     with pytest.raises(ValueError, match=r"no hyper-parameter 'adam_dtype'.*\['adam'\] have"):
         Cosmos([{"params": [matrix((8, 8))], "rule": rule, "adam_dtype": INT8}, {"params": [matrix((4, 4))]}])
+
+
+def test_a_checkpoint_with_codes_of_short_rows_loads_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = matrix((500, 9)), matrix((500, 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(adam, "SHORTEST_ROW", 1)
+        old = Adam([p], adam_dtype=torch.int8)
+        p.grad = gradient((500, 9), 0)
+        old.step()
+        saved = old.state_dict()
+        expected = adam.load(old.state[p], torch.float32)
+    new = Adam([q], adam_dtype=torch.int8)
+    new.load_state_dict(saved)
+    assert torch.equal(new.state[q]["exp_avg"], expected.exp_avg)
+    assert torch.equal(new.state[q]["exp_avg_sq"], expected.exp_avg_sq)
+    q.grad = gradient((500, 9), 1)
+    new.step()

@@ -95,7 +95,8 @@ def at_risk(ir: str, stages: int) -> list[str]:
 def compiled(work: Callable[[], Any]) -> dict[str, dict[str, Any]]:
     """Return the kernels that `work` would launch, with the buffers at risk and the shared memory of each."""
     import cosmos_optim.cuda.adam_run
-    import cosmos_optim.cuda.step  # noqa: F401  (its kernels register themselves)
+    import cosmos_optim.cuda.chunk
+    import cosmos_optim.cuda.kernels.jacobi  # noqa: F401  (kernels register themselves when they are imported)
     from cosmos_optim.cuda.kernels.launch import KERNELS
 
     found: dict[str, dict[str, Any]] = {}
@@ -185,7 +186,21 @@ def launch_products() -> None:
         products.quadratic(products.gram(X, torch.full((BATCH, 1, 1), 0.5)), 3.0, 2.0, 0.5)
 
 
+def launch_schedules() -> None:
+    """Launch the kernels of whole steps, those that copy thin state for them, and the one of a first basis."""
+    from cosmos_optim.cuda.kernels.gather import gather
+    from cosmos_optim.cuda.kernels.jacobi import eigh
+    from cosmos_optim.cuda.self_check import step_error
+    from cosmos_optim.rules import RULES
+
+    gather([[torch.zeros(COLS, RANK) for _ in range(BATCH)]])
+    eigh(torch.zeros(BATCH, RANK, RANK))
+
+    for rule, rank in (("cosmos", RANK), ("muon", 1), ("normuon", 1)):
+        step_error(RULES[rule], rank, 80, 64, torch.device("cpu"), torch.float32)  # of memory that nobody has written
+
+
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") != "1"
     driver.set_active(H100())
-    print(json.dumps(compiled(lambda: (launch_products(), launch_adam()))))
+    print(json.dumps(compiled(lambda: (launch_products(), launch_adam(), launch_schedules()))))

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,14 @@ def test_no_prefetch_overwrites_what_a_product_still_reads(kernels: dict[str, di
     if triton.__version__.startswith("3.6."):  # this version has the fault, so the search must find it
         assert known_bad == [["a"], ["a"]]
     assert not any(found.values()), found
+
+
+@pytest.mark.slow
+def test_every_kernel_that_the_package_launches_compiles(kernels: dict[str, dict[str, Any]]) -> None:
+    """Without a GPU, nothing else would notice that one does not."""
+    files = (Path(__file__).resolve().parents[2] / "src/cosmos_optim/cuda/kernels").glob("*.py")
+    launched = {name for file in files for name in re.findall(r"\b(_\w+)\[(?:\(|grid)", file.read_text())}
+    assert len(launched) > 20 and launched <= {*kernels}, launched - {*kernels}
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
+from cosmos_lab.optimizers import outer_rates
 from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
@@ -43,7 +44,7 @@ def demo_run(optimizer: str, hidden_lr: float, embedding_lr: float, config: Demo
     """
     rates: dict[str, float] = {"lr": hidden_lr, "adam_lr": embedding_lr}
     if optimizer == "adam":  # takes one rate for all parameters unless the others are named
-        rates |= dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), embedding_lr)
+        rates |= outer_rates(embedding_lr)
     return RunConfig().replace(
         model="tiny", data=config.data, seq_len=128, batch=8, steps=config.steps, seed=config.seed,
         optimizer=optimizer, **rates,

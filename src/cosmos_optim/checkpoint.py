@@ -287,13 +287,14 @@ def _with_dtypes_that_fit(
     """
     found = dict(state)
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        layouts = [optimizer._layouts[p] for p in a["params"]]
         for key in differing(a, b, STORED):
             try:
-                for p in a["params"]:
-                    sharding.check_dtypes(optimizer._layouts[p], a | b)
+                for layout in layouts:
+                    sharding.check_dtypes(layout, a | b)
             except ValueError as error:
-                if a[key] is None:
-                    override = f"overrides={{{optimizer._layouts[p].name!r}: {{{key!r}: torch.float32}}}}"
+                if a[key] is None:  # `layout` is the one that was refused
+                    override = f"overrides={{{layout.name!r}: {{{key!r}: torch.float32}}}}"
                     raise ValueError(
                         f"group {i} was saved with {key}={b[key]}, which cannot be loaded here: {error}. To convert "
                         f"what was saved, build the optimizer with {key}=torch.float32, or only for such parameters: "
@@ -301,9 +302,9 @@ def _with_dtypes_that_fit(
                     ) from None
                 theirs = a | b
                 del b[key]
-                for at, p in zip(b["params"], a["params"], strict=True):
+                for at, layout in zip(b["params"], layouts, strict=True):
                     if at in state:
-                        found[at] = _dequantized(optimizer._layouts[p], theirs, state[at])
+                        found[at] = _dequantized(layout, theirs, state[at])
     return found
 
 

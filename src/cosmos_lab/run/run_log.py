@@ -103,12 +103,12 @@ class RunLog:
             out.write("".join(kept).encode())
 
     def write(self, record: Mapping[str, Any]) -> None:
-        clean = finite(record)
         with explained(self.folder / METRICS):
-            self._file.write(_line(clean))
+            self._file.write(_line(record))
             self._file.flush()
         if self._board is None and self._wandb is None:
             return
+        clean = finite(record)
         scalars = {name: value for name, value in clean.items() if isinstance(value, (int, float)) and name != "step"}
         for matrix, values in clean.get("diagnostics", {}).items():
             scalars |= {f"diagnostics/{name}/{matrix}": v for name, v in values.items() if v is not None}

@@ -178,9 +178,7 @@ def apply_(
         seeds: step counts. If given, bfloat16 parameters are rounded stochastically.
         corrections: if given, W has the 24 bits of a bfloat16 parameter and its correction.
     """
-    D = D * lr
-    if grad_max is not None:
-        D = torch.where((grad_max > 0).view(-1, 1, 1), D, 0.0)
+    D = D * (lr if grad_max is None else (grad_max > 0).to(D.dtype).view(-1, 1, 1) * lr)
     exact = all(p.dtype == D.dtype for p in params)
     if exact and skip is None and seeds is None:
         if isinstance(decay, Tensor) or decay != 1.0:

@@ -1,6 +1,6 @@
 """From the kept results to what people compare: tokens and time to AdamW's loss, a picture and a table.
 
-    python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, evidence-800.svg
+    python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, outer-rates.svg
 
 Tokens to AdamW's loss are read from the curves of the runs: the point at which a curve first falls below AdamW's last
 value, on the same test tokens. The rate of these runs decays until the very end. A run that was planned to end at the
@@ -15,7 +15,8 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from cosmos_lab.report.style import KNOWN, THEMES
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "muon": "Muon", "normuon": "NorMuon", "cosmos": "COSMOS"}
 PICTURED = ("adamw", "soap-f10", "muon", "cosmos")
-COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in PICTURED}
+COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in NAMES}
 TEXT, GROUND = THEMES["light"]["soft"], THEMES["light"]["card"]
 LEAST_POINTS = 20  # of a curve; a coarser one is refused
 # In benchmarks/results: measurements of the step in float32 that count, of several commits.
@@ -173,7 +174,7 @@ def report(results: Mapping[str, Result]) -> str:
             continue
         lines += [
             f"## {protocol.model}, regime {regime}: {how.steps} steps of {how.batch} x {how.seq_len} tokens", "",
-            "| optimizer | hidden rate | test perplexity | seeds | search | tokens to AdamW's loss | time at 1B |",
+            "| optimizer | rates | test perplexity | seeds | search | tokens to AdamW's loss | time at 1B |",
             "|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         reached = {c.entry: c for c in crossings(results, regime)}
@@ -187,11 +188,11 @@ def report(results: Mapping[str, Result]) -> str:
                 c = reached[entry]
                 share = f"{c.share:.2f} ({c.uncertainty})"
                 time = f"{c.share * cost[entry].step_s / cost['adamw'].step_s:.2f}"
-            lines.append(
-                f"| {NAMES[entry]} | {runs[0]['lr']:g} | {ppl:.2f} | {len(runs)} | {search} | {share} | {time} |"
-            )
+            rates = f"{runs[0]['lr']:g}, {runs[0]['adam_lr']:g}"
+            lines.append(f"| {NAMES[entry]} | {rates} | {ppl:.2f} | {len(runs)} | {search} | {share} | {time} |")
         lines.append("")
     lines += [
+        "- **Rates**: of the hidden matrices, and of embedding, head and norms.",
         "- **Tokens**: the share of AdamW's tokens at which the curve of the best run so far falls to AdamW's last "
         "test loss.",
         "- **Schedules**: the rate decays to 0 at the end of each run, so a point on a curve is not a run of that "
@@ -221,8 +222,9 @@ def report(results: Mapping[str, Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
-    """Draw loss against tokens, and bars of step time and state."""
+@contextmanager
+def picture(target: Path, **layout: Any) -> Iterator[Any]:
+    """Give axes in the colours of the lab's reports, and write them as an SVG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -230,10 +232,27 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
 
     style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), TEXT)
     with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1))
-        _draw_losses(left, results, regime)
-        left.set(ylim=(None, 5.5), title="LLaMA-60M (last perplexity)")
-        cost = costs()
+        figure, axes = plt.subplots(**layout)
+        yield axes
+        for one in figure.axes:
+            one.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, facecolor=GROUND, metadata={"Date": None})
+        plt.close(figure)
+
+
+def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
+    """Draw loss against tokens for the best runs so far, one line for each seed, and bars of step time and state."""
+    cost = costs()
+    with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
+        for entry in PICTURED:
+            for run in best_runs(results, regime, entry):
+                tokens, loss = zip(*test_curve(run), strict=True)
+                label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
+                left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=label)
+        left.set(ylim=(None, 5.5), title="LLaMA-60M (last perplexity)", xlabel="million tokens", ylabel="test loss")
+        left.legend(frameon=False)
         for axes, title, values in (
             (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in PICTURED}),
             (right, "optimizer state, 1B, GiB", {e: cost[e].state_gib for e in PICTURED}),
@@ -243,41 +262,29 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
             axes.bar_label(bars, fmt="%.0f" if axes is middle else "%.1f", padding=2, color=TEXT)
             axes.set(title=title, xticks=[], xlim=(0, 1.25 * max(values.values())))
             axes.invert_yaxis()
-        for axes in (left, middle, right):
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.tight_layout()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, facecolor=GROUND, metadata={"Date": None})
-        plt.close(figure)
 
 
-def draw_seeds(results: Mapping[str, Result], regime: str, target: Path) -> None:
-    """Draw loss against tokens of all seeds of a regime, from where the curves can be told apart."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: Any = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), TEXT)
-    with plt.rc_context(style | {"svg.hashsalt": "evidence", "font.size": 9, "axes.titlesize": 9}):
-        figure, axes = plt.subplots(figsize=(6, 3.2))
-        _draw_losses(axes, results, regime, linewidth=1)
-        axes.set(ylim=(None, 4.5), title="LLaMA-60M, 800 steps: every seed (last perplexity of seed 0)")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.tight_layout()
-        figure.savefig(target, facecolor=GROUND, metadata={"Date": None})
-        plt.close(figure)
+def outer_rates(results: Mapping[str, Result], regime: str, entry: str) -> list[tuple[float, float]]:
+    """Return (rate, validation perplexity) of the runs that differ from an entry's best in the outer rate alone."""
+    best = best_runs(results, regime, entry)[0]
+    same = ("model", "regime", "entry", "lr", "beta2", "seed", "share")
+    found = [r for r in results.values() if not r.get("variant") and all(r[name] == best[name] for name in same)]
+    return sorted((r["adam_lr"], r["val_ppl"]) for r in found if r["val_ppl"] is not None)
 
 
-def _draw_losses(axes: Any, results: Mapping[str, Result], regime: str, **style: Any) -> None:
-    """Draw the curves of the best runs so far, one line for each seed."""
-    for entry in PICTURED:
-        for run in best_runs(results, regime, entry):
-            points = test_curve(run)
-            label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
-            axes.plot([t / 1e6 for t, _ in points], [x for _, x in points], color=COLORS[entry], label=label, **style)
-    axes.set(xlabel="million tokens", ylabel="test loss")
-    axes.legend(frameon=False)
+def draw_outer_rates(results: Mapping[str, Result], regime: str, target: Path) -> None:
+    """Draw perplexity against the rate of embedding, head and norms, at each optimizer's best hidden rate and beta2."""
+    lines = {entry: outer_rates(results, regime, entry) for entry in NAMES}
+    ticks = sorted({rate for points in lines.values() for rate, _ in points})
+    steps = Protocol().regimes[regime].steps
+    with picture(target, figsize=(6, 3.2)) as axes:
+        for entry, points in lines.items():
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, color=COLORS[entry], label=NAMES[entry])
+        axes.set(xscale="log", title=f"LLaMA-60M, {steps:,} steps, one seed",
+                 xlabel="learning rate of embedding, head and norms", ylabel="validation perplexity")  # fmt: skip
+        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        axes.minorticks_off()
+        axes.legend(frameon=False, ncols=2)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -290,8 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     a = p.parse_args(arguments)
     results = read_results(a.results)
     draw(results, a.regime, a.picture)
-    if any(best_runs(results, "A", entry) for entry in PICTURED):
-        draw_seeds(results, "A", a.picture.with_stem(f"{a.picture.stem}-800"))
+    draw_outer_rates(results, a.regime, a.picture.with_name("outer-rates.svg"))
     text = report(results)
     a.page.parent.mkdir(parents=True, exist_ok=True)
     a.page.write_text(text)

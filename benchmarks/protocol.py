@@ -1,9 +1,9 @@
 """What the comparison of docs/protocol.md runs: the optimizers, their starting rates, the next runs, and the table.
 
 The search tunes one coordinate after the other, by the same rule for every optimizer: the rate of the hidden matrices,
-the rate of embedding, head and norms, and beta2. Then come further seeds and shorter runs at the best setting, and the
-changes of benchmarks/variants.py there. All choices read the validation loss of finished runs, so a search
-continues from its results.
+the rate of embedding, head and norms, the first one again if the second has moved far, and beta2. Then come further
+seeds and shorter runs at the best setting, and the changes of benchmarks/variants.py there. All choices read the
+validation loss of finished runs, so a search continues from its results.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ Losses = Mapping[str, float]  # Validation loss by run id; inf: diverged.
 
 BETA2 = 0.98  # The search starts from this value.
 BETA2S = (0.95, 0.98, 0.999)
-MOST = {"lr": 5, "adam_lr": 4}  # most values tried for each rate, including the starting value
+MOST = {"lr": 5, "adam_lr": 6}  # most values tried for each rate, including the starting value
+POWERS = range(-12, 13)  # Rates are the starting ones times 2 to these powers.
 RATES = ("lr", "adam_lr")
-TUNING = (*RATES, "beta2")
-ALL = (*TUNING, "seeds")
+TUNING = (*RATES, "lr", "beta2")  # The second "lr" is left out if the outer rate has not moved far.
+FAR = 1  # power of 2
+ALL = (*RATES, "beta2", "seeds")
 STAGES = (*ALL, "short", "levers", "memory")
 POINTS = 25  # number of points of each curve
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by number of seeds
@@ -82,7 +84,9 @@ class Run:
 
 Phase = tuple[str, tuple[str, ...], tuple[str, ...]]  # regime, entries, stages
 
-_PAIR = {"A": (1e-3, 4e-3), "B": (5e-4, 2e-3)}
+# The first searches, in regime B, began at an outer rate of 2e-3 and found the best near 1.6e-2. Others begin there.
+_FIRST = {"A": (1e-3, 1.6e-2), "B": (5e-4, 2e-3)}
+_LATER = {"A": (1e-3, 1.6e-2), "B": (5e-4, 1.6e-2)}
 _MAIN = ("adamw", "cosmos", "muon", "normuon")
 
 
@@ -96,34 +100,34 @@ class Protocol:
     regimes: Mapping[str, Regime] = field(default_factory=lambda: {"A": Regime(800, 64), "B": Regime(3200, 16)})
     entries: Mapping[str, Entry] = field(
         default_factory=lambda: {
-            "adamw": Entry("adam", {"A": (2e-3, 4e-3), "B": (1e-3, 2e-3)}),
-            "cosmos": Entry("cosmos", _PAIR),
-            "muon": Entry("muon", _PAIR),
-            "normuon": Entry("normuon", _PAIR),
-            "soap-f10": Entry("soap", {"A": (2e-3, 4e-3), "B": (2e-3, 2e-3)}, ("frequency=10",)),
-            "soap-f1": Entry("soap", {"A": (4e-3, 4e-3), "B": (2e-3, 2e-3)}, ("frequency=1",)),
-            "cosmos-paper": Entry("cosmos-paper", _PAIR),
-            "muon-eq": Entry("muon-eq", _PAIR),
-            "soap-polar": Entry("soap-polar", _PAIR, ("frequency=10",), cost=2.0),
+            "adamw": Entry("adam", {"A": (2e-3, 1.6e-2), "B": (1e-3, 2e-3)}),
+            "cosmos": Entry("cosmos", _FIRST),
+            "muon": Entry("muon", _FIRST),
+            "normuon": Entry("normuon", _FIRST),
+            "soap-f10": Entry("soap", {"A": (2e-3, 1.6e-2), "B": (2e-3, 2e-3)}, ("frequency=10",)),
+            "soap-f1": Entry("soap", {"A": (4e-3, 1.6e-2), "B": (2e-3, 1.6e-2)}, ("frequency=1",)),
+            "cosmos-paper": Entry("cosmos-paper", _LATER),
+            "muon-eq": Entry("muon-eq", _LATER),
+            "soap-polar": Entry("soap-polar", _LATER, ("frequency=10",), cost=2.0),
         }
     )
     phases: Sequence[Phase] = (  # In this order; in a phase, the entry with the fewest runs goes first.
-        ("B", (*_MAIN, "soap-f10"), RATES),
-        ("A", (*_MAIN, "soap-f1"), RATES),
+        ("B", _MAIN, RATES),
         ("B", _MAIN, ALL),
-        ("A", _MAIN, ALL),
         ("B", ("soap-f10",), ALL),
+        ("A", _MAIN, RATES),
+        ("A", _MAIN, ALL),
         ("A", ("soap-f1",), ALL),
         ("B", _MAIN[1:], ("short",)),
         ("A", _MAIN[1:], ("short",)),
         ("B", ("muon-eq", "soap-polar", "cosmos-paper"), RATES),
         ("B", ("cosmos",), ("levers",)),
-        ("B", ("cosmos",), ("memory",)),
-        ("A", ("cosmos",), ("memory",)),
         ("B", (*_MAIN, "soap-f10"), ("levers",)),
         ("A", _MAIN, ("levers",)),
         ("B", ("cosmos-paper", "soap-f1", "muon-eq", "soap-polar"), ALL),
         ("A", ("cosmos-paper", "soap-f10", "muon-eq", "soap-polar"), ALL),
+        ("B", ("cosmos",), ("memory",)),
+        ("A", ("cosmos",), ("memory",)),
     )
     seeds: tuple[int, ...] = (0, 1, 2)
     shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
@@ -176,13 +180,9 @@ class Protocol:
         def moved(value: float) -> dict[str, float]:
             return {**point, name: value}
 
-        if name == "beta2":
-            values: Collection[float] = BETA2S
-        else:
-            values = range(-MOST[name], MOST[name] + 1)
-        ids = {value: self.at(regime, entry, moved(value)).id for value in values}
-        known = {value: loss[ids[value]] for value in values if ids[value] in loss}
-        first = BETA2 if name == "beta2" else 0
+        ids = {value: self.at(regime, entry, moved(value)).id for value in (BETA2S if name == "beta2" else POWERS)}
+        known = {value: loss[run] for value, run in ids.items() if run in loss}
+        first = point[name]
         if first not in known:
             return dict(point), moved(first), False
         best = min(known, key=lambda value: (known[value], abs(value - first)))
@@ -193,29 +193,33 @@ class Protocol:
         more = bool(missing) and len(known) < MOST[name]
         return moved(best), moved(missing[0]) if more else None, not missing
 
+    def search(
+        self, regime: str, entry: str, loss: Losses
+    ) -> Iterator[tuple[str, dict[str, float], dict[str, float] | None, bool]]:
+        """Yield the name of each coordinate in order, with what `tune` returns for it."""
+        point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
+        for i, name in enumerate(TUNING):
+            if name in TUNING[:i] and abs(point["adam_lr"]) <= FAR:
+                continue
+            point, following, bracketed = self.tune(regime, entry, name, point, loss)
+            yield name, point, following, bracketed
+
     def best(self, regime: str, entry: str, loss: Losses) -> tuple[dict[str, float], list[str], list[str]]:
         """Return the best point so far, the coordinates still to tune, and those ended without a bracket."""
-        point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
-        unfinished, at_the_end = [], []
-        for name in TUNING:
-            point, following, bracketed = self.tune(regime, entry, name, point, loss)
-            if following:
-                unfinished.append(name)
-            elif not bracketed:
-                at_the_end.append(name)
-        return point, unfinished, at_the_end
+        found = list(self.search(regime, entry, loss))
+        unfinished = [name for name, _, following, _ in found if following]
+        at_the_end = [name for name, _, following, bracketed in found if not following and not bracketed]
+        return found[-1][1], list(dict.fromkeys(unfinished)), list(dict.fromkeys(at_the_end))
 
     def wanted(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
         """Return the runs that an entry can begin now; none if these stages are done or must wait."""
         if "levers" in stages or "memory" in stages:
             return self.changed(regime, entry, stages, loss)
-        point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
-        for name in TUNING:
-            if "lr" in stages and name not in stages:
-                return []
-            point, following, _ = self.tune(regime, entry, name, point, loss)
+        found = list(self.search(regime, entry, loss))
+        for name, _, following, _ in found:
             if following:
                 return [self.at(regime, entry, following)] if name in stages else []
+        point = found[-1][1]
         seeds = self.seeds if "seeds" in stages else ()
         shares = self.shares if "short" in stages else ()
         runs = [self.at(regime, entry, point, seed) for seed in seeds]

@@ -46,8 +46,8 @@ FIRST = {"lr": 1e-3, "adam_lr": 4e-3}  # All rates are these times powers of 2.
 POWERS = range(-8, 9)
 MOST = 6  # values of a rate in a cell
 # Guess before any cell is finished, log2 of the factor to FIRST at 1,600 steps and the exponent of steps. From older
-# sweeps (docs/rates.md): lr 1e-3 at 480 steps, 5e-4 at 3,200; adam_lr above 4e-3 at 800 steps, 2e-3 at 3,200.
-GUESS = {"lr": (-0.67, -0.4), "adam_lr": (-0.25, -0.5)}
+# sweeps (docs/rates.md): lr 1e-3 at 480 steps, 5e-4 at 3,200; adam_lr 8e-3 or more at 800 steps, 1.6e-2 at 3,200.
+GUESS = {"lr": (-0.67, -0.4), "adam_lr": (1.75, 0.0)}
 # How far the constant and the exponents of width, steps and batch may be from the guess, and a cell from the rule.
 TRUST, SCATTER = np.array([0.7, 0.4, 0.3, 0.3]), 0.25
 
@@ -116,16 +116,13 @@ def climb(cell: Key, start: Mapping[str, int], loss: Losses) -> tuple[dict[str, 
     for index, name in enumerate(RATES):
         other = point[RATES[1 - index]]
         line = {powers[index]: value for powers, value in found.items() if powers[1 - index] == other}
-        while True:
-            around = [power for d in (0, 1, -1) if (power := point[name] + d) in POWERS]
-            missing = [run_at(cell, {**point, name: power}) for power in around if power not in line]
-            best = min(line, key=lambda power: line[power], default=point[name])
-            if missing and len(line) < MOST:
-                return {**point, name: best}, [*open_ends, *RATES[index:]], missing
-            moved = not missing and line[best] < line[point[name]]
-            point[name] = best
-            if not moved:
-                break
+        best = min(line, key=lambda power: line[power], default=point[name])
+        middle = best if len(line) >= 3 else point[name]  # the first three run at the same time: wait for all
+        around = [power for d in (0, 1, -1) if (power := middle + d) in POWERS]
+        missing = [run_at(cell, {**point, name: power}) for power in around if power not in line]
+        point[name] = best
+        if missing and len(line) < MOST:
+            return point, [*open_ends, *RATES[index:]], missing
         if not {best - 1, best + 1} <= set(line):
             open_ends.append(name)
     return point, open_ends, []

@@ -148,7 +148,7 @@ def test_the_regimes_of_the_comparison_run_with_its_settings_and_count_its_runs(
     runs = [run for run in search.candidates(losses(results)) if run.regime in "AB"]
     assert {run.id for run in runs} == {
         "llama-60m-A-cosmos-lr0.002-emb0.004-b0.98-s0", "llama-60m-A-cosmos-lr0.0005-emb0.004-b0.98-s0",
-        "llama-60m-B-cosmos-lr0.00025-emb0.002-b0.98-s0",
+        "llama-60m-B-cosmos-lr0.0005-emb0.032-b0.98-s0",  # not 0.001: the best of those that ran is 0.016
     }  # fmt: skip
     assert all(search.config(run) == Protocol().config(run) for run in runs)
     assert "to tune: lr, adam_lr" in table(search, results)
@@ -188,13 +188,16 @@ def test_a_run_of_the_list_trains_in_small_passes_and_the_fit_reads_it(tmp_path:
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_fit_finds_the_exponents_within_their_uncertainty(seed: int) -> None:
-    _, both = fits(finished(EXPONENTS, seed))
-    for rate, fit in zip(RATES, both, strict=True):
-        expected = np.array([math.log2(CONSTANT[rate]), *EXPONENTS[rate]])
-        errors = fit.errors(TERMS)
-        assert (np.abs(fit.solve(TERMS) - expected) < 3 * errors).all() and (errors[1:] < 0.12).all()
+def test_the_fit_is_as_far_from_the_exponents_as_it_says() -> None:
+    """Over 20 seeds the distance has the stated standard error: neither more nor less. All errors are small."""
+    distances = []
+    for seed in range(20):
+        _, both = fits(finished(EXPONENTS, seed))
+        for rate, fit in zip(RATES, both, strict=True):
+            expected, errors = np.array([math.log2(CONSTANT[rate]), *EXPONENTS[rate]]), fit.errors(TERMS)
+            assert (errors[1:] < 0.12).all()
+            distances.append((fit.solve(TERMS) - expected) / errors)
+    assert 0.85 < np.sqrt(np.mean(np.square(distances))) < 1.15
 
 
 def test_without_noise_the_fit_is_exact() -> None:
@@ -283,7 +286,7 @@ def test_the_printed_code_gives_the_rates_of_the_table() -> None:
 def test_only_plain_runs_of_cosmos_with_one_seed_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = rate_fit.cells(read_results([BUNDLE]).values())
     assert {cell.name: len(cell.points) for cell in found} == {
-        "llama-60m 3200 x 16384": 2, "llama-60m 800 x 65536": 1,
+        "llama-60m 3200 x 16384": 6, "llama-60m 800 x 65536": 1,
     }  # fmt: skip
     for r in finished(EXPONENTS):
         (tmp_path / f"{r['id']}.json").write_text(json.dumps(r))

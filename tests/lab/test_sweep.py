@@ -52,10 +52,13 @@ def fake(protocol: Protocol, best: int) -> dict[str, float]:
     """Run a whole search on losses that are lowest at ``best`` powers of 2 above the starting rates."""
     loss: dict[str, float] = {}
     while runs := protocol.candidates(loss):
-        run = runs[0]
-        rates = [np.log2(value / start) for value, start in zip((run.lr, run.adam_lr), START["B"], strict=True)]
-        loss[run.id] = float(sum(abs(rate - best) for rate in rates) + run.beta2)
+        loss[runs[0].id] = float(sum(abs(power - best) for power in powers(runs[0])) + runs[0].beta2)
     return loss
+
+
+def powers(run: Run) -> list[float]:
+    """Return the powers of 2 by which both rates differ from the starting ones."""
+    return [np.log2(rate / start) for rate, start in zip((run.lr, run.adam_lr), START["B"], strict=True)]
 
 
 @pytest.mark.slow
@@ -124,6 +127,18 @@ def test_a_search_brackets_the_best_rates_with_the_same_rule_for_all() -> None:
             assert point == {"lr": best, "adam_lr": best, "beta2": 0.95} and not unfinished and not at_the_end
         counts = [sum(f"-{entry}-" in name for name in loss) for entry in TINY.entries]
         assert counts[0] == counts[1] <= sum(MOST.values()) - 1 + 2 + 2
+
+
+def test_the_hidden_rate_is_tuned_again_if_the_outer_rate_has_moved_far() -> None:
+    """The best hidden rate rises by a factor of 2 with every factor of 4 in the outer rate, whose best is 8 times."""
+    loss: dict[str, float] = {}
+    search = dataclasses.replace(TINY, phases=[("B", ("adamw",), ("lr", "adam_lr"))])
+    while runs := search.candidates(loss):
+        lr, outer = powers(runs[0])
+        loss[runs[0].id] = float((lr - outer / 2) ** 2 + (outer - 3) ** 2)
+    point, unfinished, at_the_end = search.best("B", "adamw", loss)
+    assert (point["lr"], point["adam_lr"]) == (1, 2) and unfinished == ["beta2"] and not at_the_end
+    assert {lr for lr in (5e-4, 1e-3, 2e-3, 4e-3) if f"tiny-B-adamw-lr{lr:g}-emb0.008-b0.98-s0" in loss} >= {1e-3, 2e-3}
 
 
 def test_a_best_value_at_the_end_of_its_range_is_marked() -> None:

@@ -95,6 +95,7 @@ class Protocol:
     """The comparison; tests make a small one."""
 
     model: str = "llama-60m"
+    tuned_on: str = ""  # Take the best settings found for this model instead of a search.
     preset: str = ""  # The lab's model, if it has another name.
     sizes: Mapping[str, Any] = field(default_factory=lambda: {"vocab_size": 32_100})  # Instead of the preset's.
     regimes: Mapping[str, Regime] = field(default_factory=lambda: {"A": Regime(800, 64), "B": Regime(3200, 16)})
@@ -197,6 +198,9 @@ class Protocol:
         self, regime: str, entry: str, loss: Losses
     ) -> Iterator[tuple[str, dict[str, float], dict[str, float] | None, bool]]:
         """Yield the name of each coordinate in order, with what `tune` returns for it."""
+        if self.tuned_on:
+            yield TUNING[-1], replace(self, model=self.tuned_on, tuned_on="").best(regime, entry, loss)[0], None, True
+            return
         point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
         for i, name in enumerate(TUNING):
             if name in TUNING[:i] and abs(point["adam_lr"]) <= FAR:
@@ -302,7 +306,7 @@ def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
     mine = {name: r for name, r in results.items() if r["model"] == protocol.model}
     lines = list(_cautions(mine.values()))
     for name, regime in protocol.regimes.items():
-        rows = {entry: row for entry in protocol.entries if (row := _row(protocol, name, entry, mine))}
+        rows = {entry: row for entry in protocol.entries if (row := _row(protocol, name, entry, results))}
         if not rows:
             continue
         lines += ["", f"{protocol.model}, regime {name}: {regime.steps} steps of {regime.batch} x {regime.seq_len}"]
@@ -317,7 +321,7 @@ def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
                 f"{entry:13}{r['lr']:9.3g}{r['adam_lr']:9.3g}{r['beta2']:7g}{row.tuned:6d}{r['val_ppl']:9.3f}{ppl:10.3f}"
                 f"  {over}; {row.status}"
             )
-        lines += [*_differences(rows), *_token_shares(protocol, name, rows, mine), *_variants(protocol, name, mine)]
+        lines += [*_differences(rows), *_token_shares(protocol, name, rows, results), *_variants(protocol, name, mine)]
         lines.append("  all runs: validation and test perplexity")
         for run_id, r in sorted(mine.items()):
             if r["regime"] == name:
@@ -343,7 +347,8 @@ def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Resu
     seeds = [r for r in seeds if r["test_loss"] is not None]
     if not seeds or seeds[0]["seed"] != protocol.seeds[0]:
         return None
-    notes = [f"to tune: {', '.join(unfinished)}"] if unfinished else ["tuned"]
+    tuned_on = f" on {protocol.tuned_on}" if protocol.tuned_on else ""
+    notes = [f"to tune: {', '.join(unfinished)}"] if unfinished else [f"tuned{tuned_on}"]
     if at_the_end:
         notes.append(f"best at the end of its range: {', '.join(at_the_end)}")
     return Row(seeds[0], seeds, tuned, "; ".join(notes))

@@ -439,6 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
     p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
     p.add_argument("--model", default=Protocol.model)
+    p.add_argument("--tuned-on", default="", metavar="MODEL", help="take settings from the search of this model")
     p.add_argument("--regimes", nargs="*", help="these regimes")
     p.add_argument("--only", nargs="*", help="these rows of the comparison")
     p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
@@ -452,7 +453,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
     a = p.parse_args(arguments)
     trials.register()
-    protocol = rate_runs.protocol(a.rates) if a.rates else Protocol(model=a.model)
+    protocol = rate_runs.protocol(a.rates) if a.rates else Protocol(model=a.model, tuned_on=a.tuned_on)
     regimes = a.regimes or list(protocol.regimes)
     if unknown := set(a.variants) - {"none", *VARIANTS}:
         p.error(f"unknown variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")

@@ -146,6 +146,17 @@ def test_a_best_value_at_the_end_of_its_range_is_marked() -> None:
     assert not unfinished and at_the_end == ["lr", "adam_lr"]
 
 
+def test_a_larger_model_runs_at_the_best_settings_of_a_smaller_one() -> None:
+    found = fake(TINY, 1)
+    larger = dataclasses.replace(TINY, model="larger", tuned_on="tiny")
+    runs = larger.candidates(found)
+    assert [(run.model, run.entry, run.seed) for run in runs] == [
+        ("larger", entry, seed) for seed in (0, 1, 2) for entry in ("adamw", "cosmos")
+    ]
+    assert {(run.lr, run.adam_lr, run.beta2) for run in runs} == {(2e-3, 4e-3, 0.95)}
+    assert larger.candidates(found | {run.id: 1.0 for run in runs}) == []
+
+
 def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options) -> None:
     whole = open_data(options.data, "val", cache_dir=options.cache)
     val, test = split(whole, TINY.cut, options.cache)

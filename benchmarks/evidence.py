@@ -168,6 +168,8 @@ def report(results: Mapping[str, Result]) -> str:
     cost, protocol = costs(), Protocol()
     lines = ["# Tokens and time to AdamW's loss", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
     for regime, how in protocol.regimes.items():
+        if how.like:
+            continue  # not run at this size
         adamw = best_runs(results, regime, "adamw")
         if not adamw:
             lines += [f"Regime {regime} ({how.steps} x {how.batch} x {how.seq_len}): no run of AdamW yet.", ""]

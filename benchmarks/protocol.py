@@ -48,11 +48,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Regime:
-    """How the same number of tokens is spent."""
+    """How tokens are spent."""
 
     steps: int
     batch: int  # Sequences in a step, all in one forward pass.
     seq_len: int = 1024
+    epochs: int = 1  # How often a token may be seen.
+    like: str = ""  # Take the settings of this regime instead of a search.
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,11 @@ class Protocol:
     tuned_on: str = ""  # Take the best settings found for this model instead of a search.
     preset: str = ""  # The lab's model, if it has another name.
     sizes: Mapping[str, Any] = field(default_factory=lambda: {"vocab_size": 32_100})  # Instead of the preset's.
-    regimes: Mapping[str, Regime] = field(default_factory=lambda: {"A": Regime(800, 64), "B": Regime(3200, 16)})
+    regimes: Mapping[str, Regime] = field(
+        default_factory=lambda: {
+            "A": Regime(800, 64), "B": Regime(3200, 16), "long": Regime(3200, 64, epochs=2, like="B"),
+        }
+    )  # fmt: skip
     entries: Mapping[str, Entry] = field(
         default_factory=lambda: {
             "adamw": Entry("adam", {"A": (2e-3, 1.6e-2), "B": (1e-3, 2e-3)}),
@@ -129,6 +135,7 @@ class Protocol:
         ("A", ("cosmos-paper", "soap-f10", "muon-eq", "soap-polar"), ALL),
         ("B", ("cosmos",), ("memory",)),
         ("A", ("cosmos",), ("memory",)),
+        ("long", _MAIN, ("seeds",)),
     )
     seeds: tuple[int, ...] = (0, 1, 2)
     shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
@@ -166,7 +173,7 @@ class Protocol:
 
     def at(self, regime: str, entry: str, point: Mapping[str, float], seed: int = 0, share: float = 1.0) -> Run:
         """Return the run at a point: powers of 2 by which the rates differ from the starting ones, and beta2."""
-        lr, adam_lr = self.entries[entry].start[regime]
+        lr, adam_lr = self.entries[entry].start[self.regimes[regime].like or regime]
         lr, adam_lr = lr * 2.0 ** point["lr"], adam_lr * 2.0 ** point["adam_lr"]
         return Run(self.model, regime, entry, lr, adam_lr, point["beta2"], seed, share)
 
@@ -198,8 +205,10 @@ class Protocol:
         self, regime: str, entry: str, loss: Losses
     ) -> Iterator[tuple[str, dict[str, float], dict[str, float] | None, bool]]:
         """Yield the name of each coordinate in order, with what `tune` returns for it."""
-        if self.tuned_on:
-            yield TUNING[-1], replace(self, model=self.tuned_on, tuned_on="").best(regime, entry, loss)[0], None, True
+        like = self.regimes[regime].like or regime
+        if self.tuned_on or like != regime:
+            tuned = replace(self, model=self.tuned_on or self.model, tuned_on="")
+            yield TUNING[-1], tuned.best(like, entry, loss)[0], None, True
             return
         point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
         for i, name in enumerate(TUNING):

@@ -84,7 +84,10 @@ CELLS: tuple[Key, ...] = tuple((call.model, name) for call in CALLS for name in 
 
 def regime(name: str) -> Regime:
     """Return the regime of a name such as 400x8, A or B."""
-    return COMPARISON[name] if name in COMPARISON else Regime(*map(int, name.split("x")))
+    if name in COMPARISON:
+        return COMPARISON[name]
+    steps, batch = name.split("x")
+    return Regime(int(steps), int(batch))
 
 
 # -- the search -------------------------------------------------------------------------------------------------------

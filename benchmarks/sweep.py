@@ -103,17 +103,17 @@ def split(source: TokenSource, cut: int, cache_dir: str | None = None) -> tuple[
 class TwoTextTrainer(Trainer):
     """The lab's trainer with a validation text and a test text; its summary has the losses on all of both."""
 
-    def __init__(self, protocol: Protocol, *arguments: Any) -> None:
+    def __init__(self, protocol: Protocol, epochs: int, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.block = protocol.block
+        self.block, self.epochs = protocol.block, epochs
         self.texts = dict(zip(TEXTS, split(self.val_source, protocol.cut, self.config.data.cache_dir), strict=True))
 
     def run(self) -> dict[str, Any]:
-        """Train if no token would be seen twice; return the summary with groups, fingerprints and final losses."""
+        """Train if no token would be seen too often; return the summary with groups, fingerprints and final losses."""
         tokens = self.config.training.steps * self.config.training.batch * self.config.data.seq_len
         found = read_json(self.config.folder / CONFIG)["data"]["tokens"]
-        if tokens >= found:
-            raise ValueError(f"{tokens:,} tokens asked for, {found:,} found: add a shard")
+        if tokens >= found * self.epochs:
+            raise ValueError(f"{tokens:,} tokens asked for, {found:,} found, epochs {self.epochs}: add a shard")
         summary = super().run()
         groups = [
             {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
@@ -174,7 +174,8 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         elif "loss" in record:
             train_curve.append([record["step"], _finite(record["loss"])])
 
-    summary = lab_train(config, progress=note, make=functools.partial(TwoTextTrainer, protocol))
+    epochs = protocol.regimes[run.regime].epochs
+    summary = lab_train(config, progress=note, make=functools.partial(TwoTextTrainer, protocol, epochs))
     about, final = read_json(config.folder / CONFIG), summary["final"]
     shutil.rmtree(out, ignore_errors=True)
     if summary["status"] != "done":

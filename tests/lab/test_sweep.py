@@ -157,6 +157,17 @@ def test_a_larger_model_runs_at_the_best_settings_of_a_smaller_one() -> None:
     assert larger.candidates(found | {run.id: 1.0 for run in runs}) == []
 
 
+def test_a_long_regime_takes_its_settings_from_another_and_may_see_tokens_twice(options: Options) -> None:
+    regimes = {**TINY.regimes, "long": Regime(steps=80, batch=4, seq_len=16, epochs=2, like="B")}
+    long = dataclasses.replace(TINY, regimes=regimes, phases=[("long", ("cosmos",), ("seeds",))])
+    runs = long.candidates(fake(TINY, 1))
+    assert {(run.lr, run.adam_lr, run.beta2) for run in runs} == {(2e-3, 4e-3, 0.95)}
+    assert train(long, options, runs[0])["tokens"] == 80 * 64  # of a text of 4,000
+    regimes["long"] = dataclasses.replace(regimes["long"], epochs=1)
+    with pytest.raises(ValueError, match="5,120 tokens asked for, 4,000 found, epochs 1: add a shard"):
+        train(dataclasses.replace(long, regimes=regimes), options, runs[0])
+
+
 def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options) -> None:
     whole = open_data(options.data, "val", cache_dir=options.cache)
     val, test = split(whole, TINY.cut, options.cache)

@@ -510,6 +510,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
         self._finish_copies()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self._layouts and self._layouts[p].dtype != p.dtype and "step" in self.state.get(p, {}):
+                    self._move_state(p, group)  # a copy has new layouts, and could not see that the dtype has changed
         kept = ("defaults", "param_groups", "_options", "_first_rates")
         return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
 

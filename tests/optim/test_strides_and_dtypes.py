@@ -6,14 +6,16 @@ Each case either trains as if it had been so from the start, or says what to do.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos
-from tests.optim.helpers import decoder, gradient, matrix, small_rank, train
+from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, snapshot, train
 from tests.versions import needs_torch
 
 # A few steps in float32: the order of summation differs, and Newton-Schulz triples the difference.
@@ -110,6 +112,21 @@ def test_state_follows_a_model_that_is_cast_later(name: str) -> None:
             assert {v.dtype for k, v in opt.state[p].items() if k != "step"} == {wide}
             assert opt.state[p]["step"].dtype is torch.float32
     assert opt.state[model.up.weight]["step"] == 6
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_made_between_a_cast_and_the_next_step_continues_bit_for_bit(copier: Callable[[Any], Any]) -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(2))
+    model.double()
+    other, copied = copier((model, opt))
+    for m, o in ((model, opt), (other, copied)):
+        for step, p in enumerate(m.parameters()):
+            p.grad = gradient(tuple(p.shape), step, torch.float64)
+        o.step()
+    assert {x.dtype for state in copied.state.values() for k, x in state.items() if k != "step"} == {torch.float64}
+    assert same(snapshot(model, opt), snapshot(other, copied))
 
 
 @pytest.mark.parametrize(("saved", "here"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])

@@ -42,7 +42,6 @@ RATES_WRITTEN = {
 }
 # Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
 BUILD_S, STEP_S = 10.0, 600.0
-TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -155,12 +154,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for name, p in zip(names, group["params"], strict=True):
             if p in self._layouts:
                 continue
-            if p.dtype not in TRAINED:
-                narrow = f"has dtype {p.dtype}, which cannot be trained: freeze it, or optimize a floating-point copy"
-                hint = "is complex: split it into two real parameters" if p.is_complex() else narrow
-                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
-            if p.layout is not torch.strided:
-                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
             layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
             layout.offloads = self._options.get("offload") is not None  # older pickles lack it
             if layout.offloads and layout.is_sharded:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import OPTIMIZERS, Cosmos
+from cosmos_optim import OPTIMIZERS, Cosmos, plan
 from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, snapshot, train
 from tests.versions import needs_torch
 
@@ -161,6 +161,13 @@ def test_dtypes_that_cannot_be_trained_are_refused_by_name() -> None:
         frozen = nn.Parameter(torch.zeros(8, 4, dtype=dtype), requires_grad=False)
         with pytest.raises(ValueError, match=f"'w' of shape .* has dtype {dtype}, which cannot be trained: freeze it"):
             Cosmos([("w", frozen)])
+
+
+def test_a_plan_refuses_the_dtypes_that_the_optimizer_refuses() -> None:
+    layer = nn.Linear(4, 4, dtype=torch.complex64)
+    for build_or_plan in (Cosmos, plan):
+        with pytest.raises(ValueError, match="'weight' of shape .* is complex: split it into two real parameters"):
+            build_or_plan(layer)
 
 
 def test_a_group_of_several_precisions_trains_as_each_alone() -> None:

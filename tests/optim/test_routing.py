@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -251,6 +253,16 @@ def test_an_unknown_parameter_is_an_error_until_an_override_names_its_rule() -> 
         param_groups(model)
     assert rules(model, overrides={"mixing": "cosmos"})["mixing"] == "cosmos"
     assert rules(model, overrides={"mix*": "adam"})["mixing"] == "adam"
+
+
+def test_an_override_matches_names_with_brackets_as_they_are_and_as_the_error_writes_them() -> None:
+    model = nn.Sequential(nn.Module())
+    model[0].register_parameter("mix[1]", nn.Parameter(torch.randn(4, 4)))
+    with pytest.raises(ValueError, match="is not known to be") as error:
+        param_groups(model)
+    (written,) = re.findall(r"overrides=\{'(.*?)'", str(error.value))
+    for pattern in (written, "0.mix[1]"):
+        assert rules(model, overrides={pattern: "adam"})["0.mix[1]"] == "adam"
 
 
 def test_the_first_matching_override_wins_and_each_must_match() -> None:

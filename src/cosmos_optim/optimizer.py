@@ -132,6 +132,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         options = {**self._options, "lr": self.defaults["lr"]}
         param_group = other_engines.without_filled_in(param_group, options)
+        self._check_naming(param_group)
         rule, group = hyperparameters.choose_rule(self.rule, param_group, options)
         super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
         group, index = self.param_groups[-1], len(self.param_groups) - 1
@@ -142,6 +143,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._join_ranks([index], ("lr", *hyperparameters.OURS))
         self._first_rates.setdefault("adam_lr" if rule.name == "adam" else "lr", float(group["lr"]))
         self._keep_structure()
+
+    def _check_naming(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if a new group has names and those before it have none, or the other way round."""
+        named = "param_names" in group or any(isinstance(item, tuple) for item in group["params"])
+        if all(("param_names" in other) == named for other in self.param_groups):
+            return
+        remedy = "or none" if named else "or add the groups of param_groups(model, beside=optimizer)"
+        raise ValueError(
+            f"the parameters of a new group have {'names' if named else 'no names'}, unlike those before it: give all "
+            f"as (name, parameter) pairs, {remedy}"
+        )
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Allocate state that is missing. Megatron-LM calls this before it saves or loads a checkpoint."""

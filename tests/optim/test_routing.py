@@ -296,6 +296,14 @@ def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:
     assert param_groups(model, beside=opt) == []
 
 
+def test_a_group_without_names_is_refused_with_the_groups_to_add() -> None:
+    model = decoder()
+    model.down.weight.requires_grad_(False)
+    opt = Cosmos(model, rank=4)
+    with pytest.raises(ValueError, match=r"have no names, unlike .*param_groups\(model, beside=optimizer\)"):
+        opt.add_param_group({"params": [model.down.weight], "rule": "cosmos"})
+
+
 def test_parameters_instead_of_a_model_are_refused() -> None:
     with pytest.raises(TypeError, match="give the model"):
         plan(decoder().parameters())

@@ -484,12 +484,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
+        """Return torch's state_dict, with settings in plain types that every reader of checkpoints takes."""
         self._check_structure()
         self._match_layouts()
         self._finish_copies()
         saved = super().state_dict()
-        return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
+        return saved | {"param_groups": checkpoint.in_plain_types(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cosmos_optim import checkpoint, hyperparameters, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
-from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, refuse_four_dimensions
+from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
@@ -245,6 +245,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         self._finish_copies()
         layout, state = self._layouts[p], self.state[p]
+        check_trainable(layout.name, p)
         check_correction(layout.name, p, group)
         old, layout.dtype = layout.dtype, p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}

@@ -163,6 +163,17 @@ def test_dtypes_that_cannot_be_trained_are_refused_by_name() -> None:
             Cosmos([("w", frozen)])
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_a_model_cast_later_to_a_dtype_that_cannot_be_trained_is_refused(dtype: torch.dtype) -> None:
+    layer = nn.Linear(4, 4)
+    opt = Cosmos(layer)
+    layer.weight.data = layer.weight.data.to(dtype)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    with pytest.raises(ValueError, match="'weight' of shape .* (is complex|which cannot be trained)"):
+        opt.step()
+    assert opt.state[layer.weight]["M"].dtype is torch.float32
+
+
 def test_a_plan_refuses_the_dtypes_that_the_optimizer_refuses() -> None:
     layer = nn.Linear(4, 4, dtype=torch.complex64)
     for build_or_plan in (Cosmos, plan):

@@ -68,13 +68,25 @@ def started(optimizer: MatrixOptimizer) -> set[Tensor]:
     return {p for (p, _), count in zip(held, counts, strict=True) if count > 0}
 
 
-def dtypes_to_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with dtypes written as text, such as "torch.float32"."""
-    return [{k: str(v) if isinstance(v, torch.dtype) else v for k, v in group.items()} for group in groups]
+def in_plain_types(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with dtypes as text, such as "torch.float32", and numbers of numpy as Python's.
+
+    torch cannot gather dtypes with sharded state, and `torch.load(weights_only=True)` refuses numpy's numbers, which
+    sweeps and schedules with np.cos write into the groups.
+    """
+
+    def plain(value: Any) -> Any:
+        if type(value) is tuple:  # betas
+            return tuple(map(plain, value))
+        if getattr(value, "shape", None) == () and not isinstance(value, Tensor):
+            return value.item()
+        return str(value) if isinstance(value, torch.dtype) else value
+
+    return [{key: plain(value) for key, value in group.items()} for group in groups]
 
 
 def dtypes_from_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Undo `dtypes_to_text`, and restore our tuples, which torch turns into lists when it gathers sharded state."""
+    """Restore dtypes from text, and restore our tuples, which torch turns into lists when it gathers sharded state."""
     dtypes = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
     def restored(key: str, value: Any) -> Any:

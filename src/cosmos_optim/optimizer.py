@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cosmos_optim import checkpoint, hyperparameters, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
-from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, refuse_four_dimensions
+from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
@@ -42,7 +42,6 @@ RATES_WRITTEN = {
 }
 # Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
 BUILD_S, STEP_S = 10.0, 600.0
-TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -133,6 +132,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         options = {**self._options, "lr": self.defaults["lr"]}
         param_group = other_engines.without_filled_in(param_group, options)
+        self._check_naming(param_group)
         rule, group = hyperparameters.choose_rule(self.rule, param_group, options)
         super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
         group, index = self.param_groups[-1], len(self.param_groups) - 1
@@ -143,6 +143,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._join_ranks([index], ("lr", *hyperparameters.OURS))
         self._first_rates.setdefault("adam_lr" if rule.name == "adam" else "lr", float(group["lr"]))
         self._keep_structure()
+
+    def _check_naming(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if a new group has names and those before it have none, or the other way round."""
+        named = "param_names" in group or any(isinstance(item, tuple) for item in group["params"])
+        if all(("param_names" in other) == named for other in self.param_groups):
+            return
+        remedy = "or none" if named else "or add the groups of param_groups(model, beside=optimizer)"
+        raise ValueError(
+            f"the parameters of a new group have {'names' if named else 'no names'}, unlike those before it: give all "
+            f"as (name, parameter) pairs, {remedy}"
+        )
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Allocate state that is missing. Megatron-LM calls this before it saves or loads a checkpoint."""
@@ -155,12 +166,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for name, p in zip(names, group["params"], strict=True):
             if p in self._layouts:
                 continue
-            if p.dtype not in TRAINED:
-                narrow = f"has dtype {p.dtype}, which cannot be trained: freeze it, or optimize a floating-point copy"
-                hint = "is complex: split it into two real parameters" if p.is_complex() else narrow
-                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
-            if p.layout is not torch.strided:
-                raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
             layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
             layout.offloads = self._options.get("offload") is not None  # older pickles lack it
             if layout.offloads and layout.is_sharded:
@@ -240,6 +245,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         self._finish_copies()
         layout, state = self._layouts[p], self.state[p]
+        check_trainable(layout.name, p)
         check_correction(layout.name, p, group)
         old, layout.dtype = layout.dtype, p.dtype
         dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
@@ -479,12 +485,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict with dtypes as text, because torch cannot gather dtypes with sharded state."""
+        """Return torch's state_dict, with settings in plain types that every reader of checkpoints takes."""
         self._check_structure()
         self._match_layouts()
         self._finish_copies()
         saved = super().state_dict()
-        return saved | {"param_groups": checkpoint.dtypes_to_text(saved["param_groups"])}
+        return saved | {"param_groups": checkpoint.in_plain_types(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
@@ -510,6 +516,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
         self._finish_copies()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self._layouts and self._layouts[p].dtype != p.dtype and "step" in self.state.get(p, {}):
+                    self._move_state(p, group)  # a copy has new layouts, and could not see that the dtype has changed
         kept = ("defaults", "param_groups", "_options", "_first_rates")
         return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -253,6 +255,16 @@ def test_an_unknown_parameter_is_an_error_until_an_override_names_its_rule() -> 
     assert rules(model, overrides={"mix*": "adam"})["mixing"] == "adam"
 
 
+def test_an_override_matches_names_with_brackets_as_they_are_and_as_the_error_writes_them() -> None:
+    model = nn.Sequential(nn.Module())
+    model[0].register_parameter("mix[1]", nn.Parameter(torch.randn(4, 4)))
+    with pytest.raises(ValueError, match="is not known to be") as error:
+        param_groups(model)
+    (written,) = re.findall(r"overrides=\{'(.*?)'", str(error.value))
+    for pattern in (written, "0.mix[1]"):
+        assert rules(model, overrides={pattern: "adam"})["0.mix[1]"] == "adam"
+
+
 def test_the_first_matching_override_wins_and_each_must_match() -> None:
     found = rules(decoder(), overrides={"up.weight": "adam", "*.weight": {"rule": "muon"}})
     assert (found["up.weight"], found["down.weight"], found["embed.weight"]) == ("adam", "muon", "muon")
@@ -282,6 +294,14 @@ def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:
     expected = {name: group["rule"] for group in param_groups(model) for name, _ in group["params"]}
     assert added == expected and added["lm_head.weight"] == "adam"
     assert param_groups(model, beside=opt) == []
+
+
+def test_a_group_without_names_is_refused_with_the_groups_to_add() -> None:
+    model = decoder()
+    model.down.weight.requires_grad_(False)
+    opt = Cosmos(model, rank=4)
+    with pytest.raises(ValueError, match=r"have no names, unlike .*param_groups\(model, beside=optimizer\)"):
+        opt.add_param_group({"params": [model.down.weight], "rule": "cosmos"})
 
 
 def test_parameters_instead_of_a_model_are_refused() -> None:

@@ -7,6 +7,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -41,6 +42,21 @@ def test_round_trip_through_a_file_continues_bit_for_bit(name: str) -> None:
     again.load_state_dict(saved["optimizer"])
     train(other, again, range(4, 8))
     assert same(snapshot(model, opt), snapshot(other, again))
+
+
+def test_a_checkpoint_with_numbers_of_numpy_is_read_with_weights_only() -> None:
+    model = decoder()
+    opt = Cosmos(model, lr=np.float64(1e-3), betas=(np.float32(0.5), 0.98), **SMALL_RANK)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: np.cos(step / 100))
+    train(model, opt, range(2))
+    schedule.step()
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    again = Cosmos(model, **SMALL_RANK)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    for saved, group in zip(again.param_groups, opt.param_groups, strict=True):
+        assert (saved["lr"], saved["betas"]) == (group["lr"], (0.5, 0.98))
 
 
 def linears(*names: str) -> torch.nn.Module:

@@ -6,14 +6,16 @@ Each case either trains as if it had been so from the start, or says what to do.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import OPTIMIZERS, Cosmos
-from tests.optim.helpers import decoder, gradient, matrix, small_rank, train
+from cosmos_optim import OPTIMIZERS, Cosmos, plan
+from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, snapshot, train
 from tests.versions import needs_torch
 
 # A few steps in float32: the order of summation differs, and Newton-Schulz triples the difference.
@@ -112,6 +114,21 @@ def test_state_follows_a_model_that_is_cast_later(name: str) -> None:
     assert opt.state[model.up.weight]["step"] == 6
 
 
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_made_between_a_cast_and_the_next_step_continues_bit_for_bit(copier: Callable[[Any], Any]) -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(2))
+    model.double()
+    other, copied = copier((model, opt))
+    for m, o in ((model, opt), (other, copied)):
+        for step, p in enumerate(m.parameters()):
+            p.grad = gradient(tuple(p.shape), step, torch.float64)
+        o.step()
+    assert {x.dtype for state in copied.state.values() for k, x in state.items() if k != "step"} == {torch.float64}
+    assert same(snapshot(model, opt), snapshot(other, copied))
+
+
 @pytest.mark.parametrize(("saved", "here"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
 def test_a_checkpoint_of_another_precision_continues_in_this_one(saved: torch.dtype, here: torch.dtype) -> None:
     old, new = decoder(dtype=saved), decoder(dtype=here)
@@ -144,6 +161,24 @@ def test_dtypes_that_cannot_be_trained_are_refused_by_name() -> None:
         frozen = nn.Parameter(torch.zeros(8, 4, dtype=dtype), requires_grad=False)
         with pytest.raises(ValueError, match=f"'w' of shape .* has dtype {dtype}, which cannot be trained: freeze it"):
             Cosmos([("w", frozen)])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_a_model_cast_later_to_a_dtype_that_cannot_be_trained_is_refused(dtype: torch.dtype) -> None:
+    layer = nn.Linear(4, 4)
+    opt = Cosmos(layer)
+    layer.weight.data = layer.weight.data.to(dtype)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    with pytest.raises(ValueError, match="'weight' of shape .* (is complex|which cannot be trained)"):
+        opt.step()
+    assert opt.state[layer.weight]["M"].dtype is torch.float32
+
+
+def test_a_plan_refuses_the_dtypes_that_the_optimizer_refuses() -> None:
+    layer = nn.Linear(4, 4, dtype=torch.complex64)
+    for build_or_plan in (Cosmos, plan):
+        with pytest.raises(ValueError, match="'weight' of shape .* is complex: split it into two real parameters"):
+            build_or_plan(layer)
 
 
 def test_a_group_of_several_precisions_trains_as_each_alone() -> None:

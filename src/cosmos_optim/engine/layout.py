@@ -19,6 +19,7 @@ from torch import Tensor
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
+TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("matrix", "conv", "in_out")
 SPLIT_SIDES = ("output", "input")
 CORRECTION = "correction"  # the state that `weight_correction` adds
@@ -94,6 +95,7 @@ class Layout:
         self.name, self.rule, self.shape = name, rule, tuple(p.shape)
         self.kind: str = group.get("layout", "matrix")
         self.dtype = p.dtype
+        check_trainable(name, p)
         check_correction(name, p, group)
         if rule.elementwise:
             self.flipped = False
@@ -339,6 +341,16 @@ class Layout:
     def location(self, i: int) -> Location:
         """Return where block i is."""
         return LOCAL
+
+
+def check_trainable(name: str, p: Tensor) -> None:
+    """Raise ValueError for a parameter that no rule can train: complex, of few bits, or sparse."""
+    if p.dtype not in TRAINED:
+        narrow = f"has dtype {p.dtype}, which cannot be trained: freeze it, or optimize a floating-point copy"
+        hint = "is complex: split it into two real parameters" if p.is_complex() else narrow
+        raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
+    if p.layout is not torch.strided:
+        raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is sparse: call to_dense() first")
 
 
 def check_correction(name: str, p: Tensor, group: Settings) -> None:

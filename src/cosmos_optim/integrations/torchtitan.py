@@ -9,7 +9,6 @@ torchtitan's checkpoints have them, without the parts that torch.compile and act
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -18,6 +17,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from cosmos_optim import param_groups
 from cosmos_optim.integrations import build, optimizer_class
+from cosmos_optim.routing.words import matches
 
 
 class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
@@ -54,7 +54,7 @@ class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
 def _used(overrides: dict[str, Any], part: nn.Module) -> dict[str, Any]:
     """Return the overrides that match a parameter of this part: a pattern need not occur in every pipeline stage."""
     names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
-    return {pattern: x for pattern, x in overrides.items() if any(fnmatchcase(name, pattern) for name in names)}
+    return {pattern: x for pattern, x in overrides.items() if any(matches(name, pattern) for name in names)}
 
 
 def cosmos(optimizer: str = "cosmos", overrides: dict[str, Any] | None = None, **arguments: Any) -> Any:

@@ -8,7 +8,6 @@ the issue trackers of similar optimizers.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from cosmos_optim.routing.heads import find_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
-from cosmos_optim.routing.words import layer_pattern
+from cosmos_optim.routing.words import layer_pattern, matches
 from cosmos_optim.rules import RULES
 from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
 
@@ -129,8 +128,8 @@ def routes(
     for parameter in parameters:
         _refuse_piece(parameter)
         names = (parameter.name, *parameter.aliases)
-        matches = [pattern for pattern in asked if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
-        used.update(matches)
+        matching = [pattern for pattern in asked if any(matches(name, pattern) for name in names)]
+        used.update(matching)
         if not (parameter.p.requires_grad or frozen):
             continue
         is_embedding, is_head = id(parameter.p) in embeddings, parameter.module_path in output_heads
@@ -138,9 +137,9 @@ def routes(
         is_tied_head = any(alias.rpartition(".")[0] in output_heads for alias in parameter.aliases)
         if is_tied_head and (route is None or route.kind == "hidden"):  # a tied embedding stays an embedding
             route = route_of(parameter, rule, is_embedding=is_embedding, is_head=True)
-        override = asked[matches[0]] if matches else {}
-        if matches:
-            route = _overridden(parameter, route, matches[0], override)
+        override = asked[matching[0]] if matching else {}
+        if matching:
+            route = _overridden(parameter, route, matching[0], override)
         if route is not None:
             route = with_heads(parameter, route, attention_heads.get(parameter.name), override)
             found.append((parameter, route if decay == "all" else _without_decay(route)))

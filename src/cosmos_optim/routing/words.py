@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
+from glob import escape
 
 EDGE = re.compile(r"[\W_]+|(?<=[a-z])(?=[A-Z])")
 NUMBER = re.compile(r"\d+$")
@@ -37,10 +39,19 @@ def words(name: str) -> tuple[str, ...]:
 def layer_pattern(name: str) -> str:
     """Return a pattern that matches the same parameter in every layer: whole numbers become `*`.
 
-    >>> layer_pattern("blocks.12.attn.qkv2.weight")
-    'blocks.*.attn.qkv2.weight'
+    >>> layer_pattern("blocks.12.attn.qkv2.weight"), layer_pattern("blocks.12.mix[1]")
+    ('blocks.*.attn.qkv2.weight', 'blocks.*.mix[[]1]')
     """
-    return LAYER_NUMBER.sub(r"\1*", name)
+    return LAYER_NUMBER.sub(r"\1*", escape(name))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a shell pattern matches a parameter's name. A name matches itself, also if it has brackets.
+
+    >>> matches("blocks.0.mix", "blocks.*"), matches("mix[1]", "mix[1]")
+    (True, True)
+    """
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def is_table(name: str) -> bool:

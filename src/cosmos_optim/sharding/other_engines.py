@@ -57,7 +57,7 @@ def refuse_replaced(index: int, group: dict[str, Any], rule: Rule) -> None:
             f"group {index} with rule {rule.name!r} was built with {named}, but other code has replaced them: it holds "
             f"{len(params)} now, of shapes {[tuple(p.shape) for p in params][:4]}. DeepSpeed ZeRO (stages 1 to 3) and "
             f"FSDP1 merge matrices into flat vectors, so rows and columns are lost. {REMEDY}. To add parameters to an "
-            "optimizer, use add_param_group"
+            "optimizer, use add_param_group; if you removed some, remove their names from the group's param_names too"
         )
 
 

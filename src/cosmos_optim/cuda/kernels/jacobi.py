@@ -98,11 +98,11 @@ def _eigh(
     d = tl.sum(tl.where(diagonal, A, 0.0), axis=1)
     A = tl.where(diagonal, 0.0, A)
     V = tl.where(diagonal, 1.0, 0.0)
-    off_diagonal_sq, sweep = tl.sum(A * A), 0
-    while (sweep < SWEEPS) & (off_diagonal_sq > 4 * EPS * EPS * norm_sq):
-        A, V, d = _sweep(A, V, d, k + k % 2, N, ZERO, EPS)
-        off_diagonal_sq = tl.sum(A * A)
-        sweep += 1
+    off_diagonal_sq = tl.sum(A * A)
+    for _ in range(SWEEPS):  # not a while loop: Triton 3.5 cannot compile one with these tensors
+        if off_diagonal_sq > 4 * EPS * EPS * norm_sq:
+            A, V, d = _sweep(A, V, d, k + k % 2, N, ZERO, EPS)
+            off_diagonal_sq = tl.sum(A * A)
     d = d * scale_down(e) + 0 * norm_sq  # NaN if an entry of A is not finite
     key = tl.where((d == d) & (i < k), d, float("inf"))
     below = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (j[None, :] < i[:, None]))

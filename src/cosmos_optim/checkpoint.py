@@ -13,11 +13,10 @@ from torch import Tensor
 
 from cosmos_optim import sharding
 from cosmos_optim.engine.layout import CORRECTION, Layout
-from cosmos_optim.linalg.int8_momentum import dequantize
 from cosmos_optim.rules import RULES, adam
 from cosmos_optim.rules.adam import SCALES, without_codes
 from cosmos_optim.rules.cosmos import PAPER
-from cosmos_optim.rules.rule import Settings, Slot
+from cosmos_optim.rules.rule import M_SCALE, Settings, Slot, load_momentum
 
 if TYPE_CHECKING:
     from cosmos_optim.optimizer import MatrixOptimizer
@@ -28,7 +27,7 @@ STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "blo
 # Dtypes of the state, and what they are of. A checkpoint with other values replaces ours, if our shards can hold them.
 STORED = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
-STATE_NAMES = frozenset(("step", "M_scale", CORRECTION, *SCALES)).union(*(r.State._fields for r in RULES.values()))
+STATE_NAMES = frozenset(("step", M_SCALE, CORRECTION, *SCALES)).union(*(r.State._fields for r in RULES.values()))
 
 
 def structure(group: Settings) -> dict[str, Any]:
@@ -314,7 +313,7 @@ def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]
     _check_state(layout, layout.slots(settings), saved)
     held = {name: saved[name] for name in layout.slots(settings)}
     held = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in held.items()}
-    kept = {name: x for name, x in saved.items() if name not in (*SCALES, "M_scale")}
+    kept = {name: x for name, x in saved.items() if name not in (*SCALES, M_SCALE)}
     dtype = torch.promote_types(layout.dtype, torch.float32)
     if layout.rule.elementwise:
         return kept | adam.load(held, dtype)._asdict()
@@ -322,7 +321,7 @@ def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]
     whole = Layout(layout.name, like, layout.rule, settings)
     M = torch.empty(layout.shape, dtype=dtype, device=held["M"].device)
     for block, x in zip(whole.blocks(M), whole.state_blocks(held, settings), strict=True):
-        block.copy_(dequantize(x["M"], x["M_scale"], dtype))
+        block.copy_(load_momentum(x, dtype))
     return kept | {"M": M}
 
 

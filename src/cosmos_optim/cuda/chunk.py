@@ -14,6 +14,7 @@ from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.step import SCHEDULES, do_nothing, newton_schulz_memory
 from cosmos_optim.engine.batching import Batch, decay_of, signed_lr
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+from cosmos_optim.rules.rule import MOMENTUM
 
 # Limit for the work buffers in use at any time.
 WORK_BYTES = 1000 << 20
@@ -60,7 +61,7 @@ def start_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None) -> None:
 
 def thin_state(chunk: Batch) -> dict[str, list[Tensor]]:
     """Return the state of a chunk except M and its scales, by name."""
-    return {name: tensors for name, tensors in chunk.state().items() if name not in ("M", "M_scale")}
+    return {name: tensors for name, tensors in chunk.state().items() if name not in MOMENTUM}
 
 
 def rank_of(batch: Batch) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.rules.rule import Rule, Settings, Slot
+from cosmos_optim.rules.rule import M_SCALE, Rule, Settings, Slot
 
 LAYOUTS = ("matrix", "conv", "in_out")
 SPLIT_SIDES = ("output", "input")
@@ -268,7 +268,7 @@ class Layout:
 
     def _advice(self, name: str, settings: Settings) -> str:
         """Return how to keep a weight with blocks of different sizes, if their state does not fit together."""
-        if name == "M_scale":
+        if name == M_SCALE:
             return "give its group momentum_dtype=torch.bfloat16, or blocks of equal size"
         smallest = min(min(size) for size in self.sizes_mn)
         if settings.get("rank", 0) > smallest:

@@ -18,7 +18,7 @@ from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
 from cosmos_optim.engine.rounding import read_weight, write_
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.int8_momentum import dequantize, quantize
+from cosmos_optim.rules.rule import MOMENTUM, load_momentum, stored_momentum
 
 Diagnostics = dict[str, dict[str, float]]
 LocatedJob = tuple[Batch, Job]
@@ -147,19 +147,16 @@ def load(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def load_state(state: dict[str, list[Tensor]], dtype: torch.dtype) -> Tensors:
-    """Stack all state for computation in `dtype`; an M of 8 bits is multiplied by its scales."""
-    if "M_scale" in state:
-        rest = {name: tensors for name, tensors in state.items() if name not in ("M", "M_scale")}
-        M = dequantize(load(state["M"], torch.int8), load(state["M_scale"], torch.float32), dtype)
-        return {"M": M, **load_state(rest, dtype)}
-    return {name: load(tensors, dtype) for name, tensors in state.items()}
+    """Stack all state for computation in `dtype`."""
+    stacks = {name: load(tensors, dtype) for name, tensors in state.items() if name not in MOMENTUM}
+    M = {name: load(state[name], state[name][0].dtype) for name in MOMENTUM if name in state}
+    return stacks | {"M": load_momentum(M, dtype)} if M else stacks
 
 
 def store_(state: dict[str, list[Tensor]], new: Tensors, skip: Tensor | None) -> None:
     """Write stacked state back to its tensors, unless `skip` is True."""
-    if "M_scale" in state:
-        M, M_scale = quantize(new["M"])  # the definition has rounded M already, so this is exact
-        new = {**new, "M": M, "M_scale": M_scale}
+    if "M" in state:  # the definition has rounded M already, so this is exact
+        new = new | stored_momentum(new["M"], state["M"][0].dtype)
     for name, tensors in state.items():
         value = new[name]
         if skip is not None:

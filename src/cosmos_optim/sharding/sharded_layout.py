@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.linalg.int8_momentum import BLOCK, scale_columns
-from cosmos_optim.rules.rule import Rule, Settings, Slot
+from cosmos_optim.rules.rule import M_SCALE, Rule, Settings, Slot
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, sharded_location
 from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
@@ -99,7 +99,7 @@ class ShardedLayout(Layout):
 
     def _check_rows(self, settings: Settings) -> None:
         """Raise ValueError if an 8-bit momentum has rows that are cut."""
-        if "n" in self.cut_sides and "M_scale" in self.rule_slots(settings):
+        if "n" in self.cut_sides and M_SCALE in self.rule_slots(settings):
             raise ValueError(
                 "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "
                 "the rule sees it (layout and side may transpose it): shard its outputs, Shard(0) of an (out, in) "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cosmos_optim import sharding
 from cosmos_optim.engine.layout import CORRECTION, Layout
 from cosmos_optim.rules import RULES, adam
 from cosmos_optim.rules.adam import SCALES, without_codes
@@ -290,7 +289,7 @@ def _with_dtypes_that_fit(
         for key in differing(a, b, STORED):
             try:
                 for layout in layouts:
-                    sharding.check_dtypes(layout, a | b)
+                    layout.check_dtypes(a | b)
             except ValueError as error:
                 if a[key] is None:  # `layout` is the one that was refused
                     override = f"overrides={{{layout.name!r}: {{{key!r}: torch.float32}}}}"

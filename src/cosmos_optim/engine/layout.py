@@ -161,6 +161,9 @@ class Layout:
             )
         return tuple(sizes)
 
+    def check_dtypes(self, settings: Settings) -> None:
+        """Raise ValueError if the parameter cannot have state of these dtypes; one that is whole can have any."""
+
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
     def local(self, tensor: Tensor) -> Tensor:

@@ -49,10 +49,10 @@ class ShardedLayout(Layout):
             if not rule.elementwise:
                 self._assign_roles(group)
         except ValueError as error:
-            raise self._with_place(error) from None
+            raise self._with_placements(error) from None
         self.check_dtypes(group)
 
-    def _with_place(self, error: ValueError) -> ValueError:
+    def _with_placements(self, error: ValueError) -> ValueError:
         """Return the error with the parameter, its placements and its mesh."""
         return ValueError(
             f"parameter {self.name!r} of shape {self.shape} with placements {self.placements} on {self.mesh}: {error}"
@@ -62,11 +62,11 @@ class ShardedLayout(Layout):
         """Raise ValueError if state of these settings has 8-bit blocks that would lie on two ranks."""
         try:
             if self.rule.elementwise:
-                self._check_blocks(settings)
+                self._check_moments(settings)
             else:
-                self._check_rows(settings)
+                self._check_momentum(settings)
         except ValueError as error:
-            raise self._with_place(error) from None
+            raise self._with_placements(error) from None
 
     def _check_local_part(self, p: DTensor) -> None:
         held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
@@ -82,7 +82,7 @@ class ShardedLayout(Layout):
                     "process groups for both, init_process_group('cpu:gloo,cuda:nccl')"
                 )
 
-    def _check_blocks(self, settings: Settings) -> None:
+    def _check_moments(self, settings: Settings) -> None:
         """Raise ValueError if blocks of 8-bit moments would lie on two ranks: their scales could not be placed."""
         slots = self.slots(settings)
         if not self.shape or "exp_avg_scale" not in slots or not self.cuts[-1].mesh_dims:
@@ -97,7 +97,7 @@ class ShardedLayout(Layout):
                     "or give its group adam_dtype=torch.float32"
                 )
 
-    def _check_rows(self, settings: Settings) -> None:
+    def _check_momentum(self, settings: Settings) -> None:
         """Raise ValueError if an 8-bit momentum has rows that are cut."""
         if "n" in self.cut_sides and M_SCALE in self.rule_slots(settings):
             raise ValueError(

@@ -39,12 +39,7 @@ class Location:
 
     # Bytes of gradients in a stack; None for the device's default.
     stack_bytes: int | None = None
-    team: object  # the processes with which a stack exchanges messages, or None
-
-    # `team` is set here because `ShardedLocation`, a dataclass, has a field of this name without a default: a class
-    # attribute would become its default.
-    def __init__(self) -> None:
-        self.team = None
+    team: object = None  # the processes with which a stack exchanges messages
 
     def after(self, others: int) -> Location:
         """Return the location to use after `others` matrices have been assigned to processes."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from cosmos_optim.routing.fused import FUSED
+from cosmos_optim.routing.fused_weights import FUSED
 from cosmos_optim.routing.route import ModelParameter, Route
 
 # Whole names of layers. In all fused forms, a head has neighbouring rows, so fused weights are cut like the others.

@@ -39,7 +39,9 @@ class Heads:
     side: str
 
 
-def find_heads(model: nn.Module, parameters: Sequence[ModelParameter], split_heads: bool | int) -> dict[str, Heads]:
+def find_attention_heads(
+    model: nn.Module, parameters: Sequence[ModelParameter], split_heads: bool | int
+) -> dict[str, Heads]:
     """Return how to cut each weight of attention, by the parameter's name. Raise ValueError if there is none.
 
     split_heads: the size of a head, or True to read it from the attention module or from a config above it.

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cosmos_optim.routing.attention_heads import find_heads, with_heads
+from cosmos_optim.routing.attention_heads import find_attention_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
@@ -125,7 +125,7 @@ def routes(
     found: list[tuple[ModelParameter, Route]] = []
     unknown: list[ModelParameter] = []
     parameters = _model_parameters(model)
-    attention_heads = find_heads(model, parameters, split_heads)
+    attention_heads = find_attention_heads(model, parameters, split_heads)
     for parameter in parameters:
         _refuse_piece(parameter)
         names = (parameter.name, *parameter.aliases)

@@ -18,7 +18,7 @@ from cosmos_optim.rules import RULES, Rule
 DEVICE_STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Settings that decide which kernels run. Others are numbers that a step reads (lr, weight_decay, maximize), or keys of
 # other code, which may change at every step.
-SETTINGS = frozenset((
+KERNEL_SETTINGS = frozenset((
     "rule", "nonfinite", "missing", "stochastic_rounding", "weight_correction", "side", "split_sizes", "split_side",
     "layout",
 )).union(*(rule.defaults for rule in RULES.values()))  # fmt: skip
@@ -161,9 +161,9 @@ def signed_lr(group: dict[str, Any]) -> float | Tensor:
 
 
 def settings_key(group: dict[str, Any]) -> Hashable:
-    """Return a key of the `SETTINGS` of a group.
+    """Return a key of the `KERNEL_SETTINGS` of a group.
 
     It has each value's text, or the address of a tensor that a kernel reads from memory.
     """
-    values = {key: value for key, value in group.items() if key in SETTINGS}
+    values = {key: value for key, value in group.items() if key in KERNEL_SETTINGS}
     return tuple((k, v.data_ptr() if isinstance(v, Tensor) and v.is_cuda else repr(v)) for k, v in values.items())

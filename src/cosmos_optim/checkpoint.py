@@ -245,8 +245,8 @@ def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved:
 def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     """Raise a ValueError if a saved parameter is one of ours, but in another place: its state would go to another.
 
-    Names that we do not have are no error: wrappers of modules change names, and state is then loaded by position. If
-    it is not a wrapper that changed them, a warning names the first pair.
+    Names that we do not have are allowed: wrappers of modules change names, and state is then loaded by position. If it
+    is not a wrapper that changed them, a warning names the first pair.
     """
     known = {name for group in ours for name in _names(group)}
     renamed = None

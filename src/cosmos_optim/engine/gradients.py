@@ -98,7 +98,7 @@ class SkippedSteps:
         self._count_in_last_copy = 0
         self._steps_before_copy = self._steps_since_copy = 0  # steps that the copy under way covers, and those after it
         self._consecutive, self._warn_at = 0, MANY  # skipped steps up to now, and how many make a warning
-        self._streaks, self._warned = 0, False  # how often a warning said that many follow each other
+        self._streaks, self._warned = 0, False  # streaks of `MANY` so far, and whether there was any warning
 
     def count(self, check: GradientCheck, device: torch.device) -> None:
         """Count a step if it is skipped. Warn if the host knows it; otherwise `report` does."""

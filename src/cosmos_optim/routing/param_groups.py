@@ -154,7 +154,7 @@ def routes(
 
 
 def _without_decay(route: Route) -> Route:
-    """Return the route with a decay of 0 if nobody decays such a parameter; an override's own decay stays.
+    """Return the route with a decay of 0 if it is not a kind that recipes decay; an override's own decay stays.
 
     A parameter that nothing recognizes and an override gives to AdamW is most likely a table, a scale or a gate.
     """

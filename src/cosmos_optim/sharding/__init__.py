@@ -45,7 +45,7 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
 def describe(
     groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
 ) -> Description | None:
-    """Describe groups, by number, for a comparison of the ranks; None if none of all parameters is sharded.
+    """Describe groups, by number, for a comparison of the ranks; None if no parameter is sharded.
 
     settings: the names of the settings to compare.
     """

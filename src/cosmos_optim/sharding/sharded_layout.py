@@ -59,7 +59,7 @@ class ShardedLayout(Layout):
         )
 
     def check_dtypes(self, settings: Settings) -> None:
-        """Raise ValueError if state of these settings has 8-bit blocks that would lie on two ranks."""
+        """Raise ValueError if state of these settings has 8-bit blocks that two ranks would share."""
         try:
             if self.rule.elementwise:
                 self._check_moments(settings)
@@ -83,7 +83,7 @@ class ShardedLayout(Layout):
                 )
 
     def _check_moments(self, settings: Settings) -> None:
-        """Raise ValueError if blocks of 8-bit moments would lie on two ranks: their scales could not be placed."""
+        """Raise ValueError if two ranks would share a block of 8-bit moments: their scales could not be placed."""
         slots = self.slots(settings)
         if not self.shape or "exp_avg_scale" not in slots or not self.cuts[-1].mesh_dims:
             return

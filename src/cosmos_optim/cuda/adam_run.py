@@ -19,7 +19,7 @@ from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES
 from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
 from cosmos_optim.engine.batching import Entry, by_group, decay_of
-from cosmos_optim.engine.run import run_elementwise_groups
+from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules import adam
@@ -44,7 +44,7 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
                 rest.append(e)
         for together in alike.values():
             step_alike(together, skip)
-    run_elementwise_groups(rest, skip)
+    run_elementwise(rest, skip)
 
 
 def kernel_supports(e: Entry) -> bool:

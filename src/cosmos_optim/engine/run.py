@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_of, signed_lr
+from cosmos_optim.engine.batching import Batch, Entry, batches, decay_of, signed_lr
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
@@ -34,7 +34,7 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         for stack, location in located_stacks(batch, assigned):
             jobs.append((stack, partial(run_stack, stack, location, check, diagnostics)))
     run_jobs(jobs)
-    run_elementwise_groups(live, check.skip)
+    run_elementwise(live, check.skip)
     write_back(copies)
 
 
@@ -79,13 +79,6 @@ def run_jobs(jobs: Sequence[LocatedJob]) -> None:
         together = [(batch, job) for batch, job in jobs if batch.location.team is team]
         first = together[0][0]
         first.location.run_jobs([job for _, job in together], first.device)
-
-
-def run_elementwise_groups(entries: Sequence[Entry], skip: Tensor | None) -> None:
-    """Take the step of all parameters with an elementwise rule."""
-    for held in by_group(entries):
-        if held[0].rule.elementwise:
-            run_elementwise(held, skip)
 
 
 def write_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -21,7 +21,7 @@ from cosmos_optim.cuda.kernels.launch import on_device, power_of_two
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.precompile import compile_in_parallel, launches_disabled
 from cosmos_optim.cuda.step import SCHEDULES
-from cosmos_optim.engine.run import load_state
+from cosmos_optim.engine.run import stacked_state
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules.rule import M_SCALE, Rule, as_stored, stored_momentum
@@ -77,7 +77,7 @@ def step_error(
         lr=1.0, decay=0.0, grad_max=G.abs().amax((1, 2)), **arguments,
     )  # fmt: skip
     moved = torch.stack(W).float() if corrections is None else join_weight(torch.stack(W), torch.stack(corrections))
-    pairs = [(moved, -D), (load_state(stored, torch.float32)["M"], expected.M)]
+    pairs = [(moved, -D), (stacked_state(stored, torch.float32)["M"], expected.M)]
     pairs += [(getattr(found, k), getattr(expected, k)) for k, v in thin.items() if v is not None]
     return max(relative_error(x, y) for x, y in pairs)
 

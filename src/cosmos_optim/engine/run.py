@@ -128,21 +128,21 @@ def direction_of(
                     diagnostics.setdefault(matrix.name, {})[key] = value
         return D, {name: tensor for name, tensor in new._asdict().items() if tensor is not None}
 
-    G, state = load(stack.grads, dtype), load_state(stack.state(), dtype)
+    G, state = stacked(stack.grads, dtype), stacked_state(stack.state(), dtype)
     return location.run(take_step, location.algebra(stack.m, stack.n), G, state, t)
 
 
-def load(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Stack matrices of equal shape for computation in `dtype`."""
     if len(tensors) == 1:
         return tensors[0].unsqueeze(0).to(dtype)
     return torch.stack(list(tensors)).to(dtype)
 
 
-def load_state(state: dict[str, list[Tensor]], dtype: torch.dtype) -> Tensors:
+def stacked_state(state: dict[str, list[Tensor]], dtype: torch.dtype) -> Tensors:
     """Stack all state for computation in `dtype`."""
-    stacks = {name: load(tensors, dtype) for name, tensors in state.items() if name not in MOMENTUM}
-    M = {name: load(state[name], state[name][0].dtype) for name in MOMENTUM if name in state}
+    stacks = {name: stacked(tensors, dtype) for name, tensors in state.items() if name not in MOMENTUM}
+    M = {name: stacked(state[name], state[name][0].dtype) for name in MOMENTUM if name in state}
     return stacks | {"M": load_momentum(M, dtype)} if M else stacks
 
 
@@ -153,7 +153,7 @@ def store_(state: dict[str, list[Tensor]], new: Tensors, skip: Tensor | None) ->
     for name, tensors in state.items():
         value = new[name]
         if skip is not None:
-            value = torch.where(skip, load(tensors, value.dtype), value)
+            value = torch.where(skip, stacked(tensors, value.dtype), value)
         torch._foreach_copy_(tensors, list(value.unbind(0)))
 
 

@@ -47,7 +47,8 @@ class ShardedLayout(Layout):
             self.cuts = cuts_of(self.shape, self.mesh, self.placements)
             self._check_local_part(p)
             if not rule.elementwise:
-                self._assign_roles(group)
+                self._assign_roles()
+                self._cut_state(group)
         except ValueError as error:
             raise self._with_placements(error) from None
         self.check_dtypes(group)
@@ -128,7 +129,7 @@ class ShardedLayout(Layout):
 
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
-    def _assign_roles(self, group: dict[str, Any]) -> None:
+    def _assign_roles(self) -> None:
         """Assign a role to each dimension of the stored tensor: "m" rows, "n" columns, "b" a batch of matrices."""
         if self.kind == "conv":
             roles = "m" + "n" * (len(self.shape) - 1)
@@ -145,6 +146,9 @@ class ShardedLayout(Layout):
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
         self.cut_sides = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
         self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
+
+    def _cut_state(self, group: dict[str, Any]) -> None:
+        """Cut the dimensions of each state tensor over the mesh."""
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.rule_slots(group).items()}  # fmt: skip
         matrix_state = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])

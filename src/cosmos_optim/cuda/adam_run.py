@@ -33,9 +33,9 @@ _results: dict[Hashable, bool] = {}
 def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
     """Take the step of entries with an elementwise rule."""
     rest = []
-    for held in by_group(entries):
+    for members in by_group(entries):
         alike: dict[Hashable, list[Entry]] = defaultdict(list)
-        for e in held:
+        for e in members:
             if kernel_supports(e):
                 p, grad = e.layout.local(e.p), e.layout.local(e.grad)
                 place = (e.layout.first_element, e.layout.width)

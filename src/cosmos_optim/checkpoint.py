@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cosmos_optim import sharding
 from cosmos_optim.engine.layout import CORRECTION, Layout
-from cosmos_optim.linalg.int8_momentum import dequantize
 from cosmos_optim.rules import RULES, adam
-from cosmos_optim.rules.adam import SCALES, without_codes
 from cosmos_optim.rules.cosmos import PAPER
-from cosmos_optim.rules.rule import Settings, Slot
+from cosmos_optim.rules.rule import M_SCALE, Settings, Slot, load_momentum, two_sided
 
 if TYPE_CHECKING:
     from cosmos_optim.optimizer import MatrixOptimizer
@@ -25,15 +22,15 @@ if TYPE_CHECKING:
 
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
-# Dtypes of the state, and what they are of. A checkpoint with other values replaces ours, if our shards can hold them.
-STORED = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
+# Dtypes of the state, and what a warning says of each. A checkpoint's values replace ours if our shards can hold them.
+DTYPES = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
 # The names of the state tensors of all rules. Any other name in a parameter's state belongs to other code.
-STATE_NAMES = frozenset(("step", "M_scale", CORRECTION, *SCALES)).union(*(r.State._fields for r in RULES.values()))
+STATE_NAMES = frozenset(("step", M_SCALE, CORRECTION, *adam.SCALES)).union(*(r.State._fields for r in RULES.values()))
 
 
 def structure(group: Settings) -> dict[str, Any]:
     """Return the settings that decide what state a group has, also its dtype."""
-    return {key: group[key] for key in (*STRUCTURE, *STORED, "weight_correction") if key in group}
+    return {key: group[key] for key in (*STRUCTURE, *DTYPES, "weight_correction") if key in group}
 
 
 def differing(a: Settings, b: Settings, keys: Iterable[str]) -> list[str]:
@@ -182,13 +179,13 @@ def _split_by_dtype(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> 
 
     An override such as {"*norm*": {"adam_dtype": torch.float32}} asks for this.
     """
-    dtypes = {name: [group.get(key) for key in STORED] for group in optimizer.param_groups for name in _names(group)}
+    dtypes = {name: [group.get(key) for key in DTYPES] for group in optimizer.param_groups for name in _names(group)}
     found: list[dict[str, Any]] = []
     for group in saved:
         names = _names(group)
         parts: dict[str, list[tuple[str, Any]]] = {}
         is_named = len(names) == len(group["params"]) and dtypes.keys() >= set(names)
-        if is_named and torch.int8 in (group.get(key) for key in STORED):
+        if is_named and torch.int8 in (group.get(key) for key in DTYPES):
             for name, key in zip(names, group["params"], strict=True):
                 parts.setdefault(str(dtypes[name]), []).append((name, key))
         split = [{"param_names": [x for x, _ in part], "params": [key for _, key in part]} for part in parts.values()]
@@ -260,8 +257,8 @@ def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved:
 def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     """Raise a ValueError if a saved parameter is one of ours, but in another place: its state would go to another.
 
-    Names that we do not have are no error: wrappers of modules change names, and state is then loaded by position. If
-    it is not a wrapper that changed them, a warning names the first pair.
+    Names that we do not have are allowed: wrappers of modules change names, and state is then loaded by position. If it
+    is not a wrapper that changed them, a warning names the first pair.
     """
     known = {name for group in ours for name in _names(group)}
     renamed = None
@@ -300,10 +297,10 @@ def _with_dtypes_that_fit(
     found = dict(state)
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         layouts = [optimizer._layouts[p] for p in a["params"]]
-        for key in differing(a, b, STORED):
+        for key in differing(a, b, DTYPES):
             try:
                 for layout in layouts:
-                    sharding.check_dtypes(layout, a | b)
+                    layout.check_dtypes(a | b)
             except ValueError as error:
                 if a[key] is None:  # `layout` is the one that was refused
                     override = f"overrides={{{layout.name!r}: {{{key!r}: torch.float32}}}}"
@@ -326,7 +323,7 @@ def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]
     _check_state(layout, layout.slots(settings), saved)
     held = {name: saved[name] for name in layout.slots(settings)}
     held = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in held.items()}
-    kept = {name: x for name, x in saved.items() if name not in (*SCALES, "M_scale")}
+    kept = {name: x for name, x in saved.items() if name not in (*adam.SCALES, M_SCALE)}
     dtype = torch.promote_types(layout.dtype, torch.float32)
     if layout.rule.elementwise:
         return kept | adam.load(held, dtype)._asdict()
@@ -334,17 +331,17 @@ def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]
     whole = Layout(layout.name, like, layout.rule, settings)
     M = torch.empty(layout.shape, dtype=dtype, device=held["M"].device)
     for block, x in zip(whole.blocks(M), whole.state_blocks(held, settings), strict=True):
-        block.copy_(dequantize(x["M"], x["M_scale"], dtype))
+        block.copy_(load_momentum(x, dtype))
     return kept | {"M": M}
 
 
 def _warn_of_dtypes(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     """Warn if the checkpoint's momentum or moments are stored as int8 and ours are not, or the other way round."""
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        for key in differing(a, b, STORED):
+        for key in differing(a, b, DTYPES):
             if torch.int8 in (a[key], b[key]):
                 warnings.warn(
-                    f"group {i} was saved with {key}={b[key]}, which replaces {a[key]}: {STORED[key]}", stacklevel=4
+                    f"group {i} was saved with {key}={b[key]}, which replaces {a[key]}: {DTYPES[key]}", stacklevel=4
                 )
 
 
@@ -375,8 +372,8 @@ def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], s
 def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
     """Return advice on how to build an optimizer that matches the saved group."""
     if "rule" in differ:
-        two_sided = ", two_sided=True" if str(differ["rule"]).endswith("-two-sided") else ""
-        return f"build the optimizer of rule {differ['rule']!r} that wrote it{two_sided}"
+        form = ", two_sided=True" if str(differ["rule"]).endswith(two_sided("")) else ""
+        return f"build the optimizer of rule {differ['rule']!r} that wrote it{form}"
     wanted = ", ".join(f"{key}={value!r}" for key, value in differ.items())
     paper = saved["rule"].startswith("cosmos") and all(saved[key] == PAPER[key] for key in ("rank", "row_beta2"))
     hint = ", or a CosmosPaper, which has these defaults" if paper else ""
@@ -393,7 +390,7 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
-    saved = dict(without_codes(saved, slots))
+    saved = dict(adam.without_codes(saved, slots))
     _check_state(layout, layout.slots(group), saved)
 
     def adopted(value: Tensor) -> Tensor:

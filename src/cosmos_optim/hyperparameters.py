@@ -157,7 +157,7 @@ def near_miss(key: str) -> str | None:
     """
     known = sorted({*OURS, *SYNONYMS})
     swapped = [name for name in known if sorted(name) == sorted(key)]
-    # One letter more or less in a name of four gives 0.89; a digit more in "eps" 0.857; another letter in eight 0.875.
+    # The cutoff allows one letter more or less in four (0.89) and another in eight (0.875), but not "eps2" (0.857).
     alike = [name for name in known if abs(len(name) - len(key)) <= 2]
     near = swapped or difflib.get_close_matches(key, alike, n=1, cutoff=0.86)
     if not near and key.isalpha():  # beta1 and beta3 are not slips for betas

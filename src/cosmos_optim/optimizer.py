@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
     from cosmos_optim.sharding.agreement import Description
 
-# What torch's schedulers write into the groups when they are built, and the argument that it came from.
+# Rates that torch's schedulers write into every group when built: who does, and how to give one for each group.
 RATES_WRITTEN = {
     "max_lr": ("OneCycleLR", "OneCycleLR(max_lr={})"),
     "swa_lr": ("SWALR", "SWALR(swa_lr={})"),

@@ -22,7 +22,7 @@ from cosmos_optim.hyperparameters import (
 )
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
-from cosmos_optim.routing.fused import fused_hint, fused_sizes
+from cosmos_optim.routing.fused_weights import fused_hint, fused_sizes
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.routing.route import ModelParameter, Route

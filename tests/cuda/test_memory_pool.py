@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed here")
 
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts
-from cosmos_optim.cuda.memory_pool import ALIGN, MemoryPool, newton_schulz_bytes
+from cosmos_optim.cuda.memory_pool import ALIGN, MemoryPool, iterate_bytes
 from cosmos_optim.linalg.newton_schulz import (
     EVERY_MATRIX,
     HALF_SCALE,
@@ -85,7 +85,7 @@ def test_newton_schulz_fits_in_the_estimated_bytes(steps: int, shape: tuple[int,
     X = torch.nn.functional.normalize(torch.randn(3, *shape, dtype=torch.float64), dim=(1, 2))
     rows = NewtonSchulz(steps=steps).coefficients_of_steps()
     fresh = choose_gram_steps(*shape, rows, torch.float16)
-    pool = MemoryPool(newton_schulz_bytes(3, *shape, 8, len(fresh), steps), CPU)
+    pool = MemoryPool(iterate_bytes(3, *shape, 8, len(fresh), steps), CPU)
     products, out = PooledTorchProducts(pool), torch.empty_like(X)
     now, when = merge_first_iterations(rows, fresh) if shortened else (rows, fresh)
     result = iterate(X, now, products, gram_steps=when, out=out)
@@ -97,7 +97,7 @@ def test_newton_schulz_fits_in_the_estimated_bytes(steps: int, shape: tuple[int,
 def test_symmetric_products_in_the_pool_equal_those_outside_of_it() -> None:
     """Bit for bit, under the interpreter."""
     X = (torch.nn.functional.normalize(torch.randn(2, 48, 32), dim=(1, 2)) * HALF_SCALE).half()
-    pool = MemoryPool(newton_schulz_bytes(2, 48, 32, 2, 2, 5), CPU)
+    pool = MemoryPool(iterate_bytes(2, 48, 32, 2, 2, 5), CPU)
     rows = NewtonSchulz().coefficients_of_steps()
     pooled, plain = (
         iterate(X, rows, products, scale=HALF_SCALE, gram_steps={0, 3}, out=torch.empty_like(X))

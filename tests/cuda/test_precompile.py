@@ -86,13 +86,13 @@ def test_work_of_a_kind_is_compiled_once_in_a_process(monkeypatch: pytest.Monkey
     monkeypatch.setattr(precompile, "compile_in_parallel", lambda device, works: compiled.append((device, len(works))))
     first = Precompiler()
     for kind in ("a", "b", "a"):
-        first.add(CPU, kind, [lambda: None])
+        first.add(CPU, kind, lambda: None)
     first.run()
     first.run()
     second = Precompiler()
-    second.add(CPU, "a", [lambda: None])
+    second.add(CPU, "a", lambda: None)
     second.run()
-    second.add(torch.device("meta"), "a", [lambda: None])
+    second.add(torch.device("meta"), "a", lambda: None)
     second.run()
     assert compiled == [(CPU, 2), (torch.device("meta"), 1)]
 

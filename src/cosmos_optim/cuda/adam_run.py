@@ -1,6 +1,6 @@
-"""Step AdamW's tensors on GPUs: float32 ones as on a CPU, by torch's kernel; 8-bit moments and other weights by ours.
+"""Step AdamW's tensors on GPUs: 8-bit moments, and weights that are not float32, by our kernel, the others by torch's.
 
-The kernel reads learning rate, step counts and the flag of a skipped step from the device, so the host never waits.
+Our kernel reads learning rate, step counts and the flag of a skipped step from the device, so the host never waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES
 from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
 from cosmos_optim.engine.batching import Entry, by_group, decay_of
-from cosmos_optim.engine.run import run_elementwise_groups
+from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules import adam
@@ -31,11 +31,11 @@ _results: dict[Hashable, bool] = {}
 
 
 def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
-    """Take the step of all parameters with an elementwise rule."""
+    """Take the step of entries with an elementwise rule."""
     rest = []
-    for held in by_group([e for e in entries if e.rule.elementwise]):
+    for members in by_group(entries):
         alike: dict[Hashable, list[Entry]] = defaultdict(list)
-        for e in held:
+        for e in members:
             if kernel_supports(e):
                 p, grad = e.layout.local(e.p), e.layout.local(e.grad)
                 place = (e.layout.first_element, e.layout.width)
@@ -43,8 +43,8 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
             else:
                 rest.append(e)
         for together in alike.values():
-            step(together, skip)
-    run_elementwise_groups(rest, skip)
+            step_alike(together, skip)
+    run_elementwise(rest, skip)
 
 
 def kernel_supports(e: Entry) -> bool:
@@ -52,7 +52,7 @@ def kernel_supports(e: Entry) -> bool:
     names, correction = state_names(e), e.correction
     if (e.p.dtype is torch.float32 and names == adam.AdamState._fields) or not available(e.p.device):
         return False
-    tensors = [*(e.layout.local(x) for x in (e.p, e.grad, *(e.state[k] for k in names)))]
+    tensors = [e.layout.local(x) for x in (e.p, e.grad, *(e.state[k] for k in names))]
     p, grad, m = tensors[:3]
     known = {p.dtype, grad.dtype} <= ELEMENT_TYPES.keys() and m.dtype in (torch.int8, torch.float32)
     if p.numel() == 0 or not known:
@@ -67,11 +67,10 @@ def state_names(e: Entry) -> tuple[str, ...]:
     return adam.QUANTIZED if "exp_avg_scale" in e.state else adam.AdamState._fields
 
 
-def step(entries: Sequence[Entry], skip: Tensor | None) -> None:
+def step_alike(entries: Sequence[Entry], skip: Tensor | None) -> None:
     """Step tensors of one group, shape and kind in one launch."""
     layout, group = entries[0].layout, entries[0].group
-    local = layout.local
-    steps = torch.stack([local(e.state["step"]) for e in entries])
+    steps = torch.stack([e.layout.local(e.state["step"]) for e in entries])
     state = {name: [e.layout.local(e.state[name]) for e in entries] for name in state_names(entries[0])}
     corrections = [x for e in entries if (x := e.correction) is not None] or None
     grads = [e.layout.local(e.grad) for e in entries]

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from cosmos_optim.cuda.first_basis import first_basis
 from cosmos_optim.cuda.kernels.gather import gather, scatter_
+from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
 from cosmos_optim.cuda.pointer_list import MatrixList
-from cosmos_optim.cuda.step import SCHEDULES, do_nothing, newton_schulz_memory
+from cosmos_optim.cuda.step import SCHEDULES, do_nothing
 from cosmos_optim.engine.batching import Batch, decay_of, signed_lr
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
+from cosmos_optim.rules.rule import MOMENTUM
 
 # Limit for the work buffers in use at any time.
 WORK_BYTES = 1000 << 20
@@ -60,7 +62,7 @@ def start_chunk(chunk: Batch, grad_max: Tensor, skip: Tensor | None) -> None:
 
 def thin_state(chunk: Batch) -> dict[str, list[Tensor]]:
     """Return the state of a chunk except M and its scales, by name."""
-    return {name: tensors for name, tensors in chunk.state().items() if name not in ("M", "M_scale")}
+    return {name: tensors for name, tensors in chunk.state().items() if name not in MOMENTUM}
 
 
 def rank_of(batch: Batch) -> int:
@@ -86,7 +88,7 @@ def bytes_per_matrix(m: int, n: int, r: int) -> int:
 
     Two chunks run at a time, but their products run one after the other.
     """
-    return 2 * (2 * m * n + thin_bytes(m, n, r)) + newton_schulz_memory(1, m, n, NewtonSchulz())
+    return 2 * (2 * m * n + thin_bytes(m, n, r)) + newton_schulz_bytes(1, m, n, NewtonSchulz())
 
 
 def thin_bytes(m: int, n: int, r: int) -> int:
@@ -97,4 +99,4 @@ def thin_bytes(m: int, n: int, r: int) -> int:
 def product_bytes(chunk: Batch) -> int:
     """Return the bytes that the products of a chunk need in addition to its work buffers."""
     m, n = chunk.params[0].shape
-    return newton_schulz_memory(len(chunk.matrices), m, n, NewtonSchulz.of(chunk.group))
+    return newton_schulz_bytes(len(chunk.matrices), m, n, NewtonSchulz.of(chunk.group))

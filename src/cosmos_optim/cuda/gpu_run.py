@@ -100,12 +100,9 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
 
 
 def plan_jobs(
-    entries: Sequence[Entry],
-    fresh: set[Tensor],
-    check: GradientCheck,
-    diagnostics: Diagnostics | None,
+    entries: Sequence[Entry], fresh: set[Tensor], check: GradientCheck, diagnostics: Diagnostics | None,
     copies: list[tuple[Tensor, Tensor]],
-) -> Jobs:
+) -> Jobs:  # fmt: skip
     """Divide the matrices into chunks for the kernels and stacks for plain torch; compile missing kernels."""
     work, precompiler, assigned = Jobs(), Precompiler(), Counter[object]()
     for batch in batches(entries, fresh, copies):
@@ -118,25 +115,26 @@ def plan_jobs(
             continue
         if batch.fresh and batch.rule.start is not None:
             for chunk in batch.split(bases_in_a_chunk(batch)):
-                precompiler.add(chunk.device, kind_of(chunk, "start"), [partial(start_empty, chunk, check.skip)])
+                precompiler.add(chunk.device, kind_of(chunk, "start"), partial(start_empty, chunk, check.skip))
                 start_staging.reserve_batch(chunk, ("U",))
-                work.starts.append((chunk.device, partial(start, chunk, check, start_staging)))
+                work.starts.append((chunk.device, partial(start_staged_chunk, chunk, check, start_staging)))
         batch = batch.started()
         for chunk in batch.split(matrices_in_a_chunk(batch)):
-            precompiler.add(chunk.device, kind_of(chunk, "step"), [partial(run_empty, chunk, check.skip)])
+            precompiler.add(chunk.device, kind_of(chunk, "step"), partial(run_empty, chunk, check.skip))
             work.pool_bytes[chunk.device] = max(work.pool_bytes[chunk.device], product_bytes(chunk))
             staging.reserve_batch(chunk)
-            work.jobs.append((chunk, partial(step, chunk, check, diagnostics, staging)))
+            work.jobs.append((chunk, partial(run_staged_chunk, chunk, check, diagnostics, staging)))
     precompiler.run()
     return work
 
 
-def start(chunk: Batch, check: GradientCheck, staging: Staging) -> None:
+def start_staged_chunk(chunk: Batch, check: GradientCheck, staging: Staging) -> None:
+    """Take the first bases of a chunk."""
     with staging.place(chunk, ("U",)).loaded() as staged:
         start_chunk(staged, stacked_grad_max(chunk, check), check.skip)
 
 
-def step(chunk: Batch, check: GradientCheck, diagnostics: Diagnostics | None, staging: Staging) -> None:
+def run_staged_chunk(chunk: Batch, check: GradientCheck, diagnostics: Diagnostics | None, staging: Staging) -> None:
     """Step a chunk. If diagnostics are on, first compute them with plain torch."""
     placed = staging.place(chunk)
     with placed.loaded() as staged:

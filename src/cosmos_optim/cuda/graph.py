@@ -218,7 +218,7 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     """Capture the step of `inside` without running it."""
     device = entries[0].p.device
     position = {e.p: i for i, e in enumerate(entries)}
-    groups = [held[0].group for held in by_group(inside)]
+    groups = [members[0].group for members in by_group(inside)]
     number_index = {id(group): 2 * i for i, group in enumerate(groups)}
     count, blocks = sum(e.layout.count for e in inside), sum(e.layout.count for e in entries)
     made = Recording(
@@ -257,8 +257,8 @@ def record(entries: Sequence[Entry], inside: Sequence[Entry], key: Hashable) -> 
     staged = [staging.place(chunk) for chunk, _ in planned]
     for placed in staged:
         made.leases += placed.leases.values()
-        held = [*placed.batch.state().values(), placed.batch.corrections or []]
-        for tensors in filter(None, held) if placed.leases else ():
+        lists = [*placed.batch.state().values(), placed.batch.corrections or []] if placed.leases else []
+        for tensors in filter(None, lists):
             pointer_list.addresses(tensors)  # before the capture: a table made there is copied again at every replay
     jobs = [partial(run_recorded, placed, inputs) for placed, (_, inputs) in zip(staged, planned, strict=True)]
     _capture(made, jobs, pool_bytes, staging)

@@ -12,6 +12,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from cosmos_optim.linalg.newton_schulz import NewtonSchulz, gram_count
+
 # Every part begins at a multiple of this many bytes.
 ALIGN = 1024
 
@@ -53,7 +55,7 @@ class MemoryPool:
         return begin if begin + size <= self.memory.numel() else None
 
 
-def newton_schulz_bytes(batch: int, length: int, width: int, element: int, grams: int, steps: int) -> int:
+def iterate_bytes(batch: int, length: int, width: int, element: int, grams: int, steps: int) -> int:
     """Return the bytes that `newton_schulz.iterate` needs at the same time in addition to X.
 
     Args:
@@ -65,3 +67,10 @@ def newton_schulz_bytes(batch: int, length: int, width: int, element: int, grams
     like_X, squares = min(grams - 1, 2), 2 if grams == steps else 4
     parts = [batch * length * row_bytes] * like_X + [batch * width * row_bytes] * squares
     return sum(-(-part // ALIGN) * ALIGN for part in parts)
+
+
+def newton_schulz_bytes(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
+    """Return the bytes of temporaries of Newton-Schulz on a half-precision stack (batch, m, n)."""
+    long, short = max(m, n), min(m, n)
+    grams = gram_count(long, short, ns.steps, torch.float16)
+    return iterate_bytes(batch, long, short, 2, grams, ns.steps)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import tl
+from cosmos_optim.rules.rule import M_SCALE
 
 # Maximum number of cached tables, because gradients may have new addresses at every step.
 _KEPT = 512
@@ -108,7 +109,7 @@ class MatrixList:
     @classmethod
     def momentum(cls, state: Mapping[str, list[Tensor]]) -> MatrixList:
         """Return the operand for M, with its scales if the state has them."""
-        M, scales = state["M"], state.get("M_scale")
+        M, scales = state["M"], state.get(M_SCALE)
         return cls(M, addresses(M), None if scales is None else cls.of(scales))
 
     @classmethod

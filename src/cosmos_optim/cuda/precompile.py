@@ -37,11 +37,11 @@ class Precompiler:
     def __init__(self) -> None:
         self._new: dict[torch.device, list[Callable[[], Any]]] = defaultdict(list)
 
-    def add(self, device: torch.device, kind: Hashable, works: Sequence[Callable[[], Any]]) -> None:
+    def add(self, device: torch.device, kind: Hashable, work: Callable[[], Any]) -> None:
         """Add work, unless work of this kind has been added in this process before."""
         if (device, kind) not in self._known:
             self._known.add((device, kind))
-            self._new[device] += works
+            self._new[device].append(work)
 
     def run(self) -> None:
         """Compile what the work needs, and release it: it holds gradients, which must be free before the next step."""

@@ -21,11 +21,10 @@ from cosmos_optim.cuda.kernels.launch import on_device, power_of_two
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.precompile import compile_in_parallel, launches_disabled
 from cosmos_optim.cuda.step import SCHEDULES
-from cosmos_optim.engine.run import load_state
+from cosmos_optim.engine.run import stacked_state
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.int8_momentum import quantize
 from cosmos_optim.linalg.weight24 import join_weight
-from cosmos_optim.rules.rule import Rule, as_stored
+from cosmos_optim.rules.rule import M_SCALE, Rule, as_stored, stored_momentum
 
 # A wrong kernel has a far larger error. Tests check tighter bounds.
 CLOSE = 1e-2
@@ -71,15 +70,14 @@ def step_error(
 
     W, grads = ([x.clone() for x in y.to(dtype)] for y in (torch.zeros_like(G), G))
     corrections = [torch.zeros_like(x, dtype=torch.int8) for x in W] if corrected else None
-    parts = quantize(state.M) if momentum_dtype is torch.int8 else (state.M.to(momentum_dtype or torch.float32),)
-    stored = {name: [x.clone() for x in part] for name, part in zip(("M", "M_scale"), parts, strict=False)}
+    stored = {name: [x.clone() for x in stack] for name, stack in stored_momentum(state.M, momentum_dtype).items()}
     thin = {k: v for k, v in state._asdict().items() if k != "M"}
     found = SCHEDULES[rule.name](
         MatrixList.weights(W, corrections), MatrixList.of(grads), rule.State(M=MatrixList.momentum(stored), **thin), t,
         lr=1.0, decay=0.0, grad_max=G.abs().amax((1, 2)), **arguments,
     )  # fmt: skip
     moved = torch.stack(W).float() if corrections is None else join_weight(torch.stack(W), torch.stack(corrections))
-    pairs = [(moved, -D), (load_state(stored, torch.float32)["M"], expected.M)]
+    pairs = [(moved, -D), (stacked_state(stored, torch.float32)["M"], expected.M)]
     pairs += [(getattr(found, k), getattr(expected, k)) for k, v in thin.items() if v is not None]
     return max(relative_error(x, y) for x, y in pairs)
 
@@ -93,7 +91,7 @@ def random_state(rule: Rule, settings: dict[str, Any], m: int, n: int, device: t
 
     G = draw(m, n).bfloat16().float()  # exact in every dtype
     state = {name: draw(*slot.shape).abs() for name, slot in rule.slots(m, n, settings).items()}
-    state.pop("M_scale", None)
+    state.pop(M_SCALE, None)
     state["M"] = as_stored(0.5 * G + 0.3 * draw(m, n), settings["momentum_dtype"])
     if "U" in state:
         r = state["U"].shape[-1]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.engine.batching import Batch
+from cosmos_optim.rules.rule import MOMENTUM
 
 # The slots of each ring. "rest": two chunks compute, one loads, one stores. "pieces": see `cuda.pieces`.
 SLOTS = {"M": 2, "rest": 4, "pieces": 3}
@@ -235,7 +236,7 @@ class Staging:
         for i, x in enumerate(batch.matrices):
             for name, tensor in x.state.items():
                 if (names is None or name in names) and in_host_memory(tensor, self.device):
-                    found.setdefault("M" if name in ("M", "M_scale") else "rest", []).append((i, name))
+                    found.setdefault("M" if name in MOMENTUM else "rest", []).append((i, name))
         return found
 
 

@@ -40,14 +40,7 @@ from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.streams import Streams
-from cosmos_optim.linalg.newton_schulz import (
-    HALF_SCALE,
-    NewtonSchulz,
-    TorchProducts,
-    gram_count,
-    iterate,
-    iterations_for,
-)
+from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, iterate, iterations_for
 from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState, noise_floor
 from cosmos_optim.rules.muon import SCALINGS, MuonState, NorMuonState
 
@@ -175,14 +168,7 @@ def newton_schulz_in_place(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[T
     out = X if len(gram_steps) > 1 else like(X, long)
     streams = Streams.of(X.device)
     with streams.products():
-        pool = streams.pool(newton_schulz_memory(batch, long, short, ns))
+        pool = streams.pool(newton_schulz_bytes(batch, long, short, ns))
         products = SymmetricProducts(pool.like) if symmetric else TorchProducts()
         B = iterate(X, iterations, products, weight=weight, scale=HALF_SCALE, gram_steps=gram_steps, out=out)
     return B, norm_sq
-
-
-def newton_schulz_memory(batch: int, m: int, n: int, ns: NewtonSchulz) -> int:
-    """Return the bytes of temporaries of Newton-Schulz on a half-precision stack (batch, m, n)."""
-    long, short = max(m, n), min(m, n)
-    grams = gram_count(long, short, ns.steps, torch.float16)
-    return newton_schulz_bytes(batch, long, short, 2, grams, ns.steps)

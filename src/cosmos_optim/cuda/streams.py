@@ -5,9 +5,9 @@ that all chunks share. While the products of one chunk fill the GPU, the kernels
 multiprocessors that become free. All streams wait for the caller's stream at the start, and it waits for them at the
 end. Events fork and join the streams, so a CUDA graph can capture all this.
 
-Memory: a chunk's stream allocates what it uses itself, and what the product stream uses before the chunk waits for the
-result. The product stream uses its own allocations alone, most of them in one pool for all chunks of a step. So the
-order within each stream makes reuse safe.
+Memory: a chunk's stream allocates all that it uses, including what it shares with the product stream, because it waits
+for that stream's result. The product stream allocates only what it alone uses, mostly in one pool for all chunks of a
+step. So the order within each stream makes reuse safe.
 """
 
 from __future__ import annotations

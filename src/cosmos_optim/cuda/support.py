@@ -13,6 +13,7 @@ from cosmos_optim.cuda.self_check import kernels_work
 from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.engine.batching import Batch
 from cosmos_optim.engine.layout import LOCAL
+from cosmos_optim.rules.rule import MOMENTUM
 
 # The kernels keep a block of a thin factor in registers.
 MAX_RANK = 256
@@ -28,7 +29,7 @@ def supported(batch: Batch) -> bool:
     if not available(first.device) or batch.group["ns_dtype"] not in (None, torch.float16):
         return False
     state = batch.state()
-    lists = [batch.params, batch.grads, state["M"], *(state[name] for name in ("M_scale",) if name in state)]
+    lists = [batch.params, batch.grads, *(state[name] for name in MOMENTUM if name in state)]
     lists += [] if batch.corrections is None else [batch.corrections]
     if not all(same_layout(x) for x in lists):
         return False

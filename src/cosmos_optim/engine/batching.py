@@ -18,7 +18,7 @@ from cosmos_optim.rules import RULES, Rule
 DEVICE_STACK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # Settings that decide which kernels run. Others are numbers that a step reads (lr, weight_decay, maximize), or keys of
 # other code, which may change at every step.
-SETTINGS = frozenset((
+KERNEL_SETTINGS = frozenset((
     "rule", "nonfinite", "missing", "stochastic_rounding", "weight_correction", "side", "split_sizes", "split_side",
     "layout",
 )).union(*(rule.defaults for rule in RULES.values()))  # fmt: skip
@@ -112,7 +112,7 @@ class Batch:
 
 def by_group(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Return the entries of each parameter group, in the order they were collected."""
-    return [list(held) for _, held in groupby(entries, key=lambda e: id(e.group))]
+    return [list(members) for _, members in groupby(entries, key=lambda e: id(e.group))]
 
 
 def batches(entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
@@ -123,15 +123,15 @@ def batches(entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Ten
         copies: receives (parameter, copy) if the memory order allows no matrix views (channels-last); the caller must
             write the copies back after the step.
     """
-    for held in by_group(entries):
+    for members in by_group(entries):
         found: dict[Any, list[Matrix]] = defaultdict(list)
-        for e in held:
+        for e in members:
             is_fresh = e.p in fresh
             for x in _matrices(e, copies):
                 (m, n), location = e.layout.blocks_mn[x.index], e.layout.location(x.index)
                 found[m, n, location, x.p.device, is_fresh, x.p.shape, x.p.dtype, x.grad.dtype].append(x)
         for (m, n, location, device, is_fresh, *_), matrices in found.items():
-            yield Batch(m, n, held[0].rule, held[0].group, location, device, is_fresh, matrices)
+            yield Batch(m, n, members[0].rule, members[0].group, location, device, is_fresh, matrices)
 
 
 def _matrices(e: Entry, copies: list[tuple[Tensor, Tensor]]) -> Iterator[Matrix]:
@@ -161,9 +161,9 @@ def signed_lr(group: dict[str, Any]) -> float | Tensor:
 
 
 def settings_key(group: dict[str, Any]) -> Hashable:
-    """Return a key of the `SETTINGS` of a group.
+    """Return a key of the `KERNEL_SETTINGS` of a group.
 
     It has each value's text, or the address of a tensor that a kernel reads from memory.
     """
-    values = {key: value for key, value in group.items() if key in SETTINGS}
+    values = {key: value for key, value in group.items() if key in KERNEL_SETTINGS}
     return tuple((k, v.data_ptr() if isinstance(v, Tensor) and v.is_cuda else repr(v)) for k, v in values.items())

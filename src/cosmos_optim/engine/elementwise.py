@@ -9,12 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.batching import Entry, decay_of
+from cosmos_optim.engine.batching import Entry, by_group, decay_of
 from cosmos_optim.engine.rounding import read_weight, write_
 from cosmos_optim.rules import adam
 
 
-def run_elementwise(entries: list[Entry], skip: Tensor | None) -> None:
+def run_elementwise(entries: Sequence[Entry], skip: Tensor | None) -> None:
+    """Take the step of all parameters with an elementwise rule."""
+    for members in by_group(entries):
+        if members[0].rule.elementwise:
+            _run_group(members, skip)
+
+
+def _run_group(entries: Sequence[Entry], skip: Tensor | None) -> None:
     """Step one group, with the rule's fused kernel for the tensors that it supports."""
     rule, group = entries[0].rule, entries[0].group
     names = list(rule.State._fields)

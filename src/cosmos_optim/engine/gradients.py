@@ -98,7 +98,7 @@ class SkippedSteps:
         self._count_in_last_copy = 0
         self._steps_before_copy = self._steps_since_copy = 0  # steps that the copy under way covers, and those after it
         self._consecutive, self._warn_at = 0, MANY  # skipped steps up to now, and how many make a warning
-        self._streaks, self._warned = 0, False  # how often a warning said that many follow each other
+        self._streaks, self._warned = 0, False  # streaks of `MANY` so far, and whether there was any warning
 
     def count(self, check: GradientCheck, device: torch.device) -> None:
         """Count a step if it is skipped. Warn if the host knows it; otherwise `report` does."""
@@ -224,11 +224,11 @@ def _is_capturing(device: torch.device) -> bool:
 def largest_allowed(entries: Sequence[Entry]) -> float:
     """Return the largest |g| for which the sum of squares of a matrix fits into a float32 second moment."""
     most = 0.0
-    for held in by_group(entries):
-        numels = [e.p.numel() for e in held if e.p.dtype is not torch.float64]
-        if numels and "betas" in held[0].group:
-            weight = 1 - held[0].group["betas"][1]
-            most = max(most, 1.0, weight * (1 if held[0].rule.elementwise else max(numels)))
+    for members in by_group(entries):
+        numels = [e.p.numel() for e in members if e.p.dtype is not torch.float64]
+        if numels and "betas" in members[0].group:
+            weight = 1 - members[0].group["betas"][1]
+            most = max(most, 1.0, weight * (1 if members[0].rule.elementwise else max(numels)))
     limit = torch.finfo(torch.float32).max
     return math.sqrt(limit / most) if most else limit
 
@@ -276,15 +276,15 @@ def block_max(entries: Sequence[Entry]) -> Tensor:
                 stacks.append((len(grads), together))
         elif count:
             stacks.append((len(grads), g.flatten(0, -3)))
-    held = [g for g in grads if g.numel()]
+    not_empty = [g for g in grads if g.numel()]
     if device.type == "cpu":  # ten times as fast there as the foreach norm
-        norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, held)]
+        norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, not_empty)]
     else:
-        norms = list(torch._foreach_norm(held, float("inf"))) if held else []
+        norms = list(torch._foreach_norm(not_empty, float("inf"))) if not_empty else []
     # Decided by the global gradients: a rank without a local part must send the same dtype as the others.
     wide = torch.float64 if any(e.grad.dtype is torch.float64 for e in entries) else torch.float32
     norms = [x if x.dtype is wide and x.device == device else x.to(device, wide) for x in norms]
-    if len(held) < len(grads):
+    if len(not_empty) < len(grads):
         values, zero = iter(norms), torch.zeros((), device=device, dtype=wide)
         norms = [next(values) if g.numel() else zero for g in grads]
     found = torch.stack(norms) if norms else torch.zeros(0, device=device, dtype=wide)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.rules.rule import Rule, Settings, Slot
+from cosmos_optim.rules.rule import M_SCALE, Rule, Settings, Slot
 
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("matrix", "conv", "in_out")
@@ -40,12 +40,7 @@ class Location:
 
     # Bytes of gradients in a stack; None for the device's default.
     stack_bytes: int | None = None
-    team: object  # the processes with which a stack exchanges messages, or None
-
-    # `team` is set here because `ShardedLocation`, a dataclass, has a field of this name without a default: a class
-    # attribute would become its default.
-    def __init__(self) -> None:
-        self.team = None
+    team: object = None  # the processes with which a stack exchanges messages
 
     def after(self, others: int) -> Location:
         """Return the location to use after `others` matrices have been assigned to processes."""
@@ -163,6 +158,9 @@ class Layout:
             )
         return tuple(sizes)
 
+    def check_dtypes(self, settings: Settings) -> None:
+        """Raise ValueError if the parameter cannot have state of these dtypes; one that is whole can have any."""
+
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -270,7 +268,7 @@ class Layout:
 
     def _advice(self, name: str, settings: Settings) -> str:
         """Return how to keep a weight with blocks of different sizes, if their state does not fit together."""
-        if name == "M_scale":
+        if name == M_SCALE:
             return "give its group momentum_dtype=torch.bfloat16, or blocks of equal size"
         smallest = min(min(size) for size in self.sizes_mn)
         if settings.get("rank", 0) > smallest:

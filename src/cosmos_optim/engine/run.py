@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_of, signed_lr
+from cosmos_optim.engine.batching import Batch, Entry, batches, decay_of, signed_lr
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
 from cosmos_optim.engine.rounding import read_weight, write_
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.int8_momentum import dequantize, quantize
+from cosmos_optim.rules.rule import MOMENTUM, load_momentum, stored_momentum
 
 Diagnostics = dict[str, dict[str, float]]
 LocatedJob = tuple[Batch, Job]
@@ -34,7 +34,7 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         for stack, location in located_stacks(batch, assigned):
             jobs.append((stack, partial(run_stack, stack, location, check, diagnostics)))
     run_jobs(jobs)
-    run_elementwise_groups(live, check.skip)
+    run_elementwise(live, check.skip)
     write_back(copies)
 
 
@@ -79,13 +79,6 @@ def run_jobs(jobs: Sequence[LocatedJob]) -> None:
         together = [(batch, job) for batch, job in jobs if batch.location.team is team]
         first = together[0][0]
         first.location.run_jobs([job for _, job in together], first.device)
-
-
-def run_elementwise_groups(entries: Sequence[Entry], skip: Tensor | None) -> None:
-    """Take the step of all parameters with an elementwise rule."""
-    for held in by_group(entries):
-        if held[0].rule.elementwise:
-            run_elementwise(held, skip)
 
 
 def write_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -135,35 +128,32 @@ def direction_of(
                     diagnostics.setdefault(matrix.name, {})[key] = value
         return D, {name: tensor for name, tensor in new._asdict().items() if tensor is not None}
 
-    G, state = load(stack.grads, dtype), load_state(stack.state(), dtype)
+    G, state = stacked(stack.grads, dtype), stacked_state(stack.state(), dtype)
     return location.run(take_step, location.algebra(stack.m, stack.n), G, state, t)
 
 
-def load(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Stack matrices of equal shape for computation in `dtype`."""
     if len(tensors) == 1:
         return tensors[0].unsqueeze(0).to(dtype)
     return torch.stack(list(tensors)).to(dtype)
 
 
-def load_state(state: dict[str, list[Tensor]], dtype: torch.dtype) -> Tensors:
-    """Stack all state for computation in `dtype`; an M of 8 bits is multiplied by its scales."""
-    if "M_scale" in state:
-        rest = {name: tensors for name, tensors in state.items() if name not in ("M", "M_scale")}
-        M = dequantize(load(state["M"], torch.int8), load(state["M_scale"], torch.float32), dtype)
-        return {"M": M, **load_state(rest, dtype)}
-    return {name: load(tensors, dtype) for name, tensors in state.items()}
+def stacked_state(state: dict[str, list[Tensor]], dtype: torch.dtype) -> Tensors:
+    """Stack all state for computation in `dtype`."""
+    stacks = {name: stacked(tensors, dtype) for name, tensors in state.items() if name not in MOMENTUM}
+    M = {name: stacked(state[name], state[name][0].dtype) for name in MOMENTUM if name in state}
+    return stacks | {"M": load_momentum(M, dtype)} if M else stacks
 
 
 def store_(state: dict[str, list[Tensor]], new: Tensors, skip: Tensor | None) -> None:
     """Write stacked state back to its tensors, unless `skip` is True."""
-    if "M_scale" in state:
-        M, M_scale = quantize(new["M"])  # the definition has rounded M already, so this is exact
-        new = {**new, "M": M, "M_scale": M_scale}
+    if "M" in state:  # the definition has rounded M already, so this is exact
+        new = new | stored_momentum(new["M"], state["M"][0].dtype)
     for name, tensors in state.items():
         value = new[name]
         if skip is not None:
-            value = torch.where(skip, load(tensors, value.dtype), value)
+            value = torch.where(skip, stacked(tensors, value.dtype), value)
         torch._foreach_copy_(tensors, list(value.unbind(0)))
 
 

@@ -23,7 +23,7 @@ Mark = dict[str, Any]
 class _MarkedParameters(dict[str, Any]):
     """The parameters of a marked module: what `module._parameters` is then.
 
-    `module.parameters()` and all of its relatives read `items()`; whoever replaces a parameter sets an item.
+    `module.parameters()` and all of its relatives read `items()`; code that replaces a parameter sets an item.
     """
 
     marks: Mapping[str, Mark] = {}  # before unpickling has restored the marks
@@ -107,7 +107,7 @@ def _named(group: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def warn_unrouted(groups: list[dict[str, Any]], stacklevel: int) -> None:
-    """Warn if groups without a rule hold matrices that may be embeddings or heads: unnamed ones, or by their names."""
+    """Warn if groups without a rule have unnamed matrices, or matrices with names of embeddings or heads."""
     items = [item for group in groups if "rule" not in group for item in group["params"]]
     unnamed = [item for item in items if isinstance(item, Tensor)]
     names = [item[0] for item in items if isinstance(item, tuple)]

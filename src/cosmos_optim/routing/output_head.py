@@ -106,8 +106,8 @@ def _class_layers(once: Modules) -> set[str]:
     for path, module in once.items():
         if hasattr(module, "get_classifier"):
             continue
-        places = (module, getattr(module, "config", None))
-        declared = [getattr(place, name, None) for place in places for name in CLASSES]
+        holders = (module, getattr(module, "config", None))
+        declared = [getattr(holder, name, None) for holder in holders for name in CLASSES]
         counts = {count for count in declared if isinstance(count, int) and count > 1}
         prefix = f"{path}." if path else ""
         for inner, layer in once.items() if counts else ():
@@ -195,12 +195,12 @@ def _is_consumed(path: str, layers: set[str], modules: Modules, heads: set[str])
     outputs = {_widths(modules[layer])[1] for layer in layers} - {0}
     later = False
     for name, sibling in modules[parent].named_children():
-        place = f"{parent}.{name}".lstrip(".")
-        if later and any(head == place or head.startswith(f"{place}.") for head in heads):
+        sibling_path = f"{parent}.{name}".lstrip(".")
+        if later and any(head == sibling_path or head.startswith(f"{sibling_path}.") for head in heads):
             first = next((m for m in sibling.modules() if _widths(m)[0]), None)
             if first is not None and _widths(first)[0] in outputs:
                 return True
-        later = later or place == path
+        later = later or sibling_path == path
     return False
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cosmos_optim.routing.heads import find_heads, with_heads
+from cosmos_optim.routing.attention_heads import find_attention_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
 from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
@@ -124,7 +124,7 @@ def routes(
     found: list[tuple[ModelParameter, Route]] = []
     unknown: list[ModelParameter] = []
     parameters = _model_parameters(model)
-    attention_heads = find_heads(model, parameters, split_heads)
+    attention_heads = find_attention_heads(model, parameters, split_heads)
     for parameter in parameters:
         _refuse_piece(parameter)
         names = (parameter.name, *parameter.aliases)
@@ -153,7 +153,7 @@ def routes(
 
 
 def _without_decay(route: Route) -> Route:
-    """Return the route with a decay of 0 if nobody decays such a parameter; an override's own decay stays.
+    """Return the route with a decay of 0 if it is not a kind that recipes decay; an override's own decay stays.
 
     A parameter that nothing recognizes and an override gives to AdamW is most likely a table, a scale or a gate.
     """

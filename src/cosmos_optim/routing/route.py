@@ -105,9 +105,9 @@ def _reason(kind: str, dim: int) -> str:
 
 def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head: bool) -> str:
     """Return what a parameter is if AdamW should train it; otherwise "" (also if nothing is known)."""
-    p, module, own, place = parameter.p, parameter.module, words(own_name(parameter)), _place(parameter)
+    p, module, own, path = parameter.p, parameter.module, words(own_name(parameter)), _owner_path(parameter)
     is_layer = isinstance(module, (nn.Linear, _ConvNd)) and parameter.tensor_name == "weight"
-    is_norm = isinstance(module, NORMS) or (not is_layer and not NORM.isdisjoint(words(place)[-1:]))
+    is_norm = isinstance(module, NORMS) or (not is_layer and not NORM.isdisjoint(words(path)[-1:]))
     is_bias = not BIAS.isdisjoint(own)
     is_state_space = _is_state_space(parameter)
     if is_embedding or _declares_embedding(parameter):
@@ -117,7 +117,7 @@ def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head
         return "norm" if is_norm else "bias" if is_bias else "state space" if is_state_space else plain
     if is_head:
         return "output head"
-    if isinstance(module, nn.Linear) and parameter.tensor_name == "weight" and _is_bias_table(place):
+    if isinstance(module, nn.Linear) and parameter.tensor_name == "weight" and _is_bias_table(path):
         return "embedding"  # a linear layer of one-hot distances
     if is_state_space:
         return "state space"
@@ -133,7 +133,7 @@ def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head
         return ""
     if not SCALE.isdisjoint(own):
         return "scale"
-    if (p.dim() > 2 and p.shape[0] == 1) or holds_table(place):  # one table for the whole batch
+    if (p.dim() > 2 and p.shape[0] == 1) or holds_table(path):  # one table for the whole batch
         return "embedding"
     return ""
 
@@ -141,11 +141,11 @@ def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head
 def own_name(parameter: ModelParameter) -> str:
     """Return the name of the parameter itself; in a list or dict of parameters it is that of the list."""
     if isinstance(parameter.module, (nn.ParameterList, nn.ParameterDict)):
-        return _place(parameter).rpartition(".")[2]
+        return _owner_path(parameter).rpartition(".")[2]
     return parameter.tensor_name
 
 
-def _place(parameter: ModelParameter) -> str:
+def _owner_path(parameter: ModelParameter) -> str:
     """Return the path of the module that owns the parameter."""
     path = parameter.module_path
     if parameter.tensor_name != parameter.attribute:  # at owner.parametrizations.weight
@@ -153,9 +153,9 @@ def _place(parameter: ModelParameter) -> str:
     return path
 
 
-def _is_bias_table(place: str) -> bool:
+def _is_bias_table(path: str) -> bool:
     """Return whether a module's name says that it holds biases by relative position."""
-    found = set(words(place.rpartition(".")[2]))
+    found = set(words(path.rpartition(".")[2]))
     return not BIAS.isdisjoint(found) and not {"rel", "relative"}.isdisjoint(found)
 
 
@@ -240,7 +240,7 @@ def _is_stack(parameter: ModelParameter) -> bool:
     """Return whether a parameter with three dimensions is a stack of experts: by the count, a mark, or a word."""
     if is_table(own_name(parameter)) or not BIAS.isdisjoint(words(own_name(parameter))):
         return False
-    named = words(_place(parameter).rpartition(".")[2] + "." + parameter.tensor_name)
+    named = words(_owner_path(parameter).rpartition(".")[2] + "." + parameter.tensor_name)
     return (
         parameter.p.shape[0] in _declared_experts(parameter.module)
         or hasattr(parameter.module, "is_transposed")
@@ -250,7 +250,7 @@ def _is_stack(parameter: ModelParameter) -> bool:
 
 def _is_router(parameter: ModelParameter) -> bool:
     """Return whether a parameter with two dimensions is the weight of a module with a router's name."""
-    return parameter.tensor_name == "weight" and not ROUTER.isdisjoint(words(_place(parameter).rpartition(".")[2]))
+    return parameter.tensor_name == "weight" and not ROUTER.isdisjoint(words(_owner_path(parameter).rpartition(".")[2]))
 
 
 def _declared_experts(module: nn.Module) -> set[int]:

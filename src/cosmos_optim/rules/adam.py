@@ -27,12 +27,12 @@ from cosmos_optim.linalg.normalization import bias_correction, quotient
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "adam_dtype": None}
-# Tensors with at most this many elements keep their moments in float32: they need no memory, and norms and biases are
-# the most sensitive.
+# Tensors with at most this many elements keep their moments in float32: they need little memory, and norms and biases
+# are the most sensitive.
 LARGEST_FLOAT32 = 4096
 # Rows with fewer elements keep them too: a float32 scale for each row would take most of what codes save, or more.
 SHORTEST_ROW = 16
-# The state of a quantized tensor.
+# The scales of a quantized tensor, and all of its state.
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 QUANTIZED = ("exp_avg", "exp_avg_sq", *SCALES)
 

@@ -4,8 +4,10 @@ Letters, for each matrix, all with any leading batch dimensions:
 
     G (m, n)  gradient                       M (m, n)  momentum: its moving average
     U (n, r)  leading eigenbasis of G'G      S (r, r)  second moment G'G in that basis
+    C (r, r)  U'U_old, its rotation          E (r, r)  what this gradient adds to S
     V (m, r)  second moment of G U           P (m, r)  SOAP half in the basis: A = P U'
-    X (m, n)  residual momentum              B (m, n)  Muon half
+    N (m, n)  M, or Nesterov's form of it    X (m, n)  residual: N without its part in the basis
+    B (m, n)  Muon half                      D (m, n)  direction of the step
     v (m, 1)  mean squares of D's rows (not in the paper; None if `row_beta2` is None)
     two-sided only: O (m, q) basis of GG', R (q, q) its second moment, V (q, r)
 
@@ -33,7 +35,8 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # The paper's values where they differ. The defaults performed best in docs/results.md.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
-# If gamma is None, the effective rate of the SOAP half, about lr / gamma, is at most this, for any `adam_lr`.
+# If gamma is None, `hyperparameters.complete` sets it to lr / adam_lr, with adam_lr at most this: the effective rate of
+# the SOAP half is about lr / gamma.
 SOAP_LR = 2e-3
 # Rows of D have a root mean square of order 1. A row far below this floor has a gradient below `eps`: it is noise,
 # and dividing it by its own size would make it as large as any other row.
@@ -79,9 +82,9 @@ def direction(
     root mean square 1.0000
     """
     alg = alg or Algebra(*G.shape[-2:])
-    (b1, b2), (M, U_old, S, V, v), extra_step = betas, state, int(nesterov)
+    (b1, b2), (M, U_old, S, V, v) = betas, state
     e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
-    c1, c2 = bias_correction(b1, t + extra_step), bias_correction(b2, t)
+    c1, c2 = bias_correction(b1, t + int(nesterov)), bias_correction(b2, t)
 
     M = as_stored(torch.lerp(M, G, 1 - b1), momentum_dtype)             # L4   b1 M + (1 - b1) G
     U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)
@@ -111,9 +114,9 @@ def direction_two_sided(
 ) -> tuple[Tensor, TwoSidedState]:
     """Return the direction D and the new state: Algorithm 4, with its misprints corrected (docs/algorithm.md)."""
     alg = alg or Algebra(*G.shape[-2:])
-    (b1, b2), (M, U_old, S, O_old, R, V, v), extra_step = betas, state, int(nesterov)
+    (b1, b2), (M, U_old, S, O_old, R, V, v) = betas, state
     e_in, e_out = (eps, 0.0) if eps_placement == "inside" else (0.0, eps)
-    c1, c2 = bias_correction(b1, t + extra_step), bias_correction(b2, t)
+    c1, c2 = bias_correction(b1, t + int(nesterov)), bias_correction(b2, t)
 
     M = as_stored(torch.lerp(M, G, 1 - b1), momentum_dtype)             # L4   b1 M + (1 - b1) G
     U = power_step(G, U_old, S, b2, alg)                                # L5   QR(b2 U S + (1 - b2) G'G U)

@@ -19,6 +19,9 @@ from cosmos_optim.linalg.int8_momentum import dequantize, quantize, scale_column
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 
 Settings = Mapping[str, Any]
+# The scales of an M of 8 bits, which `direction` does not see; and all state of a momentum.
+M_SCALE = "M_scale"
+MOMENTUM = ("M", M_SCALE)
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,7 @@ class Rule:
     defaults: default of each hyper-parameter.
     State: the NamedTuple of its state; a field that is None has no tensor.
     slots: (m, n, settings) -> the state of one matrix. An elementwise rule gets the last dimension of the parameter as
-        n, and the product of the others as m. A slot "M_scale" holds the scales of an M of 8 bits; `direction` does not
-        see it, its M is dequantized.
+        n, and the product of the others as m.
     direction: (G, state, t, *, alg, its own hyper-parameters) -> (D, new state); t (..., 1, 1) counts
         steps since the first non-zero gradient, from 1. An elementwise rule gets no `alg`, and a t of shape ().
     start: (G, state, *, alg) -> the state with the bases from the first gradient, if the rule has any.
@@ -90,14 +92,23 @@ class Rule:
 def momentum_slots(m: int, n: int, dtype: torch.dtype | None) -> dict[str, Slot]:
     """Return M (m, n), and the scales of its blocks if it is stored as integers."""
     M = {"M": Slot("mn", (m, n), dtype)}
-    return M if dtype is not torch.int8 else M | {"M_scale": Slot("mc", (m, scale_columns(n)), torch.float32)}
+    return M if dtype is not torch.int8 else M | {M_SCALE: Slot("mc", (m, scale_columns(n)), torch.float32)}
+
+
+def load_momentum(state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the M of this state for computation in `dtype`."""
+    M, scales = state["M"], state.get(M_SCALE)
+    return M.to(dtype) if scales is None else dequantize(M, scales, dtype)
+
+
+def stored_momentum(M: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the state that holds M in `dtype`; None keeps that of M."""
+    return dict(zip(MOMENTUM, quantize(M), strict=True)) if dtype is torch.int8 else {"M": M.to(dtype or M.dtype)}
 
 
 def as_stored(M: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return M as its slot will hold it: a step uses the momentum that the next one reads, as the kernels do."""
-    if dtype is None:
-        return M
-    return dequantize(*quantize(M), M.dtype) if dtype is torch.int8 else M.to(dtype).to(M.dtype)
+    return load_momentum(stored_momentum(M, dtype), M.dtype)
 
 
 def two_sided(rule: str) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cosmos_optim.engine.layout import Layout
-from cosmos_optim.rules.rule import Rule, Settings
+from cosmos_optim.rules.rule import Rule
 from cosmos_optim.sharding.other_engines import refuse_flat
 
 if TYPE_CHECKING:
@@ -42,19 +42,10 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout
     return Layout(name, p, rule, group)
 
 
-def check_dtypes(layout: Layout, settings: Settings) -> None:
-    """Raise ValueError if a sharded parameter cannot have state of these dtypes. The constructor checks its own."""
-    if layout.is_sharded:
-        from cosmos_optim.sharding.sharded_layout import ShardedLayout
-
-        assert isinstance(layout, ShardedLayout)
-        layout.check_dtypes(settings)
-
-
 def describe(
     groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
 ) -> Description | None:
-    """Describe groups, by number, for a comparison of the ranks; None if none of all parameters is sharded.
+    """Describe groups, by number, for a comparison of the ranks; None if no parameter is sharded.
 
     settings: the names of the settings to compare.
     """

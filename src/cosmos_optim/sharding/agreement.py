@@ -70,15 +70,16 @@ class Description:
 
 # Descriptions that wait for other ranks, by those ranks. They are forgotten with their optimizers.
 _waiting: dict[tuple[int, ...], weakref.WeakSet[Description]] = defaultdict(weakref.WeakSet)
-# The round that this rank left last. If the last rank came at that moment, it counted this one, and there is a result.
+# The round that this rank left, because another was missing. If that one came at the same moment, it counted this rank
+# too, and the round has a result.
 _left: dict[tuple[int, ...], int] = {}
 
 
 def compare(mine: Description, ranks: Sequence[int], seconds: float) -> bool:
     """Raise ValueError on all ranks if they build different things. Return False if some rank has not come in time.
 
-    Each time that all ranks are here, they agree on what is common to all that they wait for: a rank that had to
-    continue without the others may be one optimizer ahead of them. If nothing is common, they differ.
+    A round ends when all ranks are in it. It settles the descriptions that every rank waits for: a rank that continued
+    without the others may wait for one more than they do. If there is no such description, the ranks differ.
     """
     if len(ranks) < 2 or mine.agreed or dist.get_backend() == "fake":  # a fake process group has no other ranks
         return True

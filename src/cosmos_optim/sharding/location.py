@@ -38,7 +38,7 @@ class ShardedLocation(Location):
     cols: Cut
     mesh_shape: tuple[int, ...]
     coordinate: Coordinate
-    team: Team
+    team: Team = field()  # not the default of `Location`
     row_team: Team | None
     col_team: Team | None
     first_owner: int = 0

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cosmos_optim.engine.layout import LOCAL, Layout, Location
 from cosmos_optim.linalg.int8_momentum import BLOCK, scale_columns
-from cosmos_optim.rules.rule import Rule, Settings, Slot
+from cosmos_optim.rules.rule import M_SCALE, Rule, Settings, Slot
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, sharded_location
 from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
@@ -47,26 +47,27 @@ class ShardedLayout(Layout):
             self.cuts = cuts_of(self.shape, self.mesh, self.placements)
             self._check_local_part(p)
             if not rule.elementwise:
-                self._assign_roles(group)
+                self._assign_roles()
+                self._cut_state(group)
         except ValueError as error:
-            raise self._with_place(error) from None
+            raise self._with_placements(error) from None
         self.check_dtypes(group)
 
-    def _with_place(self, error: ValueError) -> ValueError:
+    def _with_placements(self, error: ValueError) -> ValueError:
         """Return the error with the parameter, its placements and its mesh."""
         return ValueError(
             f"parameter {self.name!r} of shape {self.shape} with placements {self.placements} on {self.mesh}: {error}"
         )
 
     def check_dtypes(self, settings: Settings) -> None:
-        """Raise ValueError if state of these settings has 8-bit blocks that would lie on two ranks."""
+        """Raise ValueError if state of these settings has 8-bit blocks that two ranks would share."""
         try:
             if self.rule.elementwise:
-                self._check_blocks(settings)
+                self._check_moments(settings)
             else:
-                self._check_rows(settings)
+                self._check_momentum(settings)
         except ValueError as error:
-            raise self._with_place(error) from None
+            raise self._with_placements(error) from None
 
     def _check_local_part(self, p: DTensor) -> None:
         held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
@@ -82,8 +83,8 @@ class ShardedLayout(Layout):
                     "process groups for both, init_process_group('cpu:gloo,cuda:nccl')"
                 )
 
-    def _check_blocks(self, settings: Settings) -> None:
-        """Raise ValueError if blocks of 8-bit moments would lie on two ranks: their scales could not be placed."""
+    def _check_moments(self, settings: Settings) -> None:
+        """Raise ValueError if two ranks would share a block of 8-bit moments: their scales could not be placed."""
         slots = self.slots(settings)
         if not self.shape or "exp_avg_scale" not in slots or not self.cuts[-1].mesh_dims:
             return
@@ -97,9 +98,9 @@ class ShardedLayout(Layout):
                     "or give its group adam_dtype=torch.float32"
                 )
 
-    def _check_rows(self, settings: Settings) -> None:
+    def _check_momentum(self, settings: Settings) -> None:
         """Raise ValueError if an 8-bit momentum has rows that are cut."""
-        if "n" in self.cut_sides and "M_scale" in self.rule_slots(settings):
+        if "n" in self.cut_sides and M_SCALE in self.rule_slots(settings):
             raise ValueError(
                 "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "
                 "the rule sees it (layout and side may transpose it): shard its outputs, Shard(0) of an (out, in) "
@@ -128,7 +129,7 @@ class ShardedLayout(Layout):
 
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
-    def _assign_roles(self, group: dict[str, Any]) -> None:
+    def _assign_roles(self) -> None:
         """Assign a role to each dimension of the stored tensor: "m" rows, "n" columns, "b" a batch of matrices."""
         if self.kind == "conv":
             roles = "m" + "n" * (len(self.shape) - 1)
@@ -145,6 +146,9 @@ class ShardedLayout(Layout):
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
         self.cut_sides = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
         self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
+
+    def _cut_state(self, group: dict[str, Any]) -> None:
+        """Cut the dimensions of each state tensor over the mesh."""
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.rule_slots(group).items()}  # fmt: skip
         matrix_state = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from cosmos_optim.routing.fused import FUSED
+from cosmos_optim.routing.fused_weights import FUSED
 from cosmos_optim.routing.route import ModelParameter, Route
 
 # Whole names of layers. In all fused forms, a head has neighbouring rows, so fused weights are cut like the others.
@@ -39,7 +39,9 @@ class Heads:
     side: str
 
 
-def find_heads(model: nn.Module, parameters: Sequence[ModelParameter], split_heads: bool | int) -> dict[str, Heads]:
+def find_attention_heads(
+    model: nn.Module, parameters: Sequence[ModelParameter], split_heads: bool | int
+) -> dict[str, Heads]:
     """Return how to cut each weight of attention, by the parameter's name. Raise ValueError if there is none.
 
     split_heads: the size of a head, or True to read it from the attention module or from a config above it.

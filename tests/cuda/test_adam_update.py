@@ -1,5 +1,6 @@
 """The kernel for AdamW's moments of 8 bits: against the oracle, and whole steps against plain torch."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cosmos_optim.cuda import adam_run
 from cosmos_optim.cuda.adam_run import coefficients, step_error
 from cosmos_optim.cuda.kernels.adam_update import adam_
 from cosmos_optim.cuda.self_check import relative_error
+from cosmos_optim.engine.batching import Entry
 from cosmos_optim.linalg.weight24 import join_weight, split_weight
 from cosmos_optim.rules import adam
 from tests.cuda.kernel_run import run_by_kernels
@@ -189,6 +191,17 @@ def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
         assert torch.allclose(p, q, atol=atol, rtol=rtol)
         for x, y in zip(adam.load(a, torch.float32), adam.load(b, torch.float32), strict=True):
             assert relative_error(x, y) < MOMENTS
+
+
+def test_the_kernel_does_not_step_another_elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state may have the same names, as that of AdamW with rows of equal size."""
+    monkeypatch.setattr(adam_run, "available", lambda device: True)
+    monkeypatch.setattr(adam_run, "kernel_works", lambda *kind: True)
+    p = nn.Parameter(torch.zeros(4, 4, dtype=BF16))
+    opt = Adam([p])
+    entry = Entry(p, torch.zeros_like(p), opt.state[p], opt._layouts[p], opt.param_groups[0], adam.RULE)
+    assert adam_run.kernel_supports(entry)
+    assert not adam_run.kernel_supports(entry._replace(rule=dataclasses.replace(adam.RULE, name="other")))
 
 
 @pytest.mark.gpu

@@ -48,9 +48,11 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
 
 
 def kernel_supports(e: Entry) -> bool:
-    """Return whether our kernel steps an entry: not float32 throughout, and contiguous in memory."""
+    """Return whether our kernel steps an entry: AdamW, not float32 throughout, and contiguous in memory."""
     names, correction = state_names(e), e.correction
-    if (e.p.dtype is torch.float32 and names == adam.AdamState._fields) or not available(e.p.device):
+    if e.rule.name != adam.RULE.name or not available(e.p.device):
+        return False
+    if e.p.dtype is torch.float32 and names == adam.AdamState._fields:
         return False
     tensors = [e.layout.local(x) for x in (e.p, e.grad, *(e.state[k] for k in names))]
     p, grad, m = tensors[:3]

@@ -26,7 +26,7 @@ from cosmos_lab.report.style import KNOWN, THEMES
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "muon": "Muon", "normuon": "NorMuon", "cosmos": "COSMOS"}
-PICTURED = ("adamw", "soap-f10", "muon", "cosmos")
+WITH_BARS = ("adamw", "soap-f10", "muon", "cosmos")  # NorMuon's step and state were not measured
 COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in NAMES}
 TEXT, GROUND = THEMES["light"]["soft"], THEMES["light"]["card"]
 LEAST_POINTS = 20  # of a curve; a coarser one is refused
@@ -142,6 +142,15 @@ def costs(folder: Path = ROOT / "results") -> dict[str, Cost]:
     }  # fmt: skip
 
 
+def small_step(folder: Path = ROOT / "results") -> tuple[int, float]:
+    """Return the tokens of the smallest training step that was measured at LLaMA-1B, and COSMOS's time over AdamW's."""
+    profile = json.loads((folder / "h200-profile-llama-1b-forms.json").read_text())
+    seconds = {row["optimizer"]: row["seconds"] for row in profile["memory"]}
+    config = profile["config"]
+    tokens = config["batch"] * config["accumulation"] * config["seq_len"]
+    return tokens, seconds["cosmos"] / seconds["adam"]
+
+
 def step_times(folder: Path = ROOT / "benchmarks" / "results") -> dict[str, list[float]]:
     """Return the medians of a step at LLaMA-1B in ms, by optimizer, of all STEP_FILES."""
     found: dict[str, list[float]] = {}
@@ -165,7 +174,7 @@ def described(values: Sequence[float]) -> str:
 
 def report(results: Mapping[str, Result]) -> str:
     """Return the page: tokens and time to AdamW's loss by regime, step times, and the caveats."""
-    cost, protocol = costs(), Protocol()
+    cost, (few, longer), protocol = costs(), small_step(), Protocol()
     lines = ["# Tokens and time to AdamW's loss", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
     for regime, how in protocol.regimes.items():
         if how.like:
@@ -201,9 +210,10 @@ def report(results: Mapping[str, Result]) -> str:
         "length. A run planned to end there would have decayed by then and should be lower, so these shares are "
         "probably too high. Complete shorter runs will tell.",
         "- **Searches that are open**: an optimizer may still improve; if AdamW does, the shares rise.",
-        "- **Time at 1B**: the share times the time of a training step at LLaMA-1B over AdamW's, both measured "
-        "(`results/h200-profile-llama-1b*.json`, 256,000 tokens a step; Muon by this library). It assumes "
-        "that the share at 60M holds at 1B, which is not known.",
+        "- **Time at 1B**: the share times the time of a training step of 256,000 tokens at LLaMA-1B over AdamW's, "
+        "composed from measured parts (below). It assumes that the share at 60M, from steps of 16,384 tokens, holds "
+        f"at 1B, which is not known. Small steps cost more: one of {few:,} tokens took {longer:.2f} times as long with "
+        "COSMOS as with AdamW (one timed step, `results/h200-profile-llama-1b-forms.json`).",
         "", "## Step and state at LLaMA-1B", "",
         "| | optimizer step in training, ms | over AdamW's training step | state GiB |", "|---|---|---|---|",
     ]  # fmt: skip
@@ -213,9 +223,11 @@ def report(results: Mapping[str, Result]) -> str:
         lines.append(f"| {NAMES[entry]}{note} | {times} | {one.state_gib:.2f} |")
     lines += [
         "",
-        "Training steps are AdamW's passes of the model and the optimizer's own time, because passes vary by about",
+        "A training step is computed as AdamW's forward and backward time plus each optimizer's own time, because the",
+        "first varies by about 1 % between measurements (`results/h200-profile-llama-1b*.json`). Measured as a whole,",
+        "a step with the paper's settings took 0.6 and 1.3 % longer than AdamW's, and one with the defaults, on",
+        "another machine, 2.7 %.",
     ]
-    lines += ["1 % between measurements. Two measurements of whole steps had COSMOS 0.6 and 1.3 % above AdamW."]
     lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs of several commits:", ""]
     lines += ["| row | ms |", "|---|---|"]
     shown = ("cosmos", "cosmos-paper", "muon", "muon-torch", "adamw")
@@ -248,7 +260,7 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
     """Draw loss against tokens for the best runs so far, one line for each seed, and bars of step time and state."""
     cost = costs()
     with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
-        for entry in PICTURED:
+        for entry in NAMES:
             for run in best_runs(results, regime, entry):
                 tokens, loss = zip(*test_curve(run), strict=True)
                 label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
@@ -256,8 +268,8 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
         left.set(ylim=(None, 5.5), title="LLaMA-60M (last perplexity)", xlabel="million tokens", ylabel="test loss")
         left.legend(frameon=False)
         for axes, title, values in (
-            (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in PICTURED}),
-            (right, "optimizer state, 1B, GiB", {e: cost[e].state_gib for e in PICTURED}),
+            (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in WITH_BARS}),
+            (right, "optimizer state, 1B, GiB", {e: cost[e].state_gib for e in WITH_BARS}),
         ):
             bars = axes.barh([NAMES[e].split(",")[0] for e in values], list(values.values()),
                              color=[COLORS[e] for e in values])  # fmt: skip

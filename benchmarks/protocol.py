@@ -316,7 +316,7 @@ def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
     lines = list(_cautions(mine.values()))
     for name, regime in protocol.regimes.items():
         rows = {entry: row for entry in protocol.entries if (row := _row(protocol, name, entry, results))}
-        if not rows:
+        if not any(r["regime"] == name for r in mine.values()):
             continue
         lines += ["", f"{protocol.model}, regime {name}: {regime.steps} steps of {regime.batch} x {regime.seq_len}"]
         lines.append(f"{'':13}{'hidden':>9}{'outer':>9}{'beta2':>7}{'runs':>6}{'val ppl':>9}{'test ppl':>10}  status")

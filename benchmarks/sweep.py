@@ -431,7 +431,7 @@ def shared_gpu(wanted: bool) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line says."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print what these bundles or folders hold")
+    p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print the bundles or folders, by model")
     p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
     p.add_argument("--data", help="folder or prefix of the shards: for training, and one for validation")
     p.add_argument("--out", type=Path, help="folder for results")
@@ -464,7 +464,9 @@ def main(arguments: list[str] | None = None) -> int:
         if wrong := [str(name) for name in getattr(a, flag) or () if str(name) not in names]:
             p.error(f"--{flag}: unknown: {', '.join(wrong)}; there are {', '.join(names)}")
     if a.table:
-        print(table(protocol, read_results(a.table)))
+        results = read_results(a.table)
+        for model in sorted({result["model"] for result in results.values()}):
+            print(table(dataclasses.replace(protocol, model=model), results), end="\n\n")
         return 0
     if not a.out or not (a.data or a.plan):
         p.error("--out and --data are needed, or --table")

@@ -79,10 +79,19 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     assert self_check.step_error(RULES["cosmos"], 8, 24, 20, CPU, torch.float32) > self_check.CLOSE
 
 
+@interpreted
+def test_wrong_eigenvectors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert self_check.eigh_error(8, CPU) < 1e-5
+    real = self_check.eigh
+    monkeypatch.setattr(self_check, "eigh", lambda A: (real(A)[0], first_rows_wrong(real(A)[1])))
+    assert self_check.eigh_error(8, CPU) > self_check.CLOSE
+
+
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget all results of the check, so that each is computed."""
+    """Forget all results of the check, so that each is computed; eigenvectors are good."""
     monkeypatch.setattr(self_check, "_results", {})
+    monkeypatch.setattr(self_check, "eigh_error", lambda *args: 0.0)
 
 
 def trouble(kind: str) -> float:
@@ -95,10 +104,14 @@ def trouble(kind: str) -> float:
 @pytest.mark.parametrize(("kind", "shown"), [
     ("wrong", "error 3.0e-01"), ("nan", "error inf"), ("raises", "error inf: RuntimeError: out of shared memory"),
 ])  # fmt: skip
+@pytest.mark.parametrize("comparison", ["step_error", "eigh_error"])
 @pytest.mark.usefixtures("unasked")
-def test_kernels_that_do_not_work_are_reported_once(kind: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_work_are_reported_once(
+    kind: str, shown: str, comparison: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The warning names the rule, the device and the reason; from then on the answer is no."""
-    monkeypatch.setattr(self_check, "step_error", lambda *args: trouble(kind))
+    monkeypatch.setattr(self_check, "step_error", lambda *args: 0.0)
+    monkeypatch.setattr(self_check, comparison, lambda *args: trouble(kind))
     p, rule = torch.empty(40, 24), RULES["cosmos"]
     with pytest.warns(UserWarning, match="the kernels of rule 'cosmos' do not work on cpu") as warned:
         assert not self_check.kernels_work(p, rule, 8)

@@ -1,9 +1,9 @@
 """Compare the schedules with their definition before their first use on a device.
 
-One step of a small problem runs by kernels and by plain torch, from the same numbers. If they disagree, or a kernel
-does not compile, this warns, and plain torch does the work. Kernels are compiled for each kind of matrix, so
-there is one comparison for each kind: by rule, rank (rounded up to a power of two), width, orientation, alignment, and
-the types of weights and momentum.
+One step of a small problem runs by kernels and by plain torch, from the same numbers, and the eigenvectors of a first
+basis are checked. If something is wrong, or a kernel does not compile, this warns, and plain torch does the work.
+Kernels are compiled for each kind of matrix, so there is one comparison for each kind: by rule, rank (rounded up to a
+power of two), width, orientation, alignment, and the types of weights and momentum.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.cuda.kernels.jacobi import MAX_COLUMNS, eigh
 from cosmos_optim.cuda.kernels.launch import on_device, power_of_two
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.precompile import compile_in_parallel, launches_disabled
@@ -49,9 +50,11 @@ def kernels_work(
             return True
         short = 272 if is_narrow else 1040
         m, n = (short, short + 48 + is_odd) if is_wide else (short + 48, short + is_odd)
-        work = partial(step_error, rule, rank, m, n, p.device, p.dtype, momentum_dtype, corrected)
-        compile_in_parallel(p.device, [work])
-        _results[key] = within_bound(work, rule, p.device)
+        works = [partial(step_error, rule, rank, m, n, p.device, p.dtype, momentum_dtype, corrected)]
+        if rule.start is not None and rank <= MAX_COLUMNS:
+            works.append(partial(eigh_error, rank, p.device))
+        compile_in_parallel(p.device, works)
+        _results[key] = all(within_bound(work, rule, p.device) for work in works)
     return _results[key]
 
 
@@ -80,6 +83,14 @@ def step_error(
     pairs = [(moved, -D), (stacked_state(stored, torch.float32)["M"], expected.M)]
     pairs += [(getattr(found, k), getattr(expected, k)) for k, v in thin.items() if v is not None]
     return max(relative_error(x, y) for x, y in pairs)
+
+
+def eigh_error(rank: int, device: torch.device) -> float:
+    """Return the relative error of A = V diag(w) V' by the kernel that only first bases use."""
+    X = torch.randn(2, rank, rank, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    A = (X @ X.mT).to(device)
+    values, V = eigh(A)
+    return relative_error((V * values[:, None, :]) @ V.mT, A)
 
 
 def random_state(rule: Rule, settings: dict[str, Any], m: int, n: int, device: torch.device) -> tuple[Tensor, Any]:

@@ -137,6 +137,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
         ({"vocab_size": 32}, r"token \d+ at position \d+ is beyond the vocabulary of 32"),
         ({"data": "nowhere/at/all"}, "missing shard"),
         ({"batch": 8, "micro_batch": 3}, "--batch 8 is not a multiple of --micro-batch 3"),
+        ({"seq_len": 2000}, r"\(val\) has 2000 tokens; a window of seq_len 2000 needs 2001"),
         ({"steps": 0}, "--steps must be positive; got 0"),
         ({"beta2": 1.5}, r"--beta2 must be in \[0, 1\); got 1.5"),
         ({"schedule": "stairs"}, "--schedule must be one of linear, cosine, wsd, constant"),
@@ -149,7 +150,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
 def test_bad_input_is_a_clear_error_and_leaves_no_run(tiny_run: RunConfig, change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(tiny_run.replace(**change))
-    assert not (tiny_run.folder / "summary.json").exists()
+    assert not list(read_metrics(tiny_run.folder))  # no step was made
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

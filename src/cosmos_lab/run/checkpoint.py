@@ -268,11 +268,16 @@ def identity(
 def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first thing in which a saved run differs from the one asked for."""
     for what, value in asked.items():
-        if saved.get(what) != value:
-            raise ValueError(
-                f"{where} was trained with {what} {saved.get(what)!r}, this run asks for {what} {value!r}: "
-                "resume with the same, or choose another --name or --out"
-            )
+        before = saved.get(what)
+        if before == value:
+            continue
+        if isinstance(before, Mapping) and isinstance(value, Mapping):  # the model: name the size that differs
+            part = min(name for name, _ in before.items() ^ value.items())
+            what, before, value = f"{what} {part}", before.get(part), value.get(part)
+        raise ValueError(
+            f"{where} was trained with {what} {before!r}, this run asks for {what} {value!r}: "
+            "resume with the same, or choose another --name or --out"
+        )
 
 
 def _random_state(world: launch.World) -> dict[str, Any]:

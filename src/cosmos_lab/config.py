@@ -215,6 +215,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (_POSITIVE, lambda value: 0 < value < math.inf, "must be positive"),
     (_NOT_NEGATIVE, lambda value: value >= 0, "must be 0 or more"),
     ("beta1 beta2 adam_beta1", lambda value: 0 <= value < 1, "must be in [0, 1)"),
+    ("seed", lambda value: abs(value) < 2**63, "must have at most 63 bits"),
     ("warmup decay final_lr", lambda value: 0 <= value <= 1, "is a share and must be in [0, 1]"),
 )
 

@@ -139,6 +139,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
         ({"batch": 8, "micro_batch": 3}, "--batch 8 is not a multiple of --micro-batch 3"),
         ({"seq_len": 2000}, r"\(val\) has 2000 tokens; a window of seq_len 2000 needs 2001"),
         ({"steps": 0}, "--steps must be positive; got 0"),
+        ({"seed": 2**64}, "--seed must have at most 63 bits"),
         ({"beta2": 1.5}, r"--beta2 must be in \[0, 1\); got 1.5"),
         ({"schedule": "stairs"}, "--schedule must be one of linear, cosine, wsd, constant"),
         ({"options": ("ns_stepz=4",)}, "ns_stepz"),

@@ -31,7 +31,9 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
+from cosmos_lab.optimizers import WEIGHTS
 from cosmos_lab.run import integrity, launch
+from cosmos_lab.run.build import cast_weights
 from cosmos_lab.run.integrity import META, Damaged
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -232,12 +234,14 @@ def load_trained(run: Path, step: int | None = None) -> Decoder:
         meta = integrity.check(newest)
     except Damaged as error:
         raise Damaged(f"{error}; remove that folder to use an older checkpoint") from error
-    if meta["sharded"]:
-        raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
     fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
     model = build(ModelConfig(**fields))
-    weights = _read_tensors(newest / "state.pt", torch.device("cpu"))["model"]
-    model.load_state_dict(weights, assign=True)  # in the type in which they were trained
+    if meta["sharded"]:
+        cast_weights(model, WEIGHTS[{**EARLIER, **meta["identity"]}["weights"]])
+        launch.read_shards({"model": model.state_dict()}, newest / "shards")
+    else:
+        weights = _read_tensors(newest / "state.pt", torch.device("cpu"))["model"]
+        model.load_state_dict(weights, assign=True)  # in the type in which they were trained
     return model
 
 

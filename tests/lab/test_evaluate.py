@@ -46,6 +46,17 @@ def test_the_evaluate_command_shows_and_writes_the_losses_of_every_run(
     assert [result["tokens"] for result in json.loads(out.read_text())] == [64, 64]
 
 
+def test_the_losses_are_shown_if_their_file_cannot_be_written(
+    tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_run.replace(steps=2))
+    (tmp_path / "folder.json").mkdir()
+    assert main(["evaluate", str(tiny_run.folder), "--out", str(tmp_path / "folder.json"), "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert "2 to 4" in shown.out and str(tmp_path / "folder.json") in shown.err
+    assert [path.name for path in tmp_path.glob("*.tmp")] == []
+
+
 def test_the_error_for_a_run_without_a_checkpoint_says_so(
     tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,9 +233,9 @@ def evaluate_command(arguments: list[str]) -> None:
     asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...")
     options = {name: getattr(asked, name) for name in ("data", "tokens", "seq_len", "step", "device")}
     results = [evaluate(run, **options) for run in runs]
+    print(format_positions(results))
     if asked.out:
         write_json(Path(asked.out), results)
-    print(format_positions(results))
 
 
 def demo_command(arguments: list[str]) -> None:

@@ -127,11 +127,11 @@ def compare(
 
 
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
-    """Rank the runs, write compare.json and print the table."""
+    """Rank the runs, print the table and write compare.json, in this order: the disk may be full."""
     result = table_of(runs, metric, failures)
-    write_json(Path(runs[0].logging.out) / RESULT, result)
     if show:
         print(format_result(result))
+    write_json(Path(runs[0].logging.out) / RESULT, result)
     return result
 
 

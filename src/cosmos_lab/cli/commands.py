@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def data_command(arguments: list[str]) -> None:
     guess = made.tokenizer == UNKNOWN and asked.settings.vocab_size is None
     ids = f"{made.vocab_size:,} ids" + (" (the largest token + 1; --vocab-size sets another number)" if guess else "")
     print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with, {ids}; "
-          f"use them with --data {made.spec}")  # fmt: skip
+          f"use them with --data {shlex.quote(made.spec)}")  # fmt: skip
 
 
 def export_command(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cosmos_lab.cli import arguments as flags
 from cosmos_lab.cli.recipe_list import HELP, recipes_command
-from cosmos_lab.config import RunConfig
+from cosmos_lab.config import COMPARABLE, RunConfig, marked
 from cosmos_lab.recipes import Recipe, get_recipe
 
 
@@ -86,10 +86,6 @@ def train_command(arguments: list[str]) -> None:
     print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {config.folder}")
 
 
-# Fields that leave the paper's perplexities comparable with a run's; the text may differ, and the line says so.
-_COMPARABLE = {"data", "micro_batch", "sharding", "val_every", "deterministic", "checkpointing"}
-
-
 def compare_command(arguments: list[str]) -> None:
     """Run a grid: cosmos-lab compare RECIPE [flags]."""
     from cosmos_lab.grid.compare import compare
@@ -120,7 +116,8 @@ def compare_command(arguments: list[str]) -> None:
     )
     own = get_recipe(recipe.name).config.identity()
     changed = {name for name, value in asked.run.identity().items() if value != own[name]}
-    if recipe.published and changed <= _COMPARABLE and not options.extra:
+    # The text may be another one: the line says so.
+    if recipe.published and changed <= {"data", *marked(COMPARABLE)} and not options.extra:
         listed = ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items())
         print(f"published perplexity, on the paper's data: {listed}")
     if failed := sum(len(row["failures"]) for row in result["rows"]):

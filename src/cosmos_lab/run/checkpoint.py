@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cosmos_lab.config import RunConfig
+from cosmos_lab.config import FIXED, RunConfig, marked
 from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
@@ -262,7 +262,7 @@ def identity(
     """Return what a checkpoint must agree with to be continued; ``settings`` are the optimizer's, except its rates."""
     return {
         "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
-        **{name: config.get(name) for name in ("optimizer", "rank", "seq_len", "batch", "seed", "weights")},
+        **{name: config.get(name) for name in marked(FIXED)},
         "data": source.fingerprint,
         "validation data": val_source.fingerprint,
         **{name: value for name, value in settings.items() if not name.endswith(".lr")},

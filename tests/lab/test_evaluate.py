@@ -7,9 +7,11 @@ import pytest
 
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
+from cosmos_lab.data import write_shard
 from cosmos_lab.results.reading import CONFIG
 from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.train import train
+from tests.lab.conftest import write_text
 
 LOSS_TOL = 1e-5  # float32 sums in another order
 
@@ -31,6 +33,17 @@ def test_training_validates_on_the_text_that_evaluate_reads(tiny_run: RunConfig,
     summary, result = train(config), evaluate(config.folder, device="cpu")
     assert result["tokens"] == 31 * 16
     assert summary["final_val_loss"] == pytest.approx(result["val_loss"], abs=LOSS_TOL)
+
+
+def test_a_text_that_has_changed_since_the_training_is_evaluated_with_a_warning(
+    tiny_run: RunConfig, tmp_path: Path
+) -> None:
+    write_text(tmp_path)
+    config = tiny_run.replace(data=str(tmp_path / "toy"))
+    train(config)
+    write_shard(tmp_path / "toy_val.bin", [1, 2, 3] * 100)
+    with pytest.warns(UserWarning, match="toy .val. has changed since .* was trained"):
+        evaluate(config.folder, device="cpu")
 
 
 def test_the_evaluate_command_shows_and_writes_the_losses_of_every_run(

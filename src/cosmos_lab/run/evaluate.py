@@ -7,6 +7,7 @@ seen two hundred tokens ago).
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 
 from cosmos_lab.data import validation_batches
 from cosmos_lab.display import format_table
+from cosmos_lab.io import read_json
 from cosmos_lab.run import build
 from cosmos_lab.run.checkpoint import load_trained, step_of, trained_checkpoint
+from cosmos_lab.run.integrity import META
 from cosmos_lab.run.launch import pick_bf16, pick_device
 from cosmos_lab.run.run_folder import read_config
 
@@ -39,7 +42,8 @@ def evaluate(
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be positive; got {value}; leave it out to use the run's")
     folder = Path(run)
-    step = step_of(trained_checkpoint(folder, step))
+    checkpoint = trained_checkpoint(folder, step)
+    step = step_of(checkpoint)
     model = load_trained(folder, step)
     config = read_config(folder)
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
@@ -48,6 +52,10 @@ def evaluate(
     model.to(target)
     length = config.data.seq_len
     source = build.load_source(config, "val")
+    trained = read_json(checkpoint / META)["identity"].get("validation data", source.fingerprint)
+    if data is None and source.fingerprint != trained:
+        about = f"its hash was {trained}, and is {source.fingerprint} now"
+        warnings.warn(f"{source.name} has changed since {folder} was trained ({about})", stacklevel=2)
     for shard in source.shards:
         shard.check_vocabulary(model.config.vocab_size)
     batch = max(1, _LOGITS // (length * model.config.vocab_size))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cosmos_lab.config import RunConfig
 
 _CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
-_NOT_ENDED = ("waiting", "running", "not started")  # statuses in a table of runs
+_NOT_ENDED = ("waiting", "running", "not started", "unfinished")  # statuses in a table of runs
 _TABLE_EVERY_S = 15.0  # seconds between plain lines of a table of runs
 _EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
 

@@ -68,9 +68,9 @@ def test_the_table_tells_how_many_runs_ended_and_the_time_left(monkeypatch: pyte
     now[0] = 40.0
     table.update(1, "running", {"step": 70})
     assert table._progress() == "1 of 3 runs ended, about 4:20 left"  # 130 steps of 2 s
-    table.update(1, "done", {"step": 100})
+    table.update(1, "unfinished", {"step": 80})
     table.update(2, "failed")
-    assert table._progress() == "3 of 3 runs ended"
+    assert table._progress() == "2 of 3 runs ended"
 
 
 def test_the_time_left_comes_from_the_speed_so_far() -> None:

@@ -192,7 +192,7 @@ def test_data_that_records_its_vocabulary_needs_no_flag(tiny_run: RunConfig, bey
     Path(beyond + ".json").write_text(json.dumps(facts))
     config = tiny_run.replace(data=beyond, vocab_size=None, steps=2)
     train(config)
-    assert checkpoint.load_trained(config.folder).config.vocab_size == 600
+    assert checkpoint.load_trained(config.folder).model.config.vocab_size == 600
     sources = [build.load_source(config, split) for split in ("train", "val")]
     assert build.model_config(config.replace(model="llama-60m"), *sources).vocab_size == 32_000  # holds them all
     assert build.model_config(config.replace(vocab_size=514), *sources).vocab_size == 514
@@ -209,7 +209,7 @@ def test_data_of_an_unknown_tokenizer_needs_a_vocabulary(tiny_run: RunConfig, be
 
 def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:
     train(tiny_run)
-    model = checkpoint.load_trained(tiny_run.folder)
+    model = checkpoint.load_trained(tiny_run.folder).model
     source = build.load_source(tiny_run, "val")
     tokens = torch.from_numpy(source.read(0, 513).astype("int64"))
     with torch.no_grad():

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -213,7 +213,15 @@ def _fill(
     _set_random_state(own["random"], world)
 
 
-def trained_checkpoint(run: Path, step: int | None = None) -> Path:
+class Trained(NamedTuple):
+    """A trained model, after how many steps, and what it was trained with (see `identity`)."""
+
+    model: Decoder
+    step: int
+    identity: dict[str, Any]
+
+
+def _trained_checkpoint(run: Path, step: int | None) -> Path:
     """Return the newest checkpoint of a run folder, or that of ``step``."""
     if not run.is_dir():
         raise ValueError(f"there is no run folder {run}")
@@ -227,22 +235,22 @@ def trained_checkpoint(run: Path, step: int | None = None) -> Path:
     return found[max(found) if step is None else step]
 
 
-def load_trained(run: Path, step: int | None = None) -> Decoder:
+def load_trained(run: Path, step: int | None = None) -> Trained:
     """Load the model of a run folder, with the weights of its newest checkpoint or of that of ``step``."""
-    newest = trained_checkpoint(run, step)
+    path = _trained_checkpoint(run, step)
     try:
-        meta = integrity.check(newest)
+        meta = integrity.check(path)
     except Damaged as error:
         raise Damaged(f"{error}; remove that folder to use an older checkpoint") from error
     fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
     model = build(ModelConfig(**fields))
     if meta["sharded"]:
         cast_weights(model, WEIGHTS[{**EARLIER, **meta["identity"]}["weights"]])
-        launch.read_shards({"model": model.state_dict()}, newest / "shards")
+        launch.read_shards({"model": model.state_dict()}, path / "shards")
     else:
-        weights = _read_tensors(newest / "state.pt", torch.device("cpu"))["model"]
+        weights = _read_tensors(path / "state.pt", torch.device("cpu"))["model"]
         model.load_state_dict(weights, assign=True)  # in the type in which they were trained
-    return model
+    return Trained(model, meta["step"], meta["identity"])
 
 
 def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:

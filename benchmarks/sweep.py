@@ -332,7 +332,7 @@ class Queue:
         return self.began + self.options.seconds - time.monotonic()
 
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
-        """Return the runs that can begin now, in order; a run whose options do not exist here is named and left out."""
+        """Return the runs that can begin now, in order; skip those with options that do not exist here, and say so."""
         pending = {*busy, *self.failed}
         runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
         return [run for run in runs if not run.variant or self._can_run(run)]

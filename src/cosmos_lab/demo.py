@@ -82,7 +82,7 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
 
 
 def _next_steps(page: Path, run: RunConfig) -> str:
-    """Return a link to the report and three commands that go on from here."""
+    """Return a link to the report and three commands to continue with."""
     folder, model = (shlex.quote(str(path)) for path in (run.folder, Path(run.logging.out) / "model"))
     return (
         f"Report: {page.resolve().as_uri()}\n"

@@ -334,7 +334,7 @@ def _write_meta(
         "identity": dict(identity),
         "processes": world.size,
         "sharded": world.sharding == "fsdp",
-        "passing": temporary,
+        "passing": temporary,  # an older name, which files have
         "files": dict(files),
     }
     if world.main:

@@ -228,7 +228,7 @@ class Bench:
         """Return the weights of a base model; pre-train it if its file is missing."""
         path, scale = self.out / f"base-{name}.pt", self.scale
         if not path.exists():
-            began = time.time()
+            began = time.monotonic()
             model = self.model("full", None, 0)
             optimizer = make_optimizer(model, name, scale.pretrain_lr[name], scale.pretrain_outer_lr)
             about = {"base": name, "lr": scale.pretrain_lr[name], "outer_lr": scale.pretrain_outer_lr,
@@ -243,7 +243,7 @@ class Bench:
 
     def run(self, run: Run) -> Result:
         """Fine-tune once, write the result and return it."""
-        began = time.time()
+        began = time.monotonic()
         weights = self.base(run.base)
         model = self.model(run.method, weights, run.seed)
         outer = self.scale.outer_lr
@@ -265,7 +265,7 @@ class Bench:
             "warmup": 0.1, "scale": dataclasses.asdict(self.scale), "vocab_size": self.sizes["vocab_size"],
             "texts": {key: {"tokens": len(t), "fingerprint": t.fingerprint} for key, t in texts.items()},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
-            "torch": torch.__version__, "commit": commit(), "wall_s": round(time.time() - began, 2),
+            "torch": torch.__version__, "commit": commit(), "wall_s": round(time.monotonic() - began, 2),
         }  # fmt: skip
         result = json.loads(json.dumps(result, default=str))
         write_json(self.out / "runs" / f"{name}.json", result)
@@ -290,18 +290,18 @@ def read(out: Path) -> dict[str, Result]:
 
 def work(bench: Bench, runs: Sequence[Run], seconds: float) -> bool:
     """Do what is not finished and fits into the time; return whether everything is finished."""
-    began, longest = time.time(), 0.0
+    began, longest = time.monotonic(), 0.0
     for run in runs:
         if run.id in read(bench.out):
             continue
-        if time.time() - began + longest > seconds:
+        if time.monotonic() - began + longest > seconds:
             print("no time for another run: give the same command again")
             return False
-        start = time.time()
+        start = time.monotonic()
         fresh_base = not (bench.out / f"base-{run.base}.pt").exists()
         result = bench.run(run)
-        print(f"[{time.time() - began:6.1f}] {run.id}: {result['val_loss']}", flush=True)
-        longest = longest if fresh_base else max(longest, time.time() - start)
+        print(f"[{time.monotonic() - began:6.1f}] {run.id}: {result['val_loss']}", flush=True)
+        longest = longest if fresh_base else max(longest, time.monotonic() - start)
     return True
 
 

@@ -158,7 +158,7 @@ class TwoTextTrainer(Trainer):
 
 def train(protocol: Protocol, options: Options, run: Run) -> Result:
     """Train one run and return its result; the lab's run folder is removed."""
-    began = time.time()
+    began = time.monotonic()
     out = options.out / "unfinished" / str(os.getpid())
     shutil.rmtree(out, ignore_errors=True)
     config = protocol.config(run).replace(
@@ -192,7 +192,7 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         "commit": options.commit or about["commit"], "versions": about["versions"], "date": about["date"],
         "data": about["data"] | summary["fingerprints"], "at_a_time": options.parallel,
         "device": torch.cuda.get_device_name() if pick_device(options.device).type == "cuda" else "cpu",
-        "wall_s": round(time.time() - began, 2), "train_s": round(summary["time"], 2),
+        "wall_s": round(time.monotonic() - began, 2), "train_s": round(summary["time"], 2),
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
         "train_loss": _finite(summary["final_train_loss"]), **final,
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
@@ -270,7 +270,7 @@ class Queue:
 
     def __init__(self, protocol: Protocol, options: Options) -> None:
         self.protocol, self.options = protocol, options
-        self.began = time.time()
+        self.began = time.monotonic()
         self.folder = options.out / "runs"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = read_results([*options.known, self.folder])
@@ -330,10 +330,10 @@ class Queue:
         return "\n".join(lines)
 
     def _left(self) -> float:
-        return self.began + self.options.seconds - time.time()
+        return self.began + self.options.seconds - time.monotonic()
 
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
-        """Return the runs that can begin now, in order; a run whose options do not exist here is named and left out."""
+        """Return the runs that can begin now, in order; skip those with options that do not exist here, and say so."""
         pending = {*busy, *self.failed}
         runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
         return [run for run in runs if not run.variant or self._can_run(run)]
@@ -390,7 +390,7 @@ class Queue:
         write_bundle(self.options.out / "bundle.json", self.results)
 
     def _say(self, line: str) -> None:
-        print(f"[{time.time() - self.began:7.1f}] {line}", flush=True)
+        print(f"[{time.monotonic() - self.began:7.1f}] {line}", flush=True)
 
 
 @contextmanager

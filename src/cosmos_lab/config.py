@@ -15,27 +15,33 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-NOT_IDENTITY = {"identity": False}  # the field changes no result: a finished run with another value is reused
+# What another value of a field makes of a run. A field without one of the first three makes another method.
+NOT_IDENTITY = {"makes": "the same run"}  # No number changes: a finished run with another value is reused.
+COMPARABLE = {"makes": "a comparable run"}  # Rounding, speed or times of measurement change: results can be compared.
+TASK = {"makes": "another task"}  # Something else is learnt or measured: losses must not be ranked together.
+FIXED = {"resume": False}  # A resume is refused, as it is for another model, text or setting of the optimizer.
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Which network. Sizes left at None are the preset's."""
 
-    model: str = "llama-130m"  # Preset name.
-    width: int | None = None  # Model width, a multiple of the head dimension.
-    depth: int | None = None  # Number of blocks.
-    mlp: int | None = None  # Hidden width of the MLP.
-    vocab_size: int | None = None  # Rows of the embedding (None: the preset's; the data's if larger or embedded).
-    checkpointing: bool = False  # Recompute activations in the backward pass: less memory, a third more compute.
+    model: str = field(default="llama-130m", metadata=TASK)  # Preset name.
+    width: int | None = field(default=None, metadata=TASK)  # Model width, a multiple of the head dimension.
+    depth: int | None = field(default=None, metadata=TASK)  # Number of blocks.
+    mlp: int | None = field(default=None, metadata=TASK)  # Hidden width of the MLP.
+    vocab_size: int | None = field(default=None, metadata=TASK)
+    """Rows of the embedding (None: the preset's; the data's if larger or embedded)."""
+    checkpointing: bool = field(default=False, metadata=COMPARABLE)
+    """Recompute activations in the backward pass: less memory, a third more compute."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
     """Which tokens."""
 
-    data: str = "embedded"  # "embedded", or the folder or glob of .bin / .bin.xz shards.
-    seq_len: int = 1024  # Tokens in a sequence.
+    data: str = field(default="embedded", metadata=TASK)  # "embedded", or the folder or glob of .bin / .bin.xz shards.
+    seq_len: int = field(default=1024, metadata=TASK | FIXED)  # Tokens in a sequence.
     cache_dir: str | None = field(default=None, metadata=NOT_IDENTITY)  # Where data is cached (None: the user's cache).
 
 
@@ -43,7 +49,7 @@ class DataOptions:
 class OptimizerOptions:
     """Which optimizer, at which rates."""
 
-    optimizer: str = "cosmos"  # Name in cosmos_optim.OPTIMIZERS.
+    optimizer: str = field(default="cosmos", metadata=FIXED)  # Name in cosmos_optim.OPTIMIZERS.
     lr: float = 5e-4  # Peak learning rate (of the hidden matrices, if the optimizer treats them separately).
     adam_lr: float | None = None
     """Peak rate of embeddings, head and norms (None: the optimizer's default); AdamW and Adam-mini only use `lr`."""
@@ -51,7 +57,8 @@ class OptimizerOptions:
     beta2: float = 0.98  # Decay of the second moment.
     eps: float = 1e-8  # Floor of the denominators.
     weight_decay: float = 0.0  # Decoupled weight decay.
-    rank: int | None = None  # Subspace rank of COSMOS and GaLore (None: the optimizer's default).
+    rank: int | None = field(default=None, metadata=FIXED)
+    """Subspace rank of COSMOS and GaLore (None: the optimizer's default)."""
     gamma: float | None = None  # Weight of COSMOS's Muon part (None: lr / adam_lr; `cosmos` caps adam_lr at 2e-3).
     embedding_lr: float | None = None  # Separate rate for the embedding.
     head_lr: float | None = None  # Separate rate for the output head.
@@ -65,17 +72,21 @@ class TrainingOptions:
     """How long to train, with which batch, on which device."""
 
     steps: int = 1000  # Optimizer steps.
-    batch: int = 64  # Sequences in one optimizer step, over all devices and accumulation.
-    micro_batch: int | None = None  # Sequences in one forward pass on a device (None: chosen to hold about 32k tokens).
+    batch: int = field(default=64, metadata=FIXED)  # Sequences in one step, over all devices and accumulation.
+    micro_batch: int | None = field(default=None, metadata=COMPARABLE)
+    """Sequences in one forward pass on a device (None: chosen to hold about 32k tokens)."""
     clip: float | None = None  # Clip the gradient's global norm at this value.
-    seed: int = 0  # Seed of the weights and of the data order.
+    seed: int = field(default=0, metadata=FIXED)  # Seed of the weights and of the data order.
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast; it leaves the weights (auto: bf16 on a GPU).
-    weights: Literal["fp32", "bf16"] = "fp32"  # Type of weights and gradients; `weight_correction` is for bf16.
+    weights: Literal["fp32", "bf16"] = field(default="fp32", metadata=FIXED)
+    """Type of weights and gradients; `weight_correction` is for bf16."""
     compile: Literal["auto", "on", "blocks", "off"] = field(default="auto", metadata=NOT_IDENTITY)
     """torch.compile the model (auto: on a GPU); blocks: compile one block for all, in a fraction of the time."""
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=NOT_IDENTITY)  # Where to train.
-    sharding: Literal["auto", "ddp", "fsdp"] = "auto"  # How processes under torchrun share the work (auto: ddp).
-    deterministic: bool = False  # Only kernels that give the same bits every time (slower on a GPU).
+    sharding: Literal["auto", "ddp", "fsdp"] = field(default="auto", metadata=COMPARABLE)
+    """How processes under torchrun share the work (auto: ddp)."""
+    deterministic: bool = field(default=False, metadata=COMPARABLE)
+    """Only kernels that give the same bits every time (slower on a GPU)."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +107,8 @@ class LoggingOptions:
     name: str | None = field(default=None, metadata=NOT_IDENTITY)  # Run folder (None: recipe, optimizer, rate, seed).
     recipe: str = "custom"  # The recipe this run came from.
     log_every: int = field(default=10, metadata=NOT_IDENTITY)  # Steps between lines of the training log.
-    val_every: int = 100  # Steps between validations; there is always one at the end.
-    val_tokens: int = 1_048_576  # Validation tokens, the same ones every time.
+    val_every: int = field(default=100, metadata=COMPARABLE)  # Steps between validations; the end always has one.
+    val_tokens: int = field(default=1_048_576, metadata=TASK)  # Validation tokens, the same ones every time.
     diagnostics_every: int = field(default=100, metadata=NOT_IDENTITY)  # Steps between COSMOS diagnostics.
     checkpoint_every: int = field(default=500, metadata=NOT_IDENTITY)
     """Steps between checkpoints; there is always one at the end, unless this is 0."""
@@ -147,7 +158,7 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that decide a run's numbers, those without ``NOT_IDENTITY``, as JSON has them."""
-        values = {name: self.get(name) for name, f in _FIELDS.items() if f.metadata.get("identity", True)}
+        values = {name: self.get(name) for name in _FIELDS if name not in marked(NOT_IDENTITY)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
@@ -168,6 +179,15 @@ class RunConfig:
         if problem := next(_problems(self), None):
             raise ValueError(problem)
         return self
+
+
+def marked(mark: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the fields with this mark: ``NOT_IDENTITY``, ``COMPARABLE``, ``TASK`` or ``FIXED``.
+
+    >>> marked(FIXED)
+    ('seq_len', 'optimizer', 'rank', 'batch', 'seed', 'weights')
+    """
+    return tuple(name for name, f in _FIELDS.items() if mark.items() <= f.metadata.items())
 
 
 def _topic(name: str) -> str:
@@ -215,6 +235,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (_POSITIVE, lambda value: 0 < value < math.inf, "must be positive"),
     (_NOT_NEGATIVE, lambda value: value >= 0, "must be 0 or more"),
     ("beta1 beta2 adam_beta1", lambda value: 0 <= value < 1, "must be in [0, 1)"),
+    ("seed", lambda value: abs(value) < 2**63, "must have at most 63 bits"),
     ("warmup decay final_lr", lambda value: 0 <= value <= 1, "is a share and must be in [0, 1]"),
 )
 

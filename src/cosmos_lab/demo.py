@@ -6,6 +6,7 @@ at the best pair of rates of one grid, the same for all four: results/demo-tunin
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
 from dataclasses import dataclass
@@ -81,12 +82,12 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
 
 
 def _next_steps(page: Path, run: RunConfig) -> str:
-    """Return a link to the report and three commands that go on from here."""
-    out, folder = Path(run.logging.out), run.folder
+    """Return a link to the report and three commands to continue with."""
+    folder, model = (shlex.quote(str(path)) for path in (run.folder, Path(run.logging.out) / "model"))
     return (
         f"Report: {page.resolve().as_uri()}\n"
         "Next:\n"
         f"  cosmos-lab evaluate {folder}   # loss by position\n"
-        f"  cosmos-lab export {folder} -o {out / 'model'}   # for transformers\n"
+        f"  cosmos-lab export {folder} -o {model}   # for transformers\n"
         "  cosmos-lab compare tiny --optimizers adam,cosmos --lrs 1e-3,2e-3   # your own rates"
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cosmos_lab.config import RunConfig
 
 _CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
-_NOT_ENDED = ("waiting", "running", "not started")  # statuses in a table of runs
+_NOT_ENDED = ("waiting", "running", "not started", "unfinished")  # statuses in a table of runs
 _TABLE_EVERY_S = 15.0  # seconds between plain lines of a table of runs
 _EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
 
@@ -62,9 +62,9 @@ class TrainDisplay:
         if has_rich():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            state = TextColumn("{task.fields[state]}")
-            # Short enough for a terminal of 80 columns.
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), state)
+            # Short enough for a terminal of 80 columns. A name may have brackets, which are no markup.
+            name, state = (TextColumn(f"{{task.{part}}}", markup=False) for part in ("description", "fields[state]"))
+            self._bar = Progress(name, BarColumn(10), MofNCompleteColumn(), state)
             self._task = self._bar.add_task(self.name, total=self.steps, state="starting")
             self._bar.start()
         return self
@@ -88,7 +88,7 @@ class TrainDisplay:
     def _say(self, line: str) -> None:
         """Print a line that stays, above the bar if there is one."""
         if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
+            self._bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, flush=True)
 
@@ -174,10 +174,11 @@ class TableDisplay:
 
     def _table(self) -> Any:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(*self.COLUMNS, caption=self._progress())
         for cells in self.rows:
-            table.add_row(*(str(cells.get(column, "")) for column in self.COLUMNS))
+            table.add_row(*(Text(str(cells.get(column, ""))) for column in self.COLUMNS))
         return table
 
 

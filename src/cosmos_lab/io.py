@@ -48,7 +48,10 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path`; on success it replaces `path`, on any failure it is removed."""
+    """Open a temporary file beside `path`; on success it replaces `path`, on any failure it is removed.
+
+    An `OSError` names `path`: a full disk names no file, and others would name the temporary one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -57,9 +60,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

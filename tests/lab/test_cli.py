@@ -258,6 +258,16 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_command_ends_well_where_a_path_has_spaces_and_the_locale_lacks_its_letters(tmp_path: Path) -> None:
+    (tmp_path / "ü b").mkdir()
+    (tmp_path / "ü b" / "text.txt").write_text(" ".join(map(str, range(2000))))
+    command = [sys.executable, "-m", "cosmos_lab", "data", "prepare", "ü b", "--tokenizer", "train:300", "--out", "ü b"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "use them with --data '? b/? b_bpe300'" in done.stdout
+
+
 def test_flags_set_the_fields_of_their_dataclass() -> None:
     run = parse(RunConfig(), ["--lr", "0.25", "--clip", "None", "--checkpointing", "--options", "a=1", "b=2"], prog="x")
     assert run == RunConfig().replace(lr=0.25, clip=None, checkpointing=True, options=("a=1", "b=2"))

@@ -133,6 +133,16 @@ def test_a_failed_run_stops_neither_the_others_nor_the_table(
     rows = quietly(runs)["rows"]
     assert [row["status"] for row in rows] == [["done"], ["failed"], ["done"]]
     assert rows[1]["failures"] == ["its data is gone"]
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_run_without_a_folder_stops_neither_the_others_nor_the_table(tiny_run: RunConfig, parallel: int) -> None:
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
+    runs[0].folder.parent.mkdir()
+    runs[0].folder.touch()  # a file where the folder should be
+    rows = compare(runs, parallel=parallel, show=False, report=False)["rows"]
+    assert [row["status"] for row in rows] == [["failed"], ["done"]]
+    assert str(runs[0].folder) in rows[0]["failures"][0]
     assert (Path(tiny_run.logging.out) / "compare.json").exists()
 
 

@@ -7,9 +7,11 @@ import pytest
 
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
+from cosmos_lab.data import write_shard
 from cosmos_lab.results.reading import CONFIG
 from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.train import train
+from tests.lab.conftest import write_text
 
 LOSS_TOL = 1e-5  # float32 sums in another order
 
@@ -33,6 +35,17 @@ def test_training_validates_on_the_text_that_evaluate_reads(tiny_run: RunConfig,
     assert summary["final_val_loss"] == pytest.approx(result["val_loss"], abs=LOSS_TOL)
 
 
+def test_a_text_that_has_changed_since_the_training_is_evaluated_with_a_warning(
+    tiny_run: RunConfig, tmp_path: Path
+) -> None:
+    write_text(tmp_path)
+    config = tiny_run.replace(data=str(tmp_path / "toy"))
+    train(config)
+    write_shard(tmp_path / "toy_val.bin", [1, 2, 3] * 100)
+    with pytest.warns(UserWarning, match="toy .val. has changed since .* was trained"):
+        evaluate(config.folder, device="cpu")
+
+
 def test_the_evaluate_command_shows_and_writes_the_losses_of_every_run(
     tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +57,17 @@ def test_the_evaluate_command_shows_and_writes_the_losses_of_every_run(
     shown = capsys.readouterr().out
     assert "one" in shown and "two" in shown and "5 to 8" in shown
     assert [result["tokens"] for result in json.loads(out.read_text())] == [64, 64]
+
+
+def test_the_losses_are_shown_if_their_file_cannot_be_written(
+    tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_run.replace(steps=2))
+    (tmp_path / "folder.json").mkdir()
+    assert main(["evaluate", str(tiny_run.folder), "--out", str(tmp_path / "folder.json"), "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert "2 to 4" in shown.out and str(tmp_path / "folder.json") in shown.err
+    assert [path.name for path in tmp_path.glob("*.tmp")] == []
 
 
 def test_the_error_for_a_run_without_a_checkpoint_says_so(

@@ -216,7 +216,7 @@ def test_a_step_can_be_exported_and_evaluated(
     prepared: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export_run(prepared.folder, tmp_path, step=2)
-    same_logits(load_trained(prepared.folder, 2), load(tmp_path), LOGITS_TOL)
+    same_logits(load_trained(prepared.folder, 2).model, load(tmp_path), LOGITS_TOL)
     losses = {step: evaluate(prepared.folder, step=step, tokens=64, device="cpu") for step in (2, 4, None)}
     assert [result["step"] for result in losses.values()] == [2, 4, 4]
     assert losses[2]["val_loss"] != losses[4]["val_loss"] == losses[None]["val_loss"]
@@ -261,7 +261,7 @@ def test_a_tokenizer_that_may_be_wrong_is_never_taken(prepared: RunConfig, tmp_p
 
 @pytest.mark.slow
 def test_the_code_shown_without_a_tokenizer_runs(prepared: RunConfig, tmp_path: Path) -> None:
-    code = loading_code(export_model(load_trained(prepared.folder), tmp_path))
+    code = loading_code(export_model(load_trained(prepared.folder).model, tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) > 1

@@ -1,12 +1,11 @@
 """Sizes, names, initial weights and error messages of the presets."""
 
-import doctest
 from typing import Any
 
 import pytest
 import torch
 
-from cosmos_lab.models import PRESETS, Decoder, build, decoder, presets
+from cosmos_lab.models import PRESETS, Decoder, build
 
 
 @pytest.mark.parametrize(
@@ -91,9 +90,3 @@ def test_too_long_a_sequence_is_explained() -> None:
     model = build("tiny", max_seq_len=8)
     with pytest.raises(ValueError, match="9 tokens in a sequence, but max_seq_len is 8"):
         model(torch.zeros(1, 9, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("module", [presets, decoder])
-def test_docstring_examples_of_the_models_run(module: Any) -> None:
-    results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    assert results.attempted > 0 and results.failed == 0

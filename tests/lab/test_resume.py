@@ -121,9 +121,12 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -
     ("change", "message"),
     [
         ({"optimizer": "adam", "rank": None}, "trained with optimizer 'cosmos', this run asks for optimizer 'adam'"),
-        ({"depth": 2}, "trained with model .*'depth': 1.* this run asks for model .*'depth': 2"),
+        ({"depth": 2}, "trained with model depth 1, this run asks for model depth 2"),
         ({"rank": 4}, "trained with rank 8, this run asks for rank 4"),
         ({"seed": 3}, "trained with seed 0, this run asks for seed 3"),
+        ({"batch": 4}, "trained with batch 8, this run asks for batch 4"),
+        ({"seq_len": 8}, "trained with seq_len 16, this run asks for seq_len 8"),
+        ({"weights": "bf16"}, "trained with weights 'fp32', this run asks for weights 'bf16'"),
         ({"options": ("ns_steps=2",)}, "trained with cosmos.ns_steps 5, this run asks for cosmos.ns_steps 2"),
         ({"gamma": 0.7}, "trained with cosmos.gamma .*, this run asks for cosmos.gamma 0.7"),
     ],

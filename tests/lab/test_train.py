@@ -137,7 +137,9 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
         ({"vocab_size": 32}, r"token \d+ at position \d+ is beyond the vocabulary of 32"),
         ({"data": "nowhere/at/all"}, "missing shard"),
         ({"batch": 8, "micro_batch": 3}, "--batch 8 is not a multiple of --micro-batch 3"),
+        ({"seq_len": 2000}, r"\(val\) has 2000 tokens; a window of seq_len 2000 needs 2001"),
         ({"steps": 0}, "--steps must be positive; got 0"),
+        ({"seed": 2**64}, "--seed must have at most 63 bits"),
         ({"beta2": 1.5}, r"--beta2 must be in \[0, 1\); got 1.5"),
         ({"schedule": "stairs"}, "--schedule must be one of linear, cosine, wsd, constant"),
         ({"options": ("ns_stepz=4",)}, "ns_stepz"),
@@ -149,7 +151,7 @@ def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig)
 def test_bad_input_is_a_clear_error_and_leaves_no_run(tiny_run: RunConfig, change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(tiny_run.replace(**change))
-    assert not (tiny_run.folder / "summary.json").exists()
+    assert not list(read_metrics(tiny_run.folder))  # no step was made
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -190,7 +192,7 @@ def test_data_that_records_its_vocabulary_needs_no_flag(tiny_run: RunConfig, bey
     Path(beyond + ".json").write_text(json.dumps(facts))
     config = tiny_run.replace(data=beyond, vocab_size=None, steps=2)
     train(config)
-    assert checkpoint.load_trained(config.folder).config.vocab_size == 600
+    assert checkpoint.load_trained(config.folder).model.config.vocab_size == 600
     sources = [build.load_source(config, split) for split in ("train", "val")]
     assert build.model_config(config.replace(model="llama-60m"), *sources).vocab_size == 32_000  # holds them all
     assert build.model_config(config.replace(vocab_size=514), *sources).vocab_size == 514
@@ -207,7 +209,7 @@ def test_data_of_an_unknown_tokenizer_needs_a_vocabulary(tiny_run: RunConfig, be
 
 def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:
     train(tiny_run)
-    model = checkpoint.load_trained(tiny_run.folder)
+    model = checkpoint.load_trained(tiny_run.folder).model
     source = build.load_source(tiny_run, "val")
     tokens = torch.from_numpy(source.read(0, 513).astype("int64"))
     with torch.no_grad():

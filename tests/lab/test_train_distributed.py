@@ -16,6 +16,7 @@ import torch
 from cosmos_lab.config import RunConfig
 from cosmos_lab.results.reading import read_metrics
 from cosmos_lab.run import checkpoint, run_folder
+from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import send
@@ -165,3 +166,11 @@ def test_a_sharded_checkpoint_is_not_taken_for_a_whole_one(tiny_run: RunConfig) 
     Path(tiny_run.folder / "summary.json").unlink()
     with pytest.raises(AssertionError, match="written without --sharding fsdp"):
         on_ranks(1, lambda: train(tiny_run.replace(sharding="fsdp")))
+
+
+@pytest.mark.parametrize("change", [{}, {"weights": "bf16"}, {"model": "gpt2-small"}])
+def test_a_sharded_checkpoint_can_be_evaluated_in_one_process(tiny_run: RunConfig, change: dict) -> None:
+    config = tiny_run.replace(sharding="fsdp", micro_batch=2, steps=4, **change)
+    on_ranks(2, lambda: train(config))
+    logged = [record["val_loss"] for record in read_metrics(config.folder) if "val_loss" in record]
+    assert evaluate(config.folder, device="cpu")["val_loss"] == pytest.approx(logged[-1], rel=DISTRIBUTED_TOLERANCE)

@@ -100,7 +100,7 @@ def test_a_run_of_an_earlier_version_had_fp32_weights(tiny_run: RunConfig) -> No
 
 def test_evaluate_reads_the_weights_in_the_type_of_training(run24: RunConfig) -> None:
     summary = train(run24)
-    assert {p.dtype for p in checkpoint.load_trained(run24.folder).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in checkpoint.load_trained(run24.folder).model.parameters()} == {torch.bfloat16}
     assert evaluate(run24.folder, device="cpu")["val_loss"] == pytest.approx(summary["final_val_loss"], abs=LOSS_TOL)
 
 
@@ -109,7 +109,7 @@ def test_an_export_has_the_trained_bf16_weights_to_the_bit(run24: RunConfig, tmp
     from safetensors.torch import load_file
 
     train(run24)
-    export_model(checkpoint.load_trained(run24.folder), tmp_path / "model")
+    export_model(checkpoint.load_trained(run24.folder).model, tmp_path / "model")
     written = load_file(tmp_path / "model" / "model.safetensors")
     trained = weights_of(run24)
     assert torch.equal(written["model.embed_tokens.weight"], trained["embed.weight"].float())

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from cosmos_lab.cli import arguments as flags
 from cosmos_lab.cli.recipe_list import HELP, recipes_command
-from cosmos_lab.config import RunConfig
+from cosmos_lab.config import COMPARABLE, RunConfig, marked
 from cosmos_lab.recipes import Recipe, get_recipe
 
 
@@ -85,10 +86,6 @@ def train_command(arguments: list[str]) -> None:
     print(f"{summary['status']}{earlier}: {result or 'no finite validation loss'}; in {config.folder}")
 
 
-# Fields that leave the paper's perplexities comparable with a run's; the text may differ, and the line says so.
-_COMPARABLE = {"data", "micro_batch", "sharding", "val_every", "deterministic", "checkpointing"}
-
-
 def compare_command(arguments: list[str]) -> None:
     """Run a grid: cosmos-lab compare RECIPE [flags]."""
     from cosmos_lab.grid.compare import compare
@@ -119,7 +116,8 @@ def compare_command(arguments: list[str]) -> None:
     )
     own = get_recipe(recipe.name).config.identity()
     changed = {name for name, value in asked.run.identity().items() if value != own[name]}
-    if recipe.published and changed <= _COMPARABLE and not options.extra:
+    # The text may be another one: the line says so.
+    if recipe.published and changed <= {"data", *marked(COMPARABLE)} and not options.extra:
         listed = ", ".join(f"{run} {ppl}" for run, ppl in recipe.published.items())
         print(f"published perplexity, on the paper's data: {listed}")
     if failed := sum(len(row["failures"]) for row in result["rows"]):
@@ -209,7 +207,7 @@ def data_command(arguments: list[str]) -> None:
     guess = made.tokenizer == UNKNOWN and asked.settings.vocab_size is None
     ids = f"{made.vocab_size:,} ids" + (" (the largest token + 1; --vocab-size sets another number)" if guess else "")
     print(f"{made.spec}: {made.tokens['train']:,} tokens to train on, {made.tokens['val']:,} to validate with, {ids}; "
-          f"use them with --data {made.spec}")  # fmt: skip
+          f"use them with --data {shlex.quote(made.spec)}")  # fmt: skip
 
 
 def export_command(arguments: list[str]) -> None:
@@ -233,9 +231,9 @@ def evaluate_command(arguments: list[str]) -> None:
     asked = flags.parse(flags.EvaluateCommand(), rest, prog="cosmos-lab evaluate RUN...")
     options = {name: getattr(asked, name) for name in ("data", "tokens", "seq_len", "step", "device")}
     results = [evaluate(run, **options) for run in runs]
+    print(format_positions(results))
     if asked.out:
         write_json(Path(asked.out), results)
-    print(format_positions(results))
 
 
 def demo_command(arguments: list[str]) -> None:

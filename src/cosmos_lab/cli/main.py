@@ -6,6 +6,7 @@ Flags are the fields of dataclasses, parsed by tyro. A mistake ends in one clear
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 import traceback
@@ -39,6 +40,8 @@ def run_and_leave() -> NoReturn:
     A process of a distributed run leaves without Python's shutdown: torch's caches keep the threads of gloo alive, and
     a thread that releases a tensor during the shutdown aborts the process, although the run is done.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a table has ±, and a path any byte, which not every locale can show
     sys.stdout = cast(TextIO, PipeSafeStream(sys.stdout))  # to the end: Python flushes it once more when it leaves
     try:
         code = main()

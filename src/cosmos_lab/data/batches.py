@@ -149,5 +149,8 @@ def _as_batch(row: Positions, seq_len: int) -> Batch:
 
 def _windows(source: TokenSource, seq_len: int) -> int:
     if seq_len < 1 or (count := (len(source) - 1) // seq_len) < 1:
-        raise ValueError(f"{source.name} has {len(source)} tokens; a window of seq_len {seq_len} needs {seq_len + 1}")
+        raise ValueError(
+            f"{source.name} has {len(source)} tokens; a window of seq_len {seq_len} needs {seq_len + 1}: "
+            "give more text or a smaller --seq-len"
+        )
     return count

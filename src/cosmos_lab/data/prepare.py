@@ -122,7 +122,7 @@ def prepare(
         with locked(folder / f".{prefix}.lock"):
             facts = _Preparation(folder, prefix, encoder, settings, plan).run(streams, progress)
     except OSError as error:
-        raise disk_error(error, folder, "make room and run the same command again: it continues") from error
+        raise disk_error(error, folder, "make room or choose another --out; the same command continues") from error
     known = {name: facts[name] for name in ("documents", "tokens", "shards", "tokenizer", "vocab_size")}
     return Prepared(str(folder / prefix), **known)
 

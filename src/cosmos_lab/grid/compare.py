@@ -98,7 +98,7 @@ def compare(
         runs = [run.replace(out=str(out)) for run in runs]
     names = [run.run_name for run in runs]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two runs are called {twice[0]!r}; give them different names")
+        raise ValueError(f"two runs are called {twice[0]!r}; give each optimizer, rate and seed once, or other names")
     budget, summaries = Budget(minutes), _finished(runs)
     gpus = torch.cuda.device_count() if any(run.training.device != "cpu" for run in runs) else 0
     if gpus and parallel > gpus:
@@ -127,11 +127,11 @@ def compare(
 
 
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
-    """Rank the runs, write compare.json and print the table."""
+    """Rank the runs, print the table and write compare.json, in this order: the disk may be full."""
     result = table_of(runs, metric, failures)
-    write_json(Path(runs[0].logging.out) / RESULT, result)
     if show:
         print(format_result(result))
+    write_json(Path(runs[0].logging.out) / RESULT, result)
     return result
 
 
@@ -225,8 +225,11 @@ def _in_processes(
                     display.update(row, NOT_STARTED)
                     continue
                 slot = next(slot for slot in slots if slot not in {job.slot for job in jobs})
-                jobs.append(_start(row, run, slot, own_gpu))
-                display.update(row, "running")
+                try:
+                    jobs.append(_start(row, run, slot, own_gpu))
+                except OSError as error:  # its folder cannot be written; those of other runs may be
+                    failures[run.run_name] = str(error)
+                display.update(row, FAILED if run.run_name in failures else "running")
             time.sleep(_POLL_S)
             if request.signum and not signalled:
                 signalled = list(jobs)

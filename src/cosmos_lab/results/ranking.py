@@ -13,18 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cosmos_lab.config import RunConfig
+from cosmos_lab.config import COMPARABLE, NOT_IDENTITY, TASK, marked
 from cosmos_lab.display import rate
 from cosmos_lab.results.reading import Run, number
 
-# These fields do not make another method: they only name a run, change its speed or change no result.
-_NOT_SETTINGS = (set(RunConfig().flat()) - set(RunConfig().identity())) | {
-    *("optimizer", "lr", "adam_lr", "seed", "recipe", "val_every"),
-    *("micro_batch", "sharding", "deterministic", "checkpointing"),
+# These fields do not make another method, or a row of a table names them separately.
+_NOT_SETTINGS = {
+    *marked(NOT_IDENTITY), *marked(COMPARABLE), "optimizer", "lr", "adam_lr", "seed", "recipe",
     "options",  # each option counts separately
-}
-# Runs that differ in one of these learnt something else: their losses must not be ranked together.
-_TASK = ("model", "width", "depth", "mlp", "vocab_size", "data", "seq_len", "val_tokens")
+}  # fmt: skip
+_TASK = marked(TASK)
 
 
 @dataclass(frozen=True)

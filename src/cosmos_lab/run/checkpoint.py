@@ -22,16 +22,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from cosmos_lab.config import RunConfig
+from cosmos_lab.config import FIXED, RunConfig, marked
 from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
+from cosmos_lab.optimizers import WEIGHTS
 from cosmos_lab.run import integrity, launch
+from cosmos_lab.run.build import cast_weights
 from cosmos_lab.run.integrity import META, Damaged
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -211,7 +213,15 @@ def _fill(
     _set_random_state(own["random"], world)
 
 
-def trained_checkpoint(run: Path, step: int | None = None) -> Path:
+class Trained(NamedTuple):
+    """A trained model, after how many steps, and what it was trained with (see `identity`)."""
+
+    model: Decoder
+    step: int
+    identity: dict[str, Any]
+
+
+def _trained_checkpoint(run: Path, step: int | None) -> Path:
     """Return the newest checkpoint of a run folder, or that of ``step``."""
     if not run.is_dir():
         raise ValueError(f"there is no run folder {run}")
@@ -225,20 +235,22 @@ def trained_checkpoint(run: Path, step: int | None = None) -> Path:
     return found[max(found) if step is None else step]
 
 
-def load_trained(run: Path, step: int | None = None) -> Decoder:
+def load_trained(run: Path, step: int | None = None) -> Trained:
     """Load the model of a run folder, with the weights of its newest checkpoint or of that of ``step``."""
-    newest = trained_checkpoint(run, step)
+    path = _trained_checkpoint(run, step)
     try:
-        meta = integrity.check(newest)
+        meta = integrity.check(path)
     except Damaged as error:
         raise Damaged(f"{error}; remove that folder to use an older checkpoint") from error
-    if meta["sharded"]:
-        raise ValueError(f"{newest} is sharded (fsdp): join it with torch's dcp_to_torch_save first")
     fields = {name: value for name, value in meta["identity"]["model"].items() if name != "name"}
     model = build(ModelConfig(**fields))
-    weights = _read_tensors(newest / "state.pt", torch.device("cpu"))["model"]
-    model.load_state_dict(weights, assign=True)  # in the type in which they were trained
-    return model
+    if meta["sharded"]:
+        cast_weights(model, WEIGHTS[{**EARLIER, **meta["identity"]}["weights"]])
+        launch.read_shards({"model": model.state_dict()}, path / "shards")
+    else:
+        weights = _read_tensors(path / "state.pt", torch.device("cpu"))["model"]
+        model.load_state_dict(weights, assign=True)  # in the type in which they were trained
+    return Trained(model, meta["step"], meta["identity"])
 
 
 def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
@@ -258,7 +270,7 @@ def identity(
     """Return what a checkpoint must agree with to be continued; ``settings`` are the optimizer's, except its rates."""
     return {
         "model": {"name": config.model.model, **dataclasses.asdict(model.config)},
-        **{name: config.get(name) for name in ("optimizer", "rank", "seq_len", "batch", "seed", "weights")},
+        **{name: config.get(name) for name in marked(FIXED)},
         "data": source.fingerprint,
         "validation data": val_source.fingerprint,
         **{name: value for name, value in settings.items() if not name.endswith(".lr")},
@@ -268,11 +280,16 @@ def identity(
 def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first thing in which a saved run differs from the one asked for."""
     for what, value in asked.items():
-        if saved.get(what) != value:
-            raise ValueError(
-                f"{where} was trained with {what} {saved.get(what)!r}, this run asks for {what} {value!r}: "
-                "resume with the same, or choose another --name or --out"
-            )
+        before = saved.get(what)
+        if before == value:
+            continue
+        if isinstance(before, Mapping) and isinstance(value, Mapping):  # the model: name the size that differs
+            part = min(name for name, _ in before.items() ^ value.items())
+            what, before, value = f"{what} {part}", before.get(part), value.get(part)
+        raise ValueError(
+            f"{where} was trained with {what} {before!r}, this run asks for {what} {value!r}: "
+            "resume with the same, or choose another --name or --out"
+        )
 
 
 def _random_state(world: launch.World) -> dict[str, Any]:
@@ -317,7 +334,7 @@ def _write_meta(
         "identity": dict(identity),
         "processes": world.size,
         "sharded": world.sharding == "fsdp",
-        "passing": temporary,
+        "passing": temporary,  # an older name, which files have
         "files": dict(files),
     }
     if world.main:

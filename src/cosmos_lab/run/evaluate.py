@@ -7,6 +7,7 @@ seen two hundred tokens ago).
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cosmos_lab.data import validation_batches
+from cosmos_lab.config import RunConfig
+from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.display import format_table
+from cosmos_lab.models import Decoder
 from cosmos_lab.run import build
-from cosmos_lab.run.checkpoint import load_trained, step_of, trained_checkpoint
+from cosmos_lab.run.checkpoint import load_trained
 from cosmos_lab.run.launch import pick_bf16, pick_device
 from cosmos_lab.run.run_folder import read_config
 
 _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
 
 
-@torch.no_grad()
 def evaluate(
     run: str | Path, *, data: str | None = None, tokens: int | None = None, seq_len: int | None = None,
     step: int | None = None, device: str = "auto",
@@ -39,35 +41,47 @@ def evaluate(
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be positive; got {value}; leave it out to use the run's")
     folder = Path(run)
-    step = step_of(trained_checkpoint(folder, step))
-    model = load_trained(folder, step)
+    trained = load_trained(folder, step)
     config = read_config(folder)
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
-    target = pick_device(device)
-    bf16 = pick_bf16(config.training.precision, target)
-    model.to(target)
-    length = config.data.seq_len
     source = build.load_source(config, "val")
-    for shard in source.shards:
-        shard.check_vocabulary(model.config.vocab_size)
-    batch = max(1, _LOGITS // (length * model.config.vocab_size))
-    sums, windows = torch.zeros(length, dtype=torch.float64, device=target), 0
-    for x, y in validation_batches(source, batch, length, tokens or config.logging.val_tokens):
-        with torch.autocast(target.type, torch.bfloat16, enabled=bf16):
-            logits = model(x.to(target))
-        nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(target).flatten(), reduction="none")
-        sums += nll.view(len(x), length).sum(0, dtype=torch.float64)
-        windows += len(x)
-    means = (sums / windows).tolist()
+    before = trained.identity.get("validation data", source.fingerprint)
+    if data is None and source.fingerprint != before:
+        about = f"its hash was {before}, and is {source.fingerprint} now"
+        warnings.warn(f"{source.name} has changed since {folder} was trained ({about})", stacklevel=2)
+    config = config.replace(val_tokens=tokens or config.logging.val_tokens)
+    means, windows = _by_position(trained.model, source, config, pick_device(device))
+    length = len(means)
     edges = [*itertools.takewhile(lambda edge: edge < length, (4**i for i in itertools.count())), length]
     parts = [(a, b) for a, b in itertools.pairwise([0, *edges]) if b > a]
     return {
         "run": folder.name,
-        "step": step,
+        "step": trained.step,
         "tokens": windows * length,
         "val_loss": sum(means) / length,
         "positions": [{"first": a + 1, "last": b, "loss": sum(means[a:b]) / (b - a)} for a, b in parts],
     }
+
+
+@torch.no_grad()
+def _by_position(
+    model: Decoder, source: TokenSource, config: RunConfig, device: torch.device
+) -> tuple[list[float], int]:
+    """Return the mean loss at each position of a window, and the number of windows."""
+    vocabulary, length = model.config.vocab_size, config.data.seq_len
+    for shard in source.shards:
+        shard.check_vocabulary(vocabulary)
+    model.to(device)
+    bf16 = pick_bf16(config.training.precision, device)
+    batch = max(1, _LOGITS // (length * vocabulary))
+    sums, windows = torch.zeros(length, dtype=torch.float64, device=device), 0
+    for x, y in validation_batches(source, batch, length, config.logging.val_tokens):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            logits = model(x.to(device))
+        nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten(), reduction="none")
+        sums += nll.view(len(x), length).sum(0, dtype=torch.float64)
+        windows += len(x)
+    return (sums / windows).tolist(), windows
 
 
 def format_positions(results: Sequence[Mapping[str, Any]]) -> str:

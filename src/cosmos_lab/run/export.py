@@ -24,8 +24,7 @@ from cosmos_lab.data.locate import label
 from cosmos_lab.io import disk_error, first_line, read_json
 from cosmos_lab.models import Decoder, ModelConfig
 from cosmos_lab.run import build
-from cosmos_lab.run.checkpoint import load_trained, step_of, trained_checkpoint
-from cosmos_lab.run.integrity import META
+from cosmos_lab.run.checkpoint import load_trained
 from cosmos_lab.run.run_folder import read_config
 
 _MLP = {
@@ -119,16 +118,14 @@ def export_run(
     ``tokenizer`` is the tokenizer.json to put beside the weights (None: that of the data it was trained on; a warning
     says if it is not found).
     """
-    checkpoint = trained_checkpoint(Path(run), step)
-    model = load_trained(Path(run), step_of(checkpoint))
-    trained = read_json(checkpoint / META)["identity"]
+    trained = load_trained(Path(run), step)
     if tokenizer is None:
         try:
-            tokenizer = find_tokenizer(read_config(Path(run)), trained.get("data"))
+            tokenizer = find_tokenizer(read_config(Path(run)), trained.identity.get("data"))
         except (ValueError, OSError) as error:
             why = f"exported without a tokenizer: {first_line(error)}; --tokenizer takes the path of a tokenizer.json"
             warnings.warn(why, stacklevel=2)
-    return loading_code(export_model(model, directory, tokenizer, positions=trained.get("seq_len")))
+    return loading_code(export_model(trained.model, directory, tokenizer, positions=trained.identity.get("seq_len")))
 
 
 def find_tokenizer(config: RunConfig, fingerprint: str | None) -> Path:

@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,14 +204,23 @@ def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 
 
 def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are an OSError.
+    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are an OSError."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    read_shards(state, path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def read_shards(state: dict[str, Any], path: Path) -> None:
+    """Fill the tensors of ``state`` from shards, on all processes or in one without a process group.
 
     torch would execute the pickles in ``.metadata`` and in the entries that are not tensors. Here they are data only.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
     from torch.distributed.checkpoint.planner import ReadItem
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -226,14 +236,13 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
             plain.seek(0)
             super().load_bytes(read_item, plain)
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
-        dcp.load(state, storage_reader=Reader(path), planner=Planner())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant
+            dcp.load(state, storage_reader=Reader(path), planner=Planner())
     except dcp.CheckpointException as error:  # every process has it
         first = next(problem for problem, _ in error.failures.values())
         raise OSError(f"{path} cannot be read ({first_line(first)})") from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 _METADATA_CLASSES = {  # by module

@@ -65,6 +65,7 @@ class Trainer:
         self.bf16 = launch.pick_bf16(config.training.precision, world.device)
         self.micro = build.micro_batch(config, world.size)
         source, self.val_source = build.load_source(config, "train"), build.load_source(config, "val")
+        validation_windows(self.val_source, config.data.seq_len)  # a text that is too short is an error now, not later
         shape = build.model_config(config, source, self.val_source)
         self.network = model_cache.network(config, shape, world, self.bf16)
         self.model, self.runner = self.network.model, self.network.runner

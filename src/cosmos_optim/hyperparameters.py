@@ -9,7 +9,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def _number(low: float, below: float, wanted: str, optional: bool = False) -> Ch
 
 def _integer(name: str, value: Any) -> None:
     require_number(name, value)
-    require(isinstance(value, int) and value >= 1, name, value, "it must be a positive integer")
+    require(isinstance(value, Integral) and int(value) >= 1, name, value, "it must be a positive integer")
 
 
 def _check(is_valid: Callable[[Any], bool], wanted: str) -> Check:

@@ -46,7 +46,7 @@ def test_round_trip_through_a_file_continues_bit_for_bit(name: str) -> None:
 
 def test_a_checkpoint_with_numbers_of_numpy_is_read_with_weights_only() -> None:
     model = decoder()
-    opt = Cosmos(model, lr=np.float64(1e-3), betas=(np.float32(0.5), 0.98), **SMALL_RANK)
+    opt = Cosmos(model, lr=np.float64(1e-3), betas=(np.float32(0.5), 0.98), rank=np.int64(SMALL_RANK["rank"]))
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: np.cos(step / 100))
     train(model, opt, range(2))
     schedule.step()

@@ -11,6 +11,9 @@ Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, 
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,25 +22,38 @@ from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import dot_parts, dot_split_tile, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
+from cosmos_optim.linalg import int8_momentum
 from cosmos_optim.linalg.int8_momentum import BLOCK
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=2)  # a third stage would spill more registers
 
 
+def float32_bits(x: float) -> Any:
+    """Return the bits of x, a constant for kernels."""
+    return tl.constexpr(struct.unpack("i", struct.pack("f", x))[0])
+
+
+# The format of `linalg.int8_momentum`. Scales are bounded and rounded as integers, which order positive floats.
+LARGEST_CODE = tl.constexpr(float(int8_momentum.LARGEST_CODE))
+LEAST_SCALE, LARGEST_SCALE = float32_bits(int8_momentum.LEAST_SCALE), float32_bits(int8_momentum.LARGEST_SCALE)
+SCALE_UNIT = tl.constexpr(1 << int8_momentum.CLEARED_BITS)
+# Adding and subtracting this rounds a float32 to an integer: the last bit of numbers near it counts ones.
+ROUNDER = tl.constexpr(1.5 * 2**23)
+
+
 @jit
-def scale_of(largest):
-    """Return the scale of a block with this largest |entry|: a 127th of it, with 17 significant bits."""
-    bits = (largest / 127.0).to(tl.int32, bitcast=True)
-    bits = tl.minimum(tl.maximum(bits, 1 << 23), 248 << 23)  # 2^-126 and 2^121
-    return ((bits + 64) & -128).to(tl.float32, bitcast=True)
+def rounded_scale(scale, LARGEST: tl.constexpr, UNIT: tl.constexpr):
+    """Return the scale as `int8_momentum.rounded_scales` does: at most LARGEST, and a multiple of UNIT, as bits."""
+    bits = tl.minimum(tl.maximum(scale.to(tl.int32, bitcast=True), LEAST_SCALE), LARGEST)
+    return ((bits + UNIT // 2) & -UNIT).to(tl.float32, bitcast=True)
 
 
 @jit
 def nearest_code(x):
-    """Round to the nearest integer in -127..127, to even if two are equally near."""
-    rounded = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: its last bit counts ones
-    return tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+    """Round to the nearest code, to even if two are equally near."""
+    rounded = (x + ROUNDER) - ROUNDER
+    return tl.minimum(tl.maximum(rounded, -LARGEST_CODE), LARGEST_CODE)
 
 
 @jit
@@ -75,7 +91,8 @@ def _momentum_int8(
     tile_max = tl.zeros((BM, BK), dtype=tl.float32)
     for k in range(0, n, BK):
         first = k % BLOCK == 0  # of the tiles of a block
-        old, scale = tl.where(first, next_old, old), tl.where(first, scale_of(next_max), scale)
+        old = tl.where(first, next_old, old)
+        scale = tl.where(first, rounded_scale(next_max / LARGEST_CODE, LARGEST_SCALE, SCALE_UNIT), scale)
 
         next_k = k + BLOCK
         loaded = tl.load(row_scales + next_k // BLOCK, mask=(i < m) & (next_k < n) & first, other=0.0)

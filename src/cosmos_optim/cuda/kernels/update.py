@@ -14,18 +14,22 @@ from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.tiles import add_outer, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
 from cosmos_optim.cuda.pointer_list import MatrixList
+from cosmos_optim.engine import rounding
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
+# The hash of `rounding.noise16`.
+INDEX_MIX, MIX1, MIX2 = (tl.constexpr(x) for x in (rounding.INDEX_MIX, rounding.MIX1, rounding.MIX2))
+LOW16, HIGH16 = tl.constexpr(rounding.LOW16), tl.constexpr(~rounding.LOW16)
 
 
 @jit
 def dither(value, index, seed):
     """Return the float32 that rounds to the bfloat16 that `rounding.stochastic_bfloat16` draws for index and seed."""
-    x = index * 0x9E3779B + seed * -2048144789
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2048144789
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -1028477387
-    x = (x ^ ((x >> 16) & 0xFFFF)) & 0xFFFF
-    truncated = (value.to(tl.int32, bitcast=True) + x) & ~0xFFFF
+    x = index * INDEX_MIX + seed * MIX1
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * MIX1
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * MIX2
+    x = (x ^ ((x >> 16) & LOW16)) & LOW16
+    truncated = (value.to(tl.int32, bitcast=True) + x) & HIGH16
     return tl.where(tl.abs(value) < float("inf"), truncated.to(tl.float32, bitcast=True), value)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts, sum_parts
-from cosmos_optim.cuda.kernels.thin_qr import plan, supports, warps
+from cosmos_optim.cuda.kernels.thin_qr import row_blocks, supports, warps
 from cosmos_optim.cuda.kernels.tiles import (
     dot_split_tile,
     exponent,
@@ -117,7 +117,7 @@ def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple
     batch, k, r = U.shape
     if not supports(r):
         return beta * U @ (moment_without_noise(S) / c / c) + (1 - beta) * HU / c, None
-    parts, how = plan(k, r)
+    parts, how = row_blocks(k, r)
     U, S, HU = U.contiguous(), S.contiguous(), HU.contiguous()
     Y, columns = torch.empty_like(U), U.new_empty(batch, parts, how["R"])
     _power_sum[(parts, batch)](

@@ -160,7 +160,7 @@ def _apply_factor(
     tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
-def plan(k: int, r: int) -> tuple[int, dict[str, int]]:
+def row_blocks(k: int, r: int) -> tuple[int, dict[str, int]]:
     """Return the number of row blocks of a (k, r) factor, and the constants of the kernels."""
     block = launch.TARGET.tile(BLOCK)
     rows = BLOCKS_PER_PROGRAM * block
@@ -185,7 +185,7 @@ def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
     batch, k, r = A.shape
     if not supports(r):
         return ((gain * A).mT @ B).unsqueeze(1)
-    parts, how = plan(k, r)
+    parts, how = row_blocks(k, r)
     A, B = A.contiguous(), B.contiguous()
     out = torch.empty(batch, parts, how["R"], how["R"], dtype=torch.float32, device=A.device)
     _gram[(parts, batch)](
@@ -206,7 +206,7 @@ def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -
     batch, k, r = Y.shape
     if not supports(r):
         return cholesky_qr.orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
-    parts, how = plan(k, r)
+    parts, how = row_blocks(k, r)
     R, grid = how["R"], (parts, batch)
     # With PARTS at least 32, one kernel serves all k up to 8,192.
     common = {**how, "PARTS": power_of_two(parts, 32), "FLOAT32_DOTS": launch.TARGET.float32_dots,

@@ -41,7 +41,7 @@ from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, iterate, iterations_for
-from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState, noise_floor
+from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState
 from cosmos_optim.rules.muon import SCALINGS, MuonState, NorMuonState
 
 Number = float | Tensor
@@ -91,12 +91,11 @@ def cosmos_step_(
 
     GU, MU, M_max = momentum_(M, G, 1 - b1, (U_f16, U_bf16), r, skip, grad_max)             # L4, with G U and M U
     C, E = thin_product_parts(U, U_old), total(thin_product_parts(GU, GU, gain=1 - b2))
-    floor = noise_floor(S.dtype, guard)
-    S, tracked = second_moment(S, C, E, b2, floor)                                          # L6
+    S, tracked = second_moment(S, C, E, b2, guard)                                          # L6
     NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
     V, P, minus_NU, (P_sq, NU_sq) = soap_half(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
-        extra_steps=int(nesterov), floor=floor)                                             # L7, L8
+        extra_steps=int(nesterov), guard=guard)                                             # L7, L8
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_bf16, M_max)                    #      N - N U U'
     M_done()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import norm_sq
 from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
+from cosmos_optim.rules.cosmos import noise_floor
 
 
 @jit
@@ -58,7 +59,7 @@ def _soap_half(
 
 def soap_half(
     V: Tensor, Y: Tensor, N: Tensor, tracked: Tensor, t: Tensor, *,
-    betas: tuple[float, float], eps: float, eps_inside_root: bool, extra_steps: float, floor: float,
+    betas: tuple[float, float], eps: float, eps_inside_root: bool, extra_steps: float, guard: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return V and P (B, m, r), -N in bfloat16 parts (2, B, m, R), and |P|^2 and |N|^2 by row blocks (2, B, blocks).
 
@@ -70,7 +71,7 @@ def soap_half(
         betas: decay of the momentum and of V.
         eps_inside_root: whether eps is added to V inside of the root, as in the paper.
         extra_steps: N is an average over t + extra_steps steps (1 with Nesterov's blend, else 0).
-        floor: P is 0 where both V and Y^2 are below this share of the largest in their row: rounding noise.
+        guard: if above 0, entries of P that hold only rounding noise are 0, as `rules.cosmos.resolved` defines it.
     """
     batch, k, r = V.shape
     V, Y, N, R = V.contiguous(), Y.contiguous(), N.contiguous(), power_of_two(r)
@@ -82,7 +83,7 @@ def soap_half(
     log_beta1, log_beta2 = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
     _soap_half[(blocks, batch)](
         V, Y, N, tracked, t, new, P, minus_N, norm_sq_parts, k, r, minus_N.stride(0), norm_sq_parts.stride(0), betas[1],
-        1 - betas[1], eps, floor, log_beta1, log_beta2, extra_steps, BLOCK=block, R=R,
+        1 - betas[1], eps, noise_floor(V.dtype, guard), log_beta1, log_beta2, extra_steps, BLOCK=block, R=R,
         EPS_INSIDE_ROOT=eps_inside_root, num_warps=4,
     )  # fmt: skip
     return new, P, minus_N, norm_sq_parts

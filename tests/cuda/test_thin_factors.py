@@ -166,7 +166,7 @@ def test_a_column_is_tracked_if_past_or_present_gradients_reach_it(r: int, devic
 def test_soap_half_equals_adam_in_float64(
     shape: tuple[int, int], inside: bool, extra: float, device: torch.device
 ) -> None:
-    """V, P, -N in parts and both squared norms, with eps in both places and with Nesterov's extra step."""
+    """V, P, -N U in parts and both squared norms, with eps in both places and with Nesterov's extra step."""
     k, r = shape
     V, GU, NU = torch.rand(2, k, r).to(device), torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
     tracked = (torch.arange(r, device=device) % 3 > 0).float().expand(2, 1, r).contiguous()

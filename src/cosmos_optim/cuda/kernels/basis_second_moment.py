@@ -1,9 +1,9 @@
-"""S <- (T + T')/2 with T = beta C S C' + E, C = U'U_old and E = (1 - beta) Y'Y (L6), and which columns hold gradient.
+"""S <- beta C S C' + E, made symmetric, with C = U'U_old and E = (1 - beta) (G U)'G U (L6); and the columns it tracks.
 
-`thin_qr.thin_product_parts` computes C and E by row blocks; one program per matrix adds the blocks and does the
-rest. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
+`thin_qr.thin_product_parts` computes C and E by row blocks. One program per matrix adds the blocks and does the rest,
+because these matrices are too small for a launch per product. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
 
-Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
+Shapes: S, C, E (B, r, r); R is the next power of two of r.
 """
 
 from __future__ import annotations
@@ -57,25 +57,26 @@ def _second_moment(
     C = _sum_gram(c_parts, batch, c_count, R, PREFETCHED)
     e_c = exponent(tl.max(tl.abs(C)))
     c1, c2 = split_float16(C * scale_up(e_c))
-    T = scale_down(e_s) * (scale_down(e_c) * dot_parts(c1, c2, s1, s2, zero, False, False, FLOAT32_DOTS))
-    e_t = exponent(tl.max(tl.abs(T)))
-    T = scale_down(e_c) * dot_split_tile(T, e_t, tl.trans(c1), tl.trans(c2), zero, False, False, FLOAT32_DOTS)
+    CS = scale_down(e_s) * (scale_down(e_c) * dot_parts(c1, c2, s1, s2, zero, False, False, FLOAT32_DOTS))
+    e_cs = exponent(tl.max(tl.abs(CS)))
+    CSC = scale_down(e_c) * dot_split_tile(CS, e_cs, tl.trans(c1), tl.trans(c2), zero, False, False, FLOAT32_DOTS)
     E = _sum_gram(e_parts, batch, e_count, R, PREFETCHED)
-    T = beta * T + E
-    T = (T + tl.trans(T)) * 0.5
-    store_thin(s_new + batch * r * r, i, j, r, r, T)
+    S = beta * CSC + E
+    S = (S + tl.trans(S)) * 0.5
+    store_thin(s_new + batch * r * r, i, j, r, r, S)
     diagonal = i[:, None] == j[None, :]
-    past, now = tl.sum(tl.where(diagonal, T, 0.0), axis=0), tl.sum(tl.where(diagonal, E, 0.0), axis=0)
+    past, now = tl.sum(tl.where(diagonal, S, 0.0), axis=0), tl.sum(tl.where(diagonal, E, 0.0), axis=0)
     keep = (past > floor * tl.sum(past)) | (now > floor * tl.sum(now))
     tl.store(holds_gradient + batch * r + j, keep.to(tl.float32), mask=j < r)
 
 
 def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, guard: float) -> tuple[Tensor, Tensor]:
-    """Return the new S (B, r, r), and which columns hold gradient (B, 1, r).
+    """Return the new S (B, r, r), and `rules.cosmos.tracked` of it and E: which columns hold gradient (B, 1, r).
 
-    `rules.cosmos.tracked` defines the second; guard = 0 tracks all columns.
-
-    c_parts, e_parts: C and E by row blocks (B, parts, R, R), as `thin_qr.thin_product_parts` returns them.
+    Args:
+        S: (B, r, r), the second moment in the old basis.
+        c_parts, e_parts: C and E by row blocks (B, parts, R, R), as `thin_qr.thin_product_parts` returns them.
+        guard: 0 tracks all columns.
     """
     batch, r = S.shape[:2]
     if not supports(r):

@@ -44,12 +44,12 @@ def row_norm_sq(X: Tensor) -> Tensor:
 
 @jit
 def _row_gains(
-    p, b_row_sq, v, b, norm_sq, new, gain, d_sq, k, r, n, beta, one_minus_beta, eps,
+    p, b_row_sq, v, b, norm_sq, v_new, gain, d_sq, m, r, n, beta, one_minus_beta, eps,
     BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
 ):  # fmt: skip
     block, batch, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
-    at, inside = batch * k + row, row < k
+    at, inside = batch * m + row, row < m
     scale = 1.0 / tl.load(norm_sq + batch)
     if THIN:
         factor = tl.load(b + batch).to(tl.float64)
@@ -58,12 +58,12 @@ def _row_gains(
     q = tl.load(b_row_sq + at, mask=inside, other=0.0).to(tl.float64)
     q = tl.where(q > 0, q * scale, 0.0)
     if THIN:
-        value = load_thin(p + batch.to(tl.int64) * k * r, row, tl.arange(0, R), k, r)
-        q += tl.sum(value * value, axis=1).to(tl.float64)
-    V = beta * tl.load(v + at, mask=inside, other=0.0) + one_minus_beta * (q / n).to(tl.float32)
-    root = tl.sqrt_rn(V) + eps
+        P = load_thin(p + batch.to(tl.int64) * m * r, row, tl.arange(0, R), m, r)
+        q += tl.sum(P * P, axis=1).to(tl.float64)
+    moment = beta * tl.load(v + at, mask=inside, other=0.0) + one_minus_beta * (q / n).to(tl.float32)
+    root = tl.sqrt_rn(moment) + eps
     g = tl.where(root > 0, 1.0 / tl.where(root > 0, root, 1.0), 0.0)
-    tl.store(new + at, V, mask=inside)
+    tl.store(v_new + at, moment, mask=inside)
     tl.store(gain + at, g, mask=inside)
     wide = g.to(tl.float64)
     tl.store(d_sq + batch * blocks + block, tl.sum(wide * wide * q))
@@ -81,13 +81,13 @@ def row_gains(
         norm_sq: (B, 1, 1) float64, from `gains.norm_and_weight`.
         b, P: (B, 1, 1) and (B, m, r), or both None for b = 1 and P = 0.
     """
-    batch, k, r = (*v.shape[:2], 16) if P is None else P.shape
+    batch, m, r = (*v.shape[:2], 16) if P is None else P.shape
     v, R = v.contiguous(), power_of_two(r)
-    new, gain, block = torch.empty_like(v), torch.empty_like(v), max(1, 2048 // R)
-    blocks = -(-k // block)
+    v_new, gain, block = torch.empty_like(v), torch.empty_like(v), max(1, 2048 // R)
+    blocks = -(-m // block)
     D_sq = torch.empty(batch, blocks, dtype=torch.float64, device=v.device)
     _row_gains[(blocks, batch)](
-        v if P is None else P.contiguous(), B_row_sq, v, v if b is None else b, norm_sq, new, gain, D_sq, k, r, n,
+        v if P is None else P.contiguous(), B_row_sq, v, v if b is None else b, norm_sq, v_new, gain, D_sq, m, r, n,
         beta, 1 - beta, eps, BLOCK=block, R=R, THIN=P is not None, num_warps=4,
     )  # fmt: skip
-    return new, gain, D_sq
+    return v_new, gain, D_sq

@@ -88,41 +88,42 @@ def _gram(
 
 
 @jit(unspecialized=("pass_index", "parts", "r"))
-def _inverse_factor(gram, factor, ok, parts, r, shift, pass_index, R: tl.constexpr):
+def _inverse_factor(gram_parts, factor, ok, parts, r, shift, pass_index, R: tl.constexpr):
     """Compute L^-T of the Cholesky factor of the summed Gram matrix; write to `ok` whether all passes succeeded so far.
 
-    It eliminates [G | I] column by column. The second and third pass start near the identity. There, the first-order
-    factor L^-1 = I - (lower half of E, its diagonal halved), with E = G - I, is as good and needs no elimination: its
-    error is |E|^2, which the next pass removes, and below rounding in the last pass. The factor has a column of zeros
-    for a column that depends on those before it: one with more than half of its pivot from the shift.
+    It eliminates [gram | I] column by column. The second and third pass start near the identity. There, the first-order
+    factor L^-1 = I - (lower half of excess, its diagonal halved), with excess = gram - I, is as good and needs no
+    elimination: its error is |excess|^2, which the next pass removes, and below rounding in the last pass. The factor
+    has a column of zeros for a column that depends on those before it: one with more than half of its pivot from the
+    shift.
     """
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
     diagonal = i[:, None] == j[None, :]
-    G = tl.zeros((R, R), dtype=tl.float32)
+    gram = tl.zeros((R, R), dtype=tl.float32)
     for part in range(parts):
-        G += tl.load(gram + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
-    E = tl.where((i[:, None] < r) & (j[None, :] < r), G - tl.where(diagonal, 1.0, 0.0), 0.0)
-    success = tl.where((pass_index < 2) | (tl.max(tl.abs(E)) < 0.5), 1, 0)  # the last test is also false for NaN
-    near_identity = tl.sum(E * E) < tl.where(pass_index < 2, 1e-4, 1e-7)
-    W = tl.where(i[:, None] > j[None, :], -E, tl.where(diagonal, 1 - 0.5 * E, 0.0))
-    W = tl.where(near_identity, W, tl.where(diagonal, 1.0, 0.0))
+        gram += tl.load(gram_parts + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
+    excess = tl.where((i[:, None] < r) & (j[None, :] < r), gram - tl.where(diagonal, 1.0, 0.0), 0.0)
+    success = tl.where((pass_index < 2) | (tl.max(tl.abs(excess)) < 0.5), 1, 0)  # the last test is also false for NaN
+    near_identity = tl.sum(excess * excess) < tl.where(pass_index < 2, 1e-4, 1e-7)
+    inverse = tl.where(i[:, None] > j[None, :], -excess, tl.where(diagonal, 1 - 0.5 * excess, 0.0))
+    inverse = tl.where(near_identity, inverse, tl.where(diagonal, 1.0, 0.0))
     inverse_root = tl.full((R,), 1.0, dtype=tl.float32)
-    G = E + tl.where(diagonal, 1.0 + tl.where(i < r, shift, 0.0)[:, None], 0.0)
+    gram = excess + tl.where(diagonal, 1.0 + tl.where(i < r, shift, 0.0)[:, None], 0.0)
     for p in range(tl.where(near_identity, 0, R)):
-        row_g = tl.sum(tl.where(i[:, None] == p, G, 0.0), axis=0)  # the part not yet eliminated stays symmetric
-        row_w = tl.sum(tl.where(i[:, None] == p, W, 0.0), axis=0)
-        pivot = tl.sum(tl.where(j == p, row_g, 0.0))
+        row_gram = tl.sum(tl.where(i[:, None] == p, gram, 0.0), axis=0)  # the part not yet eliminated stays symmetric
+        row_inverse = tl.sum(tl.where(i[:, None] == p, inverse, 0.0), axis=0)
+        pivot = tl.sum(tl.where(j == p, row_gram, 0.0))
         positive = (pivot > 0) & (pivot < float("inf"))
         success = tl.where(positive, success, 0)
         pivot = tl.where(positive, pivot, 1.0)
-        ratio = tl.where(j > p, row_g / pivot, 0.0)
-        G -= ratio[:, None] * row_g[None, :]
-        W -= ratio[:, None] * row_w[None, :]
+        ratio = tl.where(j > p, row_gram / pivot, 0.0)
+        gram -= ratio[:, None] * row_gram[None, :]
+        inverse -= ratio[:, None] * row_inverse[None, :]
         inverse_root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), inverse_root)
-    W = W * inverse_root[:, None]
-    W = tl.where((shift * tl.sum(W * W, axis=1) > 0.5)[:, None], 0.0, W)
-    tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], W)
+    inverse = inverse * inverse_root[:, None]
+    inverse = tl.where((shift * tl.sum(inverse * inverse, axis=1) > 0.5)[:, None], 0.0, inverse)
+    tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], inverse)
     tl.store(ok + batch, success & tl.load(ok + batch, mask=pass_index > 0, other=1))
 
 

@@ -7,7 +7,7 @@ takes a few blocks of a row (units): it reads each element once, keeps it in reg
 True, nothing is written. The same kernel takes moments in float32 (QUANTIZED = False), and parameters of 24
 bits (CORRECTED, see `linalg.weight24`), for which torch has no fused kernel.
 
-Shapes: p, g, codes (m, n), contiguous; scales (m, ceil(n / BLOCK)); B tensors each.
+Shapes: p, g, codes (m, n), contiguous; scales (m, ceil(n / BLOCK)), for each tensor of the batch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from cosmos_optim.linalg.int8_momentum import BLOCK
 # Blocks of a program, and its warps: 2048 elements, 16 for each thread.
 UNITS, WARPS = 16, 4
 # The format of `linalg.int8_adam`, and its noise.
-LARGEST_CODE, LARGEST_ROOT_CODE, LEAST_ROOT_CODE = (
-    tl.constexpr(float(x)) for x in (int8_adam.LARGEST_CODE, int8_adam.LARGEST_ROOT_CODE, int8_adam.LEAST_ROOT_CODE)
-)
+LARGEST_CODE = tl.constexpr(float(int8_adam.LARGEST_CODE))
+LARGEST_ROOT_CODE = tl.constexpr(float(int8_adam.LARGEST_ROOT_CODE))
+LEAST_ROOT_CODE = tl.constexpr(float(int8_adam.LEAST_ROOT_CODE))
 LARGEST_SCALE, SCALE_UNIT = float32_bits(int8_adam.LARGEST_SCALE), tl.constexpr(1 << int8_adam.CLEARED_BITS)
 NOISE_SHIFT, NOISE_VALUES = tl.constexpr(32 - int8_adam.NOISE_BITS), tl.constexpr(1 << int8_adam.NOISE_BITS)
-ELEMENT_MIX, STEP_MIX, ROOT_STEP_MIX = (
-    tl.constexpr(x) for x in (int8_adam.ELEMENT_MIX, int8_adam.STEP_MIX, int8_adam.ROOT_STEP_MIX)
-)
+ELEMENT_MIX, STEP_MIX = tl.constexpr(int8_adam.ELEMENT_MIX), tl.constexpr(int8_adam.STEP_MIX)
+ROOT_STEP_MIX = tl.constexpr(int8_adam.ROOT_STEP_MIX)
 
 
 @jit
@@ -139,8 +138,8 @@ def adam_(
 
     Args:
         state: `exp_avg` and `exp_avg_sq`, in float32, or as codes with `exp_avg_scale` and `exp_avg_sq_scale`.
-        coefficients: (B, 3) float32: decay, a and c of each tensor.
-        steps: (B,) int32, the step counts.
+        coefficients: (batch, 3) float32: decay, a and c of each tensor.
+        steps: (batch,) int32, the step counts.
         skip: a boolean scalar on the device, or None; if True, nothing is written.
         corrections: int8 corrections of bfloat16 parameters of 24 bits, or None.
         seeded: round bfloat16 parameters stochastically.

@@ -3,7 +3,7 @@
 `thin_qr.thin_product_parts` computes C and E by row blocks. One program per matrix adds the blocks and does the rest,
 because these matrices are too small for a launch per product. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
 
-Shapes: S, C, E (B, r, r); R is the next power of two of r.
+Shapes: S, C, E (batch, r, r); R is the next power of two of r.
 """
 
 from __future__ import annotations
@@ -71,11 +71,10 @@ def _second_moment(
 
 
 def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, guard: float) -> tuple[Tensor, Tensor]:
-    """Return the new S (B, r, r), and `rules.cosmos.tracked` of it and E: which columns hold gradient (B, 1, r).
+    """Return the new S, and `rules.cosmos.tracked` of it and E: which columns hold gradient, (batch, 1, r).
 
     Args:
-        S: (B, r, r), the second moment in the old basis.
-        c_parts, e_parts: C and E by row blocks (B, parts, R, R), as `thin_qr.thin_product_parts` returns them.
+        c_parts, e_parts: C and E by row blocks (batch, parts, R, R), as `thin_qr.thin_product_parts` returns them.
         guard: 0 tracks all columns.
     """
     batch, r = S.shape[:2]

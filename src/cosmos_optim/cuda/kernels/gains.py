@@ -1,4 +1,4 @@
-"""Compute the scalar factors of an update from partial sums of earlier kernels, one launch each for a whole batch.
+"""Compute the scalar factors of an update from partial sums of earlier kernels, in one launch each for the whole batch.
 
     norm_and_weight      |X|^2, and the weight scale / |X|^2 of the first product of Newton-Schulz
     muon_gain            b = gamma sqrt(m n) / |B|, or 0 if the residual is rounding noise (L9)
@@ -8,9 +8,7 @@
 B = (buffer - (buffer U) U') / norm: Newton-Schulz leaves its result, times a norm, in the work buffer, with rounding
 noise along U, although X has no part there. The update subtracts the first term from W and adds the second to P.
 
-On the host, each factor would cost several launches, or a wait for the device.
-
-Shapes: factors (B, 1, 1), P and B U (B, m, r), g (B, m, 1); sums by parts (B, parts).
+Shapes: factors (batch, 1, 1), P and B U (batch, m, r), g (batch, m, 1); sums by parts (batch, parts).
 """
 
 from __future__ import annotations
@@ -40,12 +38,11 @@ def _norm_and_weight(norm_sq_parts, norm_sq, weight, count, scale, least, COUNT:
 
 
 def norm_and_weight(norm_sq_parts: Tensor, scale: float, least: float) -> tuple[Tensor, Tensor]:
-    """Return |X|^2, at least `least`, in float64, and scale / |X|^2 in float32, (B, 1, 1), from |X|^2 by parts."""
+    """Return |X|^2, at least `least`, in float64, and scale / |X|^2 in float32, (batch, 1, 1), from |X|^2 by parts."""
     batch, count = norm_sq_parts.shape
     norm_sq, weight = (norm_sq_parts.new_empty(batch, 1, 1, dtype=dtype) for dtype in (torch.float64, torch.float32))
-    _norm_and_weight[(batch,)](
-        norm_sq_parts, norm_sq, weight, count, scale, least, COUNT=power_of_two(count), num_warps=1
-    )
+    COUNT = power_of_two(count)
+    _norm_and_weight[(batch,)](norm_sq_parts, norm_sq, weight, count, scale, least, COUNT=COUNT, num_warps=1)
     return norm_sq, weight
 
 
@@ -65,12 +62,12 @@ def _muon_gain(
 def muon_gain(
     X_sq: Tensor, X_scale: Tensor, NU_sq: Tensor, B_sq: Tensor, norm_sq: Tensor, target_norm: float, guard: float
 ) -> Tensor:
-    """Return target_norm / |B|, or 0 if |X|^2 <= guard (|X|^2 + |N U|^2), (B, 1, 1) float32.
+    """Return target_norm / |B|, or 0 if |X|^2 <= guard (|X|^2 + |N U|^2), (batch, 1, 1) float32.
 
     Args:
-        X_sq, X_scale: |c X|^2 by parts and c (B, 1, 1), as `residual` returns them.
+        X_sq, X_scale: |c X|^2 by parts and c (batch, 1, 1), as `residual` returns them.
         B_sq: norm_sq |B|^2 by parts, as `overlap` returns it.
-        norm_sq: (B, 1, 1) float64, from `norm_and_weight`.
+        norm_sq: (batch, 1, 1) float64, from `norm_and_weight`.
         target_norm: gamma sqrt(m n), the norm of b B.
         guard: the share of the momentum's squared norm below which the residual is rounding noise.
     """
@@ -136,16 +133,16 @@ def update_coefficients(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the two arguments of `update_`: its coefficients, and the thin part of the update.
 
-    The coefficients are decay and gain = lr s b / norm of each matrix, (B, 2). The thin part g (gain BU - lr s P) is in
-    bfloat16 parts (2, B, m, R), or None without P and BU.
+    The coefficients are decay and gain = lr s b / norm of each matrix, (batch, 2). The thin part g (gain BU - lr s P)
+    is in bfloat16 parts (2, batch, m, R), or None without P and BU.
 
     Args:
-        b: the gain of the Muon half from `muon_gain`, (B or 1, 1, 1); None for 1.
-        norm_sq: (B, 1, 1) float64, from `norm_and_weight`.
+        b: the gain of the Muon half from `muon_gain`, (batch or 1, 1, 1); None for 1.
+        norm_sq: (batch, 1, 1) float64, from `norm_and_weight`.
         lr, decay: numbers, or float64 scalars on the device.
-        grad_max: the largest |entry| of each gradient (B,); if 0, lr counts as 0.
-        P, BU: the SOAP half in the basis, and B U from `overlap` (norm times that of B), (B, m, r); or both None.
-        row_gain: g (B, m, 1), None for 1; not needed without P.
+        grad_max: the largest |entry| of each gradient (batch,); if 0, lr counts as 0.
+        P, BU: the SOAP half in the basis, and B U from `overlap` (norm times that of B), (batch, m, r); or both None.
+        row_gain: g (batch, m, 1), None for 1; not needed without P.
         B_sq: norm_sq |B|^2 by parts, None for 0.
         other_sq: the squared norm of the other part of the direction by parts, None for 0.
         target_norm: s = target_norm / sqrt(b^2 B_sq / norm_sq + other_sq), or s = 1 if target_norm is 0.

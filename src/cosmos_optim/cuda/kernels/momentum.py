@@ -2,7 +2,7 @@
 
 Reads G and M once and writes M once. If `skip` is True, M stays as it is. `momentum_int8` does this for an M of 8 bits.
 
-Shapes: G, M (m, n), U (n, r), G U and M U (m, r); B matrices each.
+Shapes: G, M (m, n), U (n, r), G U and M U (m, r), for each matrix of the batch.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def momentum_(
     M: MatrixList, G: MatrixList, w: float, U: tuple[Tensor, Tensor] | None, r: int, skip: Tensor | None,
     grad_max: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Update M in place; return G U and M U (B, m, r), and the largest |entry| of G and M by row block (B, blocks).
+    """Update M in place; return G U, M U (batch, m, r) and the largest |entry| of G and M by row block (batch, blocks).
 
     Args:
-        U: (B, n, r) in float16 parts times BASIS_SCALE, for G, and in bfloat16 parts, for M: (2, B, n, R) each. None
-            updates M alone; the products are then empty.
+        U: in float16 parts times BASIS_SCALE, for G, and in bfloat16 parts, for M: (2, batch, n, R) each. None updates
+            M alone; the products are then empty.
         skip: a boolean scalar on the device, or None; if True, M is not written.
-        grad_max: the largest |entry| of each G or a bound not far above it, (B,); not needed without U.
+        grad_max: the largest |entry| of each G or a bound not far above it, (batch,); not needed without U.
     """
     if M.scales is not None:
         return momentum_int8_(M, G, w, U, r, skip, grad_max)

@@ -6,7 +6,7 @@ and then, from the cache, to write its codes. One loop does both, because two sh
 products use M as it is stored: codes are exact in float16, so M U needs only the float16 parts of U that G U reads. If
 `skip` is True, neither codes nor scales are written.
 
-Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r); B matrices each.
+Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r), for each matrix of the batch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ def float32_bits(x: float) -> Any:
 LARGEST_CODE = tl.constexpr(float(int8_momentum.LARGEST_CODE))
 LEAST_SCALE, LARGEST_SCALE = float32_bits(int8_momentum.LEAST_SCALE), float32_bits(int8_momentum.LARGEST_SCALE)
 SCALE_UNIT = tl.constexpr(1 << int8_momentum.CLEARED_BITS)
-# Adding and subtracting this rounds a float32 to an integer: the last bit of numbers near it counts ones.
-ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @jit
@@ -52,7 +50,7 @@ def rounded_scale(scale, LARGEST: tl.constexpr, UNIT: tl.constexpr):
 @jit
 def nearest_code(x):
     """Round to the nearest code, to even if two are equally near."""
-    rounded = (x + ROUNDER) - ROUNDER
+    rounded = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: its last bit counts ones
     return tl.minimum(tl.maximum(rounded, -LARGEST_CODE), LARGEST_CODE)
 
 

@@ -3,11 +3,10 @@
     scale_for_power_step  G U / c in float16 parts, with c^2 = |G U|^2 + trace S
     power_sum             Y = beta U S / c^2 + (1 - beta) HU / c, with HU = G'(G U / c)
 
-The scale c avoids overflow and underflow for gradients of any size. Each is one kernel, which also removes rounding
-noise from its input, as `linalg.subspace.power_step` does, and prepares what the next kernel reads: parts, or norms of
-columns. For ranks above `thin_qr.MAX_COLUMNS`, `power_sum` uses plain torch.
+The scale c avoids overflow and underflow for gradients of any size. Each is one kernel that also removes rounding noise
+from its input, as `linalg.subspace.power_step` does. Ranks above `thin_qr.MAX_COLUMNS` use plain torch (`power_sum`).
 
-Shapes: GU (B, m, r), S (B, r, r), U, HU and Y (B, n, r), c (B, 1, 1).
+Shapes: GU (batch, m, r), S (batch, r, r), U, HU and Y (batch, n, r), c (batch, 1, 1).
 """
 
 from __future__ import annotations
@@ -56,14 +55,11 @@ def _scale_for_power_step(
 def scale_for_power_step(
     GU: Tensor, S: Tensor, norm_sq_parts: Tensor, max_abs_parts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return GU / c in float16 parts (2, B, m, R), its largest |entry| (B,), and c (B, 1, 1), 1 if GU and S are 0.
+    """Return GU / c in float16 parts (2, batch, m, R), its largest |entry| (batch,), and c (batch, 1, 1).
 
-    Entries of GU that are rounding noise become 0.
+    Entries of GU that are rounding noise become 0. If GU and S are 0, c is 1.
 
-    Args:
-        GU: G U (B, m, r).
-        S: (B, r, r), of which the trace is read.
-        norm_sq_parts, max_abs_parts: |GU|^2 and the largest |entry| of GU by blocks (B, parts), of `norm_sq_and_max`.
+    norm_sq_parts, max_abs_parts: |GU|^2 and the largest |entry| of GU by parts, from `norm_sq_and_max`.
     """
     batch, m, r = GU.shape
     GU, S, R = GU.contiguous(), S.contiguous(), power_of_two(r)
@@ -114,14 +110,11 @@ def _power_sum(
 
 
 def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple[Tensor, Tensor | None]:
-    """Return Y = beta U S / c^2 + (1 - beta) HU / c, (B, n, r), and the `columns` that `orthonormalize` takes.
+    """Return Y = beta U S / c^2 + (1 - beta) HU / c, (batch, n, r), and the `columns` that `orthonormalize` takes.
 
     Entries of S that are rounding noise count as 0. Those of U are at most 1; the product is as exact as in float32.
 
-    Args:
-        U, S: the old basis (B, n, r) and its second moment (B, r, r).
-        HU: G'(G U / c), (B, n, r).
-        c: (B, 1, 1), from `scale_for_power_step`.
+    U, S: the old basis and its second moment. HU: G'(G U / c). c: from `scale_for_power_step`.
     """
     batch, n, r = U.shape
     if not supports(r):

@@ -1,9 +1,7 @@
 """G U of the power step for a list of gradients (L5); and B U with |B - B U U'|^2 for the result of Newton-Schulz.
 
     project   G U                            float16 parts of U, as exact as float32
-    overlap   B U and |B - B U U'|^2         B a half-precision stack; the squared norm by row blocks and by rows
-
-`overlap` is one kernel, because B is large and both need all of it.
+    overlap   B U and |B - B U U'|^2         in one pass over B, a half-precision stack; the norm by blocks and by rows
 
 Shapes: G, B (m, n), U (n, r), G U and B U (m, r), for each matrix of the batch.
 """
@@ -83,12 +81,12 @@ def _masked_tile(
 
 
 def project(G: MatrixList, U: Tensor, r: int, grad_max: Tensor) -> Tensor:
-    """Return G U (B, m, r) in float32.
+    """Return G U (batch, m, r) in float32.
 
     Args:
         G: a list of matrices (m, n).
-        U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
-        grad_max: the largest |entry| of each matrix or a bound not far above it, (B,).
+        U: (batch, n, r) in float16 parts (2, batch, n, R) times BASIS_SCALE.
+        grad_max: the largest |entry| of each matrix or a bound not far above it, (batch,).
     """
     _, batch, n, R = U.shape
     m, source = G.shape[0], G.source()
@@ -137,7 +135,7 @@ def overlap(B: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         B: what Newton-Schulz returned, a float16 stack (batch, m, n) of any strides.
-        U: (B, n, r) in float16 parts (2, B, n, R) times BASIS_SCALE.
+        U: (batch, n, r) in float16 parts (2, batch, n, R) times BASIS_SCALE.
     """
     _, batch, n, R = U.shape
     m = B.shape[1]

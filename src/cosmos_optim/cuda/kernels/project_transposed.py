@@ -1,7 +1,5 @@
 """G'Z for a list of gradients and a thin factor Z: with Z = G U / c, the second product of the power step (L5).
 
-A program sums over all rows for a block of columns, so that the result needs no sum of parts.
-
 Shapes: G (m, n), Z (m, r), G'Z (n, r), for each matrix of the batch.
 """
 
@@ -49,17 +47,16 @@ def _project_transposed(
 
 
 def project_transposed(G: MatrixList, Z: Tensor, z_max: Tensor, r: int, grad_max: Tensor) -> Tensor:
-    """Return G'Z (B, n, r) in float32.
+    """Return G'Z (batch, n, r) in float32.
 
     Args:
         G: a list of matrices (m, n).
-        Z: (B, m, r) in float16 parts (2, B, m, R), scaled by `z_max`.
-        z_max: the largest |entry| of each Z (B,).
-        grad_max: the largest |entry| of each G or a bound not far above it, (B,).
+        Z: (batch, m, r) in float16 parts (2, batch, m, R), scaled by `z_max`.
+        z_max: the largest |entry| of each Z (batch,).
+        grad_max: the largest |entry| of each G or a bound not far above it, (batch,).
     """
     _, batch, m, R = Z.shape
-    n = G.shape[1]
-    source = G.rows_source()
+    n, source = G.shape[1], G.rows_source()
     how = (LAUNCH if source["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
     out = torch.empty(batch, n, r, dtype=torch.float32, device=Z.device)
     _project_transposed[(-(-n // how.rows), batch)](

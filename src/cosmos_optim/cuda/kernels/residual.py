@@ -4,7 +4,7 @@ N = a M + b G is the momentum (a = 1, b = 0) or Nesterov's form of it. c is a po
 of M and G to about 8; it comes from the block maxima that `momentum_` returned. One kernel does it all, so that M and G
 are read once and N is never stored. The work buffer is always tall: for a wide matrix it holds the transpose.
 
-Shapes: M, G (m, n), -N U (m, r), U (n, r); the buffer is (B, max(m, n), min(m, n)).
+Shapes: M, G (m, n), -N U (m, r), U (n, r); the buffer is (batch, max(m, n), min(m, n)).
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def _residual(
 ):  # fmt: skip
     """Compute BM rows: g and mom are the tables of G and M, minus_nu and u are -N U and U in bfloat16 parts."""
     block, batch = tl.program_id(0), tl.program_id(1)
-    g_start = matrix_start(g, batch, ELEMENT, ALIGNED)
-    m_start = matrix_start(mom, batch, MOMENT, M_ALIGNED)
+    g_start, m_start = matrix_start(g, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, MOMENT, M_ALIGNED)
     scale_start = matrix_start(scales, batch, tl.float32, False)  # not read if M is not quantized
     c = buffer_scale(block_max, batch, blocks, BLOCKS)
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
@@ -88,12 +87,12 @@ def _residual(
 def residual(
     M: MatrixList, G: MatrixList, a: float, b: float, minus_NU: Tensor | None, U: Tensor | None, block_max: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return c X in the work buffer (B, long, short), |c X|^2 by row blocks (B, blocks), and c (B, 1, 1).
+    """Return c X in the work buffer (batch, long, short), |c X|^2 by row blocks (batch, blocks), and c (batch, 1, 1).
 
     Args:
         M, G: momentum and gradients, (m, n) each; N = a M + b G.
-        minus_NU, U: -N U and U in bfloat16 parts (2, B, m or n, R), or None for X = N.
-        block_max: the largest |entry| of M and G by blocks (B, blocks), from `momentum_`.
+        minus_NU, U: -N U and U in bfloat16 parts (2, batch, m or n, R), or None for X = N.
+        block_max: the largest |entry| of M and G by blocks (batch, blocks), from `momentum_`.
     """
     (m, n), batch = M.shape, len(M)
     R = 16 if U is None else U.shape[-1]

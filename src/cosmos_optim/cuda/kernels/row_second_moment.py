@@ -7,7 +7,7 @@
 B = (buffer - (buffer U) U') / norm, see `gains`. `project.overlap` returns norm^2 |B_i|^2 if there is a basis U;
 `row_norm_sq` computes it if there is none.
 
-Shapes: v, g (B, m, 1), P (B, m, r), squared norms of rows (B, m).
+Shapes: v, g (batch, m, 1), P (batch, m, r), squared norms of rows (batch, m).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _row_norm_sq(x, out, stride, m, n, sm, sn, BM: tl.constexpr, BK: tl.constexp
 
 
 def row_norm_sq(X: Tensor) -> Tensor:
-    """Return the squared norms of the rows (B, m) in float32, for a half-precision stack X (B, m, n) of any strides."""
+    """Return the squared norms (batch, m) of the rows of a half-precision stack X (batch, m, n) of any strides."""
     (batch, m, n), how = X.shape, LAUNCH.fit(16)
     out = torch.empty(batch, m, dtype=torch.float32, device=X.device)
     _row_norm_sq[(-(-m // how.rows), batch)](
@@ -73,13 +73,13 @@ def row_gains(
     v: Tensor, B_row_sq: Tensor, norm_sq: Tensor, n: int, beta: float, eps: float, *,
     b: Tensor | None = None, P: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return v and g (B, m, 1), and |g D|^2 by row blocks (B, blocks) in float64.
+    """Return v and g (batch, m, 1), and |g D|^2 by row blocks (batch, blocks) in float64.
 
     Args:
-        v: (B, m, 1) float32, the second moment so far.
-        B_row_sq: norm_sq |B_i|^2 (B, m).
-        norm_sq: (B, 1, 1) float64, from `gains.norm_and_weight`.
-        b, P: (B, 1, 1) and (B, m, r), or both None for b = 1 and P = 0.
+        v: (batch, m, 1) float32, the second moment so far.
+        B_row_sq: norm_sq |B_i|^2 (batch, m).
+        norm_sq: (batch, 1, 1) float64, from `gains.norm_and_weight`.
+        b, P: (batch, 1, 1) and (batch, m, r), or both None for b = 1 and P = 0.
     """
     batch, m, r = (*v.shape[:2], 16) if P is None else P.shape
     v, R = v.contiguous(), power_of_two(r)

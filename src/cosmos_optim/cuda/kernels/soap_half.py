@@ -3,7 +3,7 @@
 root(V) is sqrt(V / (1 - b2^t)) + eps, or the paper's sqrt((V + eps) / (1 - b2^t)). One kernel does both, because both
 read the same thin factors. It also computes what the next ones need: |P|^2, |N U|^2, and -N U in bfloat16 parts.
 
-Shapes: V, GU, NU, P (B, m, r); t (B, 1, 1); `tracked` (B, 1, r).
+Shapes: V, GU, NU, P (batch, m, r); t (batch, 1, 1); `tracked` (batch, 1, r).
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def soap_half(
     V: Tensor, GU: Tensor, NU: Tensor, tracked: Tensor, t: Tensor, *,
     betas: tuple[float, float], eps: float, eps_inside_root: bool, extra_steps: float, guard: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the new V and P, -N U in bfloat16 parts (2, B, m, R), and |P|^2, |N U|^2 by row blocks (2, B, blocks).
+    """Return the new V and P, -N U in bfloat16 parts (2, batch, m, R), and |P|^2 and |N U|^2 by row blocks.
 
-    The squared norms are float64.
+    The squared norms are float64, (2, batch, blocks).
 
     Args:
-        V: (B, m, r), the second moment so far.
-        GU, NU: G U and N U in the new basis, (B, m, r).
-        tracked: (B, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
-        t: (B, 1, 1) steps, counted from 1.
+        V: (batch, m, r), the second moment so far.
+        GU, NU: G U and N U in the new basis, (batch, m, r).
+        tracked: (batch, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
+        t: (batch, 1, 1) steps, counted from 1.
         betas: decay of the momentum and of V.
         eps_inside_root: whether eps is added to V inside of the root, as in the paper.
         extra_steps: N is an average over t + extra_steps steps (1 with Nesterov's blend, else 0).

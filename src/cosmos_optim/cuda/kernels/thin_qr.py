@@ -5,8 +5,8 @@ scaled to norm 1, then each pass computes Q <- Q L^-T with L L' = Q'Q (plus a sh
 float16 parts and float32 sums (`tiles`), as exact as float32; the factorization itself is float32. Sums over rows have
 a fixed order. More than MAX_COLUMNS columns run in plain torch.
 
-Shapes: Y, Q, A, B (B, k, r); A'B (B, r, r); R is the next power of two of r. Sums over rows are returned by row blocks:
-(B, parts, R) for columns, (B, parts, R, R) for Gram matrices.
+Shapes: Y, Q and any thin A, B (batch, k, r); R is the next power of two of r. Sums over rows are returned by row
+blocks: (batch, parts, R) for columns, (batch, parts, R, R) for Gram matrices.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ def _inverse_factor(gram_parts, factor, ok, parts, r, shift, pass_index, R: tl.c
 
     It eliminates [gram | I] column by column. The second and third pass start near the identity. There, the first-order
     factor L^-1 = I - (lower half of excess, its diagonal halved), with excess = gram - I, is as good and needs no
-    elimination: its error is |excess|^2, which the next pass removes, and below rounding in the last pass. The factor
-    has a column of zeros for a column that depends on those before it: one with more than half of its pivot from the
-    shift.
+    elimination: its error is |excess|^2, which the next pass removes, and below rounding in the last pass. A column
+    that depends on those before it, with more than half of its pivot from the shift, gets a column of zeros.
     """
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
@@ -179,7 +178,7 @@ def supports(r: int) -> bool:
 
 
 def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
-    """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r.
+    """Return gain A'B by row blocks: (batch, k, r) x 2 -> (batch, parts, R, R), zeros beyond r.
 
     It is as exact as in float32. Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
     """
@@ -197,12 +196,12 @@ def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
 
 
 def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
-    """Return the Q of Y = Q R, (B, k, r) -> the same, as `cholesky_qr.orthonormalize` does.
+    """Return the Q of Y = Q R, (batch, k, r) -> the same, as `cholesky_qr.orthonormalize` does.
 
     A column that depends on those before it is replaced by the column of `fallback`, made orthogonal to the others. If
     the factorization fails, the result is all of `fallback`.
 
-    columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has computed them.
+    columns: the squared norms of the columns of Y by row blocks (batch, parts, R), if `power_sum` has computed them.
     """
     batch, k, r = Y.shape
     if not supports(r):

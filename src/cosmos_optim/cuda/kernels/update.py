@@ -1,8 +1,7 @@
 """W <- decay W - gain B + thin U' for a list of parameters: the step along the direction D (L10, L11).
 
-`gains.update_coefficients` returns decay, gain and thin, which hold lr and all norms. So D is never stored, and one
-kernel reads W and B once and writes W once. If W has corrections, it is read and written with all 24 bits (see
-`linalg.weight24`).
+`gains.update_coefficients` returns decay, gain and thin. D is never stored: one pass reads W and B and writes W. If W
+has corrections, it is read and written with all 24 bits (see `linalg.weight24`).
 
 Shapes: W (m, n), B the work buffer (max(m, n), min(m, n)), thin (m, r), U (n, r), for each matrix of the batch.
 """
@@ -21,7 +20,7 @@ from cosmos_optim.engine import rounding
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 # The hash of `rounding.noise16`.
 INDEX_MIX, MIX1, MIX2 = (tl.constexpr(x) for x in (rounding.INDEX_MIX, rounding.MIX1, rounding.MIX2))
-LOW16, HIGH16 = tl.constexpr(rounding.LOW16), tl.constexpr(~rounding.LOW16)
+LOW16 = tl.constexpr(rounding.LOW16)
 
 
 @jit
@@ -31,7 +30,7 @@ def dither(value, index, seed):
     x = (x ^ ((x >> 15) & 0x1FFFF)) * MIX1
     x = (x ^ ((x >> 15) & 0x1FFFF)) * MIX2
     x = (x ^ ((x >> 16) & LOW16)) & LOW16
-    truncated = (value.to(tl.int32, bitcast=True) + x) & HIGH16
+    truncated = (value.to(tl.int32, bitcast=True) + x) & ~LOW16
     return tl.where(tl.abs(value) < float("inf"), truncated.to(tl.float32, bitcast=True), value)
 
 
@@ -96,12 +95,12 @@ def update_(
 
     Args:
         W: a list of matrices (m, n), and their corrections if they have some.
-        B: the tall work buffer (B, max(m, n), min(m, n)).
-        thin, U: in bfloat16 parts (2, B, m or n, R), or None; thin has its sign and scale.
-        coefficients: (B, 2) float32, decay and gain of each matrix.
+        B: the tall work buffer (batch, max(m, n), min(m, n)).
+        thin, U: in bfloat16 parts (2, batch, m or n, R), or None; thin has its sign and scale.
+        coefficients: (batch, 2) float32, decay and gain of each matrix.
         skip: a boolean scalar on the device, or None; if True, nothing is written.
-        seeds: (B,) int32, or None; if given, bfloat16 parameters are rounded stochastically.
-        row_gain: (B, m, 1) float32, or None: a factor for each row of gain B.
+        seeds: (batch,) int32, or None; if given, bfloat16 parameters are rounded stochastically.
+        row_gain: (batch, m, 1) float32, or None: a factor for each row of gain B.
     """
     (m, n), batch = W.shape, len(W)
     R = 16 if U is None else U.shape[-1]

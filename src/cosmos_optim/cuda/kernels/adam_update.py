@@ -30,19 +30,12 @@ from cosmos_optim.linalg.int8_momentum import BLOCK
 # Blocks of a program, and its warps: 2048 elements, 16 for each thread.
 UNITS, WARPS = 16, 4
 # The format of `linalg.int8_adam`, and its noise.
-LARGEST_CODE = tl.constexpr(float(int8_adam.LARGEST_CODE))
-LARGEST_ROOT_CODE = tl.constexpr(float(int8_adam.LARGEST_ROOT_CODE))
-LEAST_ROOT_CODE = tl.constexpr(float(int8_adam.LEAST_ROOT_CODE))
+LARGEST_CODE, LARGEST_ROOT_CODE = tl.constexpr(int8_adam.LARGEST_CODE), tl.constexpr(int8_adam.LARGEST_ROOT_CODE)
+LEAST_ROOT_CODE = tl.constexpr(int8_adam.LEAST_ROOT_CODE)
 LARGEST_SCALE, SCALE_UNIT = float32_bits(int8_adam.LARGEST_SCALE), tl.constexpr(1 << int8_adam.CLEARED_BITS)
 NOISE_SHIFT, NOISE_VALUES = tl.constexpr(32 - int8_adam.NOISE_BITS), tl.constexpr(1 << int8_adam.NOISE_BITS)
 ELEMENT_MIX, STEP_MIX = tl.constexpr(int8_adam.ELEMENT_MIX), tl.constexpr(int8_adam.STEP_MIX)
 ROOT_STEP_MIX = tl.constexpr(int8_adam.ROOT_STEP_MIX)
-
-
-@jit
-def _scale(largest, LARGEST: tl.constexpr):
-    """Return the scale of a block with this largest number, which gets the code LARGEST."""
-    return rounded_scale(largest / (LARGEST * LARGEST), LARGEST_SCALE, SCALE_UNIT)
 
 
 @jit
@@ -113,7 +106,8 @@ def _adam(
         bits = index * ELEMENT_MIX + step * STEP_MIX
         root_bits = index * ELEMENT_MIX + step * ROOT_STEP_MIX
         size = tl.abs(new_m)
-        m_scale, v_scale = _scale(tl.max(size, axis=1), LARGEST_CODE), _scale(tl.max(root, axis=1), LARGEST_ROOT_CODE)
+        m_scale = rounded_scale(tl.max(size, axis=1) / LARGEST_CODE**2, LARGEST_SCALE, SCALE_UNIT)
+        v_scale = rounded_scale(tl.max(root, axis=1) / LARGEST_ROOT_CODE**2, LARGEST_SCALE, SCALE_UNIT)
         m_code = _codes(size, (1.0 / m_scale)[:, None], bits, LARGEST_CODE)
         v_code = _codes(root, (1.0 / v_scale)[:, None], root_bits, LARGEST_ROOT_CODE)
         v_code = tl.where(new_v > 0.0, tl.maximum(v_code, LEAST_ROOT_CODE), 0.0)

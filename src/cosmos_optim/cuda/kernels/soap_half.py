@@ -66,8 +66,7 @@ def soap_half(
     The squared norms are float64, (2, batch, blocks).
 
     Args:
-        V: (batch, m, r), the second moment so far.
-        GU, NU: G U and N U in the new basis, (batch, m, r).
+        V, GU, NU: the second moment so far, and G U and N U in the new basis, (batch, m, r).
         tracked: (batch, 1, r), a factor for each column of P: 1 if it holds gradient, else 0.
         t: (batch, 1, 1) steps, counted from 1.
         betas: decay of the momentum and of V.

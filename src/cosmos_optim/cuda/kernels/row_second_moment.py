@@ -5,7 +5,7 @@
     |g D|^2 = sum of g_i^2 q_i                        for NORM (L11)
 
 B = (buffer - (buffer U) U') / norm, see `gains`. `project.overlap` returns norm^2 |B_i|^2 if there is a basis U;
-`row_norm_sq` computes it if there is none.
+`row_norm_sq` computes it if there is none. One kernel does the rest, because a row needs only its own sums.
 
 Shapes: v, g (batch, m, 1), P (batch, m, r), squared norms of rows (batch, m).
 """

@@ -24,7 +24,7 @@ GPU_SHAPES = [(700, 64), (517, 80), (300, 128), (300, 200)]
 # Ranks above 128, for which three of the wrappers run in torch.
 RANKS = [8, 256]
 SIZES = [1e-15, 1.0, 1e15]  # squares of the tracked columns stay float32 numbers, as those of S and V must
-FLOOR = 1e-12  # share of the trace below which a column counts as rounding noise
+GUARD = 1e-5  # above 0: entries and columns of rounding noise do not count
 
 
 @pytest.fixture(params=range(4))
@@ -124,7 +124,7 @@ def check_second_moment(k: int, r: int, size: float, device: torch.device) -> No
     U, U_old = orthonormal_columns(k, r, device), orthonormal_columns(k, r, device)
     S, GU = random_moment(r, size, device), torch.randn(2, k + 3, r).to(device) * size
     C, E = thin_product_parts(U, U_old), thin_product_parts(GU, GU, gain=1 - 0.95)
-    found, tracked = second_moment(S, C, E, 0.95, FLOOR)
+    found, tracked = second_moment(S, C, E, 0.95, GUARD)
     C, gu = U.double().mT @ U_old.double(), GU.double()
     assert relative_error(found, 0.95 * C @ S.double() @ C.mT + 0.05 * gu.mT @ gu) < FLOAT32
     assert torch.equal(found, found.mT)
@@ -145,20 +145,20 @@ def test_second_moment_takes_every_rank_up_to_256(r: int, device: torch.device) 
 
 @pytest.mark.parametrize("r", [5, 130])
 def test_a_column_is_tracked_if_past_or_present_gradients_reach_it(r: int, device: torch.device) -> None:
-    """A negative floor tracks every column."""
+    """A guard of 0 tracks every column."""
     U = orthonormal_columns(r + 30, r, device)
     past = torch.tensor([1.0, 1e-3, 1e-14, 1e-14, 0.0] + [1.0] * (r - 5))
     now = torch.tensor([1e-3, 0.0, 1e-5, 1e-12, 0.0] + [1.0] * (r - 5)) / r
     S = torch.diag_embed(past).repeat(2, 1, 1).to(device)
     GU = torch.randn(2, 40, r).to(device) * now.to(device)
     grams = thin_product_parts(U, U), thin_product_parts(GU, GU, gain=0.5)
-    tracked = second_moment(S, *grams, 0.5, FLOOR)[1]
+    tracked = second_moment(S, *grams, 0.5, GUARD)[1]
     if r == 5:
         assert tracked[0, 0].tolist() == [1, 1, 1, 0, 0]
     else:  # after one large gradient the third column is too small a share of this one
         assert tracked[0, 0, :5].tolist() == [1, 1, 0, 0, 0]
         assert tracked[0, 0, 5:].all()
-    assert second_moment(S, *grams, 0.5, -1.0)[1].all()
+    assert second_moment(S, *grams, 0.5, 0.0)[1].all()
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -166,13 +166,13 @@ def test_a_column_is_tracked_if_past_or_present_gradients_reach_it(r: int, devic
 def test_soap_half_equals_adam_in_float64(
     shape: tuple[int, int], inside: bool, extra: float, device: torch.device
 ) -> None:
-    """V, P, -N in parts and both squared norms, with eps in both places and with Nesterov's extra step."""
+    """V, P, -N U in parts and both squared norms, with eps in both places and with Nesterov's extra step."""
     k, r = shape
     V, GU, NU = torch.rand(2, k, r).to(device), torch.randn(2, k, r).to(device), torch.randn(2, k, r).to(device)
     tracked = (torch.arange(r, device=device) % 3 > 0).float().expand(2, 1, r).contiguous()
     t = torch.tensor([1.0, 300.0], device=device).view(2, 1, 1)
     found, P, minus_NU, norm_sq_parts = soap_half(
-        V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, eps_inside_root=inside, extra_steps=extra, floor=FLOOR
+        V, GU, NU, tracked, t, betas=(0.9, 0.9999), eps=1e-4, eps_inside_root=inside, extra_steps=extra, guard=GUARD
     )
     exact = 0.9999 * V.double() + 0.0001 * GU.double().square()
     steps = t.double()
@@ -185,15 +185,15 @@ def test_soap_half_equals_adam_in_float64(
     assert torch.equal(minus_NU, split_both(-NU)[1])
 
 
-@pytest.mark.parametrize(("floor", "kept"), [(FLOOR, False), (-1.0, True)])
-def test_soap_half_leaves_out_rounding_noise_unless_there_is_no_floor(
-    floor: float, kept: bool, device: torch.device
+@pytest.mark.parametrize(("guard", "kept"), [(GUARD, False), (0.0, True)])
+def test_soap_half_leaves_out_rounding_noise_unless_there_is_no_guard(
+    guard: float, kept: bool, device: torch.device
 ) -> None:
     """An entry that has been far below the largest of its row in every step."""
     GU = torch.randn(2, 30, 8).to(device) * torch.logspace(0, -9, 30).to(device)[:, None]
     GU[:, :, 3] = 1e-7 * GU.abs().amax(-1)
     tracked, t = torch.ones(2, 1, 8, device=device), torch.ones(2, 1, 1, device=device)
-    given = {"betas": (0.9, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0, "floor": floor}
+    given = {"betas": (0.9, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0, "guard": guard}
     _, P, _, _ = soap_half(torch.zeros_like(GU), GU, 0.1 * GU, tracked, t, **given)
     assert bool((P[..., 3] != 0).all() if kept else (P[..., 3] == 0).all())
     assert float((P.abs() - 1)[..., [0, 1, 2, 4, 5, 6, 7]].abs().max()) < 1e-4
@@ -205,7 +205,7 @@ def test_soap_half_without_eps_returns_0_for_0_divided_by_0(size: float, device:
     GU, NU = torch.randn(2, 20, 4).to(device) * size, torch.randn(2, 20, 4).to(device) * size
     V, tracked, t = torch.zeros_like(GU), torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 1, device=device)
     GU[:, :5], NU[:, :3] = 0, 0
-    given = {"betas": (0.0, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0, "floor": -1.0}
+    given = {"betas": (0.0, 0.98), "eps": 0.0, "eps_inside_root": False, "extra_steps": 0.0, "guard": 0.0}
     found, P, _, _ = soap_half(V, GU, NU, tracked, t, **given)
     assert relative_error(found, 0.02 * GU.double().square()) < FLOAT32
     assert relative_error(P[:, 5:], NU[:, 5:].double() / GU[:, 5:].double().abs()) < FLOAT32

@@ -155,14 +155,14 @@ def test_a_skipped_step_writes_neither_momentum_nor_parameters(device: torch.dev
 @pytest.mark.parametrize("case", CASES[:4])
 @pytest.mark.parametrize(("a", "b"), [(1.0, 0.0), (0.9, 0.1)])
 def test_residual_equals_its_formula_in_float64(case: Case, a: float, b: float, device: torch.device) -> None:
-    """The buffer holds c (a M + b G + P U'), always tall, and comes with its squared norm."""
+    """The buffer holds c (N - N U U') with N = a M + b G, always tall, and comes with its squared norm."""
     M, G = matrices(*case, device), matrices(*case, device)
     (m, n), U = M.shape, orthonormal_columns(M.shape[1], 9, device)
     N = a * stacked(M, torch.float64) + b * stacked(G, torch.float64)
-    P, block_max = -(N @ U.double()), torch.maximum(max_abs(M), max_abs(G))[:, None]
-    parts = wide_parts(P.float()), wide_parts(U)
+    minus_NU, block_max = -(N @ U.double()), torch.maximum(max_abs(M), max_abs(G))[:, None]
+    parts = wide_parts(minus_NU.float()), wide_parts(U)
     buffer, norm_sq, scale = residual(M, G, a, b, *parts, block_max)
-    exact = N + P @ U.double().mT
+    exact = N + minus_NU @ U.double().mT
     assert buffer.shape == (2, max(m, n), min(m, n))
     assert buffer.stride(1) % 8 == 0
     assert relative_error((buffer if m >= n else buffer.mT).double() / scale.double(), exact) < FLOAT16
@@ -172,7 +172,7 @@ def test_residual_equals_its_formula_in_float64(case: Case, a: float, b: float, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_update_equals_its_formula_in_float64(case: Case, device: torch.device) -> None:
-    """Compute W <- decay W - b B + P U' with coefficients of each matrix."""
+    """Compute W <- decay W - gain B + thin U' with coefficients of each matrix."""
     W = matrices(*case, device)
     m, n = W.shape
     before, U, P = stacked(W, torch.float64), orthonormal_columns(n, 9, device), torch.randn(2, m, 9).to(device)

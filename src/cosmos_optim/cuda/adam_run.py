@@ -88,7 +88,7 @@ def step_alike(entries: Sequence[Entry], skip: Tensor | None) -> None:
 
 
 def coefficients(steps: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return (B, 3) float32 on the device of the steps (B,): decay, lr / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
+    """Return (batch, 3) float32 on the device of the steps (batch,): decay, lr / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
     b1, b2 = group["betas"]
     ones = torch.ones_like(steps)
     columns = (

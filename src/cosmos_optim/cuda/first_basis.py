@@ -49,7 +49,7 @@ class ListAlgebra(Algebra):
 
 
 def first_basis(G: MatrixList, U: Tensor, grad_max: Tensor) -> Tensor:
-    """Return the leading eigenvectors of each G'G, (B, n, r), like U.
+    """Return the leading eigenvectors of each G'G, (batch, n, r), like U.
 
     The kernels pad the columns to a power of two. Oversampling uses that padding, which is free; one more column would
     double the cost.

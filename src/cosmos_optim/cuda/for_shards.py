@@ -15,7 +15,7 @@ from cosmos_optim.rules import RULES
 
 
 def orthonormalize(Y: Tensor, fallback: Tensor) -> Tensor:
-    """Return orthonormal columns with the span of Y (B, n, r), by a kernel if it supports r columns."""
+    """Return orthonormal columns with the span of Y (batch, n, r), by a kernel if it supports r columns."""
     r = Y.shape[-1]
     able = Y.dtype is torch.float32 and thin_qr.supports(r) and available(Y.device)
     if able and kernels_work(Y[0], RULES["cosmos"], r):
@@ -24,7 +24,7 @@ def orthonormalize(Y: Tensor, fallback: Tensor) -> Tensor:
 
 
 def newton_schulz(X: Tensor, ns: NewtonSchulz) -> Tensor:
-    """Run Newton-Schulz on whole matrices (B, m, n), with half the work for symmetric products if supported."""
+    """Run Newton-Schulz on whole matrices (batch, m, n), with half the work for symmetric products if supported."""
     is_wide = X.shape[-2] < X.shape[-1]
     tall = X.mT.contiguous() if is_wide else X
     able = available(X.device) and syrk.supports(tall) and kernels_work(tall[0], RULES["muon"], 1)

@@ -135,7 +135,7 @@ class MatrixList:
         return len(self.tensors)
 
     def source(self) -> dict[str, Any]:
-        """Return the arguments by which a kernel reads the matrices: table, strides, element type, alignment.
+        """Return the arguments by which a kernel reads the matrices at `table`: strides, element type, alignment.
 
         ALIGNMENT_CLASSES: rows i and i + ALIGNMENT_CLASSES have the same offset modulo 16 bytes (see `kernels.tiles`).
         ALIGNED: every matrix begins at a multiple of 16 bytes, so rows of one class can be loaded 16 bytes at a time.
@@ -145,7 +145,7 @@ class MatrixList:
         classes = width // math.gcd(max(t.stride()), width)
         loadable = classes == 1 or t.stride(1) == 1
         aligned = loadable and all(x.data_ptr() % 16 == 0 for x in self.tensors)
-        return {"x": self.table, "sm": t.stride(0), "sn": t.stride(1), "ELEMENT": getattr(tl, ELEMENT_TYPES[t.dtype]),
+        return {"sm": t.stride(0), "sn": t.stride(1), "ELEMENT": getattr(tl, ELEMENT_TYPES[t.dtype]),
                 "ALIGNED": aligned, "ALIGNMENT_CLASSES": classes if aligned else 1}  # fmt: skip
 
     def rows_source(self) -> dict[str, Any]:

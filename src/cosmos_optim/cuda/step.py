@@ -1,7 +1,7 @@
 """COSMOS and the Muon family on a GPU: schedules of kernels over lists of matrices, one kernel call per line.
 
 The definitions are `rules.cosmos.direction`, `rules.muon.direction` and `direction_normuon`; tests compare
-these schedules with them. The letters are the same. A step on B matrices (m, n) reads and writes these large tensors:
+these schedules with them. The letters are the same. A step on a batch of matrices (m, n) reads and writes:
 
     G  read 3 times            project, project_transposed, momentum_ (with M)
     M  read twice, written     momentum_, residual
@@ -9,9 +9,9 @@ these schedules with them. The letters are the same. A step on B matrices (m, n)
     B  read twice              overlap, update_
     W  read and written        update_
 
-Thin factors U, S, V, P, v are stacked, (B, ...). A kernel returns a sum over rows, such as a sum of squares, in
-parts, one for each block of rows: (B, parts) or (B, parts, ...). `total` adds them over the GPUs that share the rows of
-a matrix; on one GPU it returns its argument, and the kernel that needs the sum adds the parts.
+Thin factors U, S, V, P, v are stacked, (batch, ...). A kernel returns a sum over rows, such as a sum of squares, in
+parts, one for each block of rows: (batch, parts) or (batch, parts, ...). `total` adds them over the GPUs that share the
+rows of a matrix; on one GPU it returns its argument, and the kernel that needs the sum adds the parts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.linalg.newton_schulz import HALF_SCALE, NewtonSchulz, TorchProducts, iterate, iterations_for
-from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState, noise_floor
+from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState
 from cosmos_optim.rules.muon import SCALINGS, MuonState, NorMuonState
 
 Number = float | Tensor
@@ -71,9 +71,9 @@ def cosmos_step_(
 
     Args:
         lr, decay: W <- decay W - lr D; numbers, or scalars on the device.
-        grad_max: the largest |g| of each matrix, (B,). A matrix with a zero gradient is only decayed.
+        grad_max: the largest |g| of each matrix, (batch,). A matrix with a zero gradient is only decayed.
         skip: a boolean on the device; if True, nothing is written.
-        seeds: (B,) int32; if given, bfloat16 parameters are rounded stochastically.
+        seeds: (batch,) int32; if given, bfloat16 parameters are rounded stochastically.
         M_done: called when M has been read for the last time; state in host memory goes back there.
         momentum_dtype: not read, because M has it.
     """
@@ -91,12 +91,11 @@ def cosmos_step_(
 
     GU, MU, M_max = momentum_(M, G, 1 - b1, (U_f16, U_bf16), r, skip, grad_max)             # L4, with G U and M U
     C, E = thin_product_parts(U, U_old), total(thin_product_parts(GU, GU, gain=1 - b2))
-    floor = noise_floor(S.dtype, guard)
-    S, tracked = second_moment(S, C, E, b2, floor)                                          # L6
+    S, tracked = second_moment(S, C, E, b2, guard)                                          # L6
     NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
     V, P, minus_NU, (P_sq, NU_sq) = soap_half(
         V, GU, NU, tracked, t, betas=betas, eps=eps, eps_inside_root=eps_placement == "inside",
-        extra_steps=int(nesterov), floor=floor)                                             # L7, L8
+        extra_steps=int(nesterov), guard=guard)                                             # L7, L8
     X, X_sq, X_scale = residual(M, G, a, 1 - a, minus_NU, U_bf16, M_max)                    #      N - N U U'
     M_done()
 
@@ -156,7 +155,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {"cosmos": cosmos_step_, "muon": muon
 
 
 def newton_schulz_in_place(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[Tensor, Tensor]:
-    """Return B, times a norm, and the square of that norm. X (B, long, short) is overwritten.
+    """Return B, times a norm, and the square of that norm. X (batch, long, short) is overwritten.
 
     The products run on the stream of low priority, where the temporaries of all chunks share one pool of memory.
     """

@@ -262,37 +262,47 @@ def agree(
 def block_max(entries: Sequence[Entry]) -> Tensor:
     """Return max |g| of each block of each gradient as one vector, float32 or wider; inf if it is not finite."""
     device = entries[0].p.device
-    grads: list[Tensor] = []
-    stacks: list[tuple[int, Tensor]] = []  # each with the number of single blocks before it
-    for e in entries:
-        g, count = e.layout.local(e.grad), e.layout.count
-        if count == 1:
-            grads.append(g)
-        elif e.layout.splits:
-            together = e.layout.stacked_blocks(g)  # blocks of columns would each cost a launch: they are not dense
-            if together is None:
-                grads += e.layout.blocks(g)
-            else:
-                stacks.append((len(grads), together))
-        elif count:
-            stacks.append((len(grads), g.flatten(0, -3)))
-    not_empty = [g for g in grads if g.numel()]
-    if device.type == "cpu":  # ten times as fast there as the foreach norm
-        norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, not_empty)]
-    else:
-        norms = list(torch._foreach_norm(not_empty, float("inf"))) if not_empty else []
     # Decided by the global gradients: a rank without a local part must send the same dtype as the others.
     wide = torch.float64 if any(e.grad.dtype is torch.float64 for e in entries) else torch.float32
-    norms = [x if x.dtype is wide and x.device == device else x.to(device, wide) for x in norms]
-    if len(not_empty) < len(grads):
-        values, zero = iter(norms), torch.zeros((), device=device, dtype=wide)
-        norms = [next(values) if g.numel() else zero for g in grads]
-    found = torch.stack(norms) if norms else torch.zeros(0, device=device, dtype=wide)
-    if stacks:
+    blocks, stacks = _blocks_and_stacks(entries)
+    found = _each_max(blocks, device, wide)
+    if stacks:  # put the maxima of each stack where its blocks belong
         first, *others = found.tensor_split([before for before, _ in stacks])
         maxima = [_matrix_max(stack).to(device, wide) for _, stack in stacks]
         found = torch.cat([first, *(x for pair in zip(maxima, others, strict=True) for x in pair)])
     return torch.nan_to_num(found, nan=float("inf"), posinf=float("inf"))
+
+
+def _blocks_and_stacks(entries: Sequence[Entry]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+    """Return the blocks to read one by one, and the stacks of blocks, each with the number of such blocks before it."""
+    blocks: list[Tensor] = []
+    stacks: list[tuple[int, Tensor]] = []
+    for e in entries:
+        g, count = e.layout.local(e.grad), e.layout.count
+        if count == 1:
+            blocks.append(g)
+        elif not e.layout.splits:
+            if count:
+                stacks.append((len(blocks), g.flatten(0, -3)))
+        elif (together := e.layout.stacked_blocks(g)) is None:
+            blocks += e.layout.blocks(g)
+        else:  # blocks of columns would each cost a launch, because they are not dense
+            stacks.append((len(blocks), together))
+    return blocks, stacks
+
+
+def _each_max(blocks: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return max |x| of each tensor as one vector; 0 for an empty one."""
+    not_empty = [x for x in blocks if x.numel()]
+    if device.type == "cpu":  # ten times as fast there as the foreach norm
+        found = [torch.maximum(-low, high) for low, high in map(torch.aminmax, not_empty)]
+    else:
+        found = list(torch._foreach_norm(not_empty, float("inf"))) if not_empty else []
+    found = [x if x.dtype is dtype and x.device == device else x.to(device, dtype) for x in found]
+    if len(not_empty) < len(blocks):
+        values, zero = iter(found), torch.zeros((), device=device, dtype=dtype)
+        found = [next(values) if x.numel() else zero for x in blocks]
+    return torch.stack(found) if found else torch.zeros(0, device=device, dtype=dtype)
 
 
 def _matrix_max(stack: Tensor) -> Tensor:

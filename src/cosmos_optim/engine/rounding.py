@@ -15,21 +15,22 @@ from torch import Tensor
 
 from cosmos_optim.linalg.weight24 import join_weight, split_weight
 
-_LOW16 = 0xFFFF
-# Odd 32-bit multipliers of the murmur3 finalizer, as signed integers.
-_MIX1 = 0x85EBCA6B - (1 << 32)
-_MIX2 = 0xC2B2AE35 - (1 << 32)
+LOW16 = 0xFFFF
+# Odd multipliers of the hash: of the index, and of the murmur3 finalizer, as signed 32-bit integers.
+INDEX_MIX = 0x9E3779B
+MIX1 = 0x85EBCA6B - (1 << 32)
+MIX2 = 0xC2B2AE35 - (1 << 32)
 
 
 def noise16(count: int, seed: Tensor) -> Tensor:
     """Return `count` int32 in [0, 2^16), a hash of (index, seed), on the device of the 0-dim tensor `seed`."""
     x = torch.arange(count, dtype=torch.int32, device=seed.device)
-    x = x * 0x9E3779B + seed.to(torch.int32) * _MIX1
-    for mix in (_MIX1, _MIX2):
+    x = x * INDEX_MIX + seed.to(torch.int32) * MIX1
+    for mix in (MIX1, MIX2):
         x = x ^ ((x >> 15) & 0x1FFFF)
         x = x * mix
-    x = x ^ ((x >> 16) & _LOW16)
-    return x & _LOW16
+    x = x ^ ((x >> 16) & LOW16)
+    return x & LOW16
 
 
 def stochastic_bfloat16(x: Tensor, seed: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def stochastic_bfloat16(x: Tensor, seed: Tensor) -> Tensor:
     ([1.0, 1.0078125], 0.1)
     """
     bits = x.contiguous().view(torch.int32)
-    rounded = (bits + noise16(x.numel(), seed).view(x.shape)) & ~_LOW16
+    rounded = (bits + noise16(x.numel(), seed).view(x.shape)) & ~LOW16
     return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
 
 

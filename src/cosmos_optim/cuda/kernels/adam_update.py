@@ -7,7 +7,7 @@ takes a few blocks of a row (units): it reads each element once, keeps it in reg
 True, nothing is written. The same kernel takes moments in float32 (QUANTIZED = False), and parameters of 24
 bits (CORRECTED, see `linalg.weight24`), for which torch has no fused kernel.
 
-Shapes: p, g, codes (m, n), contiguous; scales (m, ceil(n / BLOCK)); B tensors each.
+Shapes: p, g, codes (m, n), contiguous; scales (m, ceil(n / BLOCK)), for each tensor of the batch.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import false_flag, jit, tl
+from cosmos_optim.cuda.kernels.momentum_int8 import float32_bits, rounded_scale
 from cosmos_optim.cuda.kernels.tiles import matrix_start
 from cosmos_optim.cuda.kernels.update import dither
 from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
 from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES, addresses
-from cosmos_optim.linalg.int8_adam import ELEMENT_MIX, ROOT_STEP_MIX, STEP_MIX
+from cosmos_optim.linalg import int8_adam
 from cosmos_optim.linalg.int8_momentum import BLOCK
 
 # Blocks of a program, and its warps: 2048 elements, 16 for each thread.
 UNITS, WARPS = 16, 4
-
-
-@jit
-def _scale(largest, LARGEST_SQUARE: tl.constexpr):
-    """Return the scale of a block with this largest number: with 20 significant bits, from 2^-126 to 2^111."""
-    bits = (largest / LARGEST_SQUARE).to(tl.int32, bitcast=True)
-    bits = tl.minimum(tl.maximum(bits, 1 << 23), 238 << 23)
-    return ((bits + 8) & -16).to(tl.float32, bitcast=True)
+# The format of `linalg.int8_adam`, and its noise.
+LARGEST_CODE, LARGEST_ROOT_CODE = tl.constexpr(int8_adam.LARGEST_CODE), tl.constexpr(int8_adam.LARGEST_ROOT_CODE)
+LEAST_ROOT_CODE = tl.constexpr(int8_adam.LEAST_ROOT_CODE)
+LARGEST_SCALE, SCALE_UNIT = float32_bits(int8_adam.LARGEST_SCALE), tl.constexpr(1 << int8_adam.CLEARED_BITS)
+NOISE_SHIFT, NOISE_VALUES = tl.constexpr(32 - int8_adam.NOISE_BITS), tl.constexpr(1 << int8_adam.NOISE_BITS)
+ELEMENT_MIX, STEP_MIX = tl.constexpr(int8_adam.ELEMENT_MIX), tl.constexpr(int8_adam.STEP_MIX)
+ROOT_STEP_MIX = tl.constexpr(int8_adam.ROOT_STEP_MIX)
 
 
 @jit
 def _codes(x, inverse, bits, LARGEST: tl.constexpr):
-    """Return the codes of x >= 0: sqrt(x / scale), rounded by the upper 13 of the noise's bits."""
-    noise = (((bits >> 19) & 0x1FFF).to(tl.float32) + 0.5) * (1.0 / 8192)
+    """Return the codes of x >= 0: sqrt(x / scale), rounded by the upper NOISE_BITS of the noise's bits."""
+    noise = (((bits >> NOISE_SHIFT) & (NOISE_VALUES - 1)).to(tl.float32) + 0.5) * (1.0 / NOISE_VALUES)
     squares = x * inverse
     low = tl.floor(tl.sqrt(squares))
     low = tl.where(low * low > squares, low - 1.0, low)
@@ -54,7 +54,6 @@ def _adam(
     p, g, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, correction, coefficients, steps, skip, m, n, blocks,
     row, column, width, w, b2, eps, P: tl.constexpr, G: tl.constexpr, QUANTIZED: tl.constexpr,
     CORRECTED: tl.constexpr, SEEDED: tl.constexpr, ALIGNED: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
-    ELEMENT_MIX: tl.constexpr, STEP_MIX: tl.constexpr, ROOT_STEP_MIX: tl.constexpr,
 ):  # fmt: skip
     """Step UNITS blocks. (row, column) is the place of the first element in a larger tensor of `width` columns."""
     batch = tl.program_id(1)
@@ -107,10 +106,11 @@ def _adam(
         bits = index * ELEMENT_MIX + step * STEP_MIX
         root_bits = index * ELEMENT_MIX + step * ROOT_STEP_MIX
         size = tl.abs(new_m)
-        m_scale, v_scale = _scale(tl.max(size, axis=1), 16129.0), _scale(tl.max(root, axis=1), 65025.0)
-        m_code = _codes(size, (1.0 / m_scale)[:, None], bits, 127.0)
-        v_code = _codes(root, (1.0 / v_scale)[:, None], root_bits, 255.0)
-        v_code = tl.where(new_v > 0.0, tl.maximum(v_code, 2.0), 0.0)
+        m_scale = rounded_scale(tl.max(size, axis=1) / LARGEST_CODE**2, LARGEST_SCALE, SCALE_UNIT)
+        v_scale = rounded_scale(tl.max(root, axis=1) / LARGEST_ROOT_CODE**2, LARGEST_SCALE, SCALE_UNIT)
+        m_code = _codes(size, (1.0 / m_scale)[:, None], bits, LARGEST_CODE)
+        v_code = _codes(root, (1.0 / v_scale)[:, None], root_bits, LARGEST_ROOT_CODE)
+        v_code = tl.where(new_v > 0.0, tl.maximum(v_code, LEAST_ROOT_CODE), 0.0)
         # Every thread has read its block's scales for the maxima, which the scales to store depend on.
         tl.debug_barrier()
         tl.store(at_m, tl.where(new_m < 0.0, -m_code, m_code).to(tl.int8), mask=inside & write)
@@ -132,8 +132,8 @@ def adam_(
 
     Args:
         state: `exp_avg` and `exp_avg_sq`, in float32, or as codes with `exp_avg_scale` and `exp_avg_sq_scale`.
-        coefficients: (B, 3) float32: decay, a and c of each tensor.
-        steps: (B,) int32, the step counts.
+        coefficients: (batch, 3) float32: decay, a and c of each tensor.
+        steps: (batch,) int32, the step counts.
         skip: a boolean scalar on the device, or None; if True, nothing is written.
         corrections: int8 corrections of bfloat16 parameters of 24 bits, or None.
         seeded: round bfloat16 parameters stochastically.
@@ -152,6 +152,5 @@ def adam_(
         n if width is None else width, 1 - betas[0], betas[1], eps,
         P=getattr(tl, ELEMENT_TYPES[like.dtype]), G=getattr(tl, ELEMENT_TYPES[grads[0].dtype]), QUANTIZED=quantized,
         CORRECTED=corrections is not None, SEEDED=seeded and like.dtype is torch.bfloat16, ALIGNED=aligned,
-        UNITS=units, BLOCK=BLOCK, ELEMENT_MIX=ELEMENT_MIX, STEP_MIX=STEP_MIX, ROOT_STEP_MIX=ROOT_STEP_MIX,
-        num_warps=WARPS,
+        UNITS=units, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""S <- (T + T')/2 with T = beta C S C' + E, C = U'U_old and E = (1 - beta) Y'Y (L6), and which columns hold gradient.
+"""S <- beta C S C' + E, made symmetric, with C = U'U_old and E = (1 - beta) (G U)'G U (L6); and the columns it tracks.
 
-`thin_qr.thin_product_parts` computes C and E by row blocks; one program per matrix adds the blocks and does the
-rest. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
+`thin_qr.thin_product_parts` computes C and E by row blocks. One program per matrix adds the blocks and does the rest,
+because these matrices are too small for a launch per product. Ranks above `thin_qr.MAX_COLUMNS` run in plain torch.
 
-Shapes: S, C, E (B, r, r), U and U_old (B, n, r), Y = G U (B, m, r).
+Shapes: S, C, E (batch, r, r); R is the next power of two of r.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cosmos_optim.cuda.kernels.tiles import (
     split_float16,
     store_thin,
 )
+from cosmos_optim.rules.cosmos import noise_floor, symmetric, tracked
 
 # Blocks of a Gram matrix that are loaded at the same time.
 PREFETCHED = 4
@@ -44,7 +45,7 @@ def _sum_gram(parts, batch, count, R: tl.constexpr, PREFETCHED: tl.constexpr):
 
 @jit
 def _second_moment(
-    s, c_parts, e_parts, out, tracked, c_count, e_count, r, beta, floor,
+    s, c_parts, e_parts, s_new, holds_gradient, c_count, e_count, r, beta, floor,
     R: tl.constexpr, PREFETCHED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
@@ -56,43 +57,36 @@ def _second_moment(
     C = _sum_gram(c_parts, batch, c_count, R, PREFETCHED)
     e_c = exponent(tl.max(tl.abs(C)))
     c1, c2 = split_float16(C * scale_up(e_c))
-    T = scale_down(e_s) * (scale_down(e_c) * dot_parts(c1, c2, s1, s2, zero, False, False, FLOAT32_DOTS))
-    e_t = exponent(tl.max(tl.abs(T)))
-    T = scale_down(e_c) * dot_split_tile(T, e_t, tl.trans(c1), tl.trans(c2), zero, False, False, FLOAT32_DOTS)
+    CS = scale_down(e_s) * (scale_down(e_c) * dot_parts(c1, c2, s1, s2, zero, False, False, FLOAT32_DOTS))
+    e_cs = exponent(tl.max(tl.abs(CS)))
+    CSC = scale_down(e_c) * dot_split_tile(CS, e_cs, tl.trans(c1), tl.trans(c2), zero, False, False, FLOAT32_DOTS)
     E = _sum_gram(e_parts, batch, e_count, R, PREFETCHED)
-    T = beta * T + E
-    T = (T + tl.trans(T)) * 0.5
-    store_thin(out + batch * r * r, i, j, r, r, T)
+    S = beta * CSC + E
+    S = (S + tl.trans(S)) * 0.5
+    store_thin(s_new + batch * r * r, i, j, r, r, S)
     diagonal = i[:, None] == j[None, :]
-    past, now = tl.sum(tl.where(diagonal, T, 0.0), axis=0), tl.sum(tl.where(diagonal, E, 0.0), axis=0)
+    past, now = tl.sum(tl.where(diagonal, S, 0.0), axis=0), tl.sum(tl.where(diagonal, E, 0.0), axis=0)
     keep = (past > floor * tl.sum(past)) | (now > floor * tl.sum(now))
-    tl.store(tracked + batch * r + j, keep.to(tl.float32), mask=j < r)
+    tl.store(holds_gradient + batch * r + j, keep.to(tl.float32), mask=j < r)
 
 
-def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
-    """Return the new S (B, r, r), and which columns hold gradient (B, 1, r).
+def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, guard: float) -> tuple[Tensor, Tensor]:
+    """Return the new S, and `rules.cosmos.tracked` of it and E: which columns hold gradient, (batch, 1, r).
 
-    The second is 1 if the diagonal entry of S or of E exceeds `floor` times the trace, else 0.
-
-    c_parts, e_parts: C and E by row blocks (B, parts, R, R), as `thin_qr.thin_product_parts` returns them.
+    Args:
+        c_parts, e_parts: C and E by row blocks (batch, parts, R, R), as `thin_qr.thin_product_parts` returns them.
+        guard: 0 tracks all columns.
     """
     batch, r = S.shape[:2]
     if not supports(r):
-        return _second_moment_torch(S, c_parts.sum(1), e_parts.sum(1), beta, floor)
+        C, E = c_parts.sum(1), e_parts.sum(1)
+        S = symmetric(beta * C @ S @ C.mT + E)
+        return S, tracked(S, E, guard)
     R, S = c_parts.shape[-1], S.contiguous()
-    out, tracked = torch.empty_like(S), S.new_empty(batch, 1, r)
+    S_new, holds_gradient = torch.empty_like(S), S.new_empty(batch, 1, r)
     _second_moment[(batch,)](
-        S, c_parts, e_parts, out, tracked, c_parts.shape[1], e_parts.shape[1], r, beta, floor, R=R,
-        PREFETCHED=PREFETCHED if R <= 64 else PREFETCHED // 2, FLOAT32_DOTS=launch.TARGET.float32_dots,
-        num_warps=4 if R <= 32 else 8 if R <= 64 else 16,
+        S, c_parts, e_parts, S_new, holds_gradient, c_parts.shape[1], e_parts.shape[1], r, beta,
+        noise_floor(S.dtype, guard), R=R, PREFETCHED=PREFETCHED if R <= 64 else PREFETCHED // 2,
+        FLOAT32_DOTS=launch.TARGET.float32_dots, num_warps=4 if R <= 32 else 8 if R <= 64 else 16,
     )  # fmt: skip
-    return out, tracked
-
-
-def _second_moment_torch(S: Tensor, C: Tensor, E: Tensor, beta: float, floor: float) -> tuple[Tensor, Tensor]:
-    """Compute the same in plain torch, for ranks that the kernels do not support."""
-    T = beta * C @ S @ C.mT + E
-    T = (T + T.mT) / 2
-    past, now = (X.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for X in (T, E))
-    tracked = (past > floor * past.sum(-1, keepdim=True)) | (now > floor * now.sum(-1, keepdim=True))
-    return T, tracked.to(S.dtype)
+    return S_new, holds_gradient

@@ -1,6 +1,6 @@
 """Copy the thin factors of a chunk (U, S, V, v) to stacks and back: all factors in one launch, by tables of addresses.
 
-Shapes: a factor is a list of B tensors of one shape; its stack is (B, *shape).
+Shapes: a factor is a list of tensors of one shape; its stack is (batch, *shape).
 """
 
 from __future__ import annotations

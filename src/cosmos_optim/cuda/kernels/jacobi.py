@@ -4,7 +4,7 @@ One program holds a matrix and its eigenvectors in registers. In each round ever
 rounds of a sweep pair each row with each other row once, as a round-robin schedule does. Libraries process a stack one
 matrix at a time, with hundreds of launches for each; this is one launch without host synchronization.
 
-Shapes: A and V (B, k, k), w (B, k); N is the next power of two of k.
+Shapes: A and V (batch, k, k), w (batch, k); N is the next power of two of k.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _eigh(
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues in ascending order (B, k) and orthonormal eigenvectors (B, k, k) of symmetric A.
+    """Return eigenvalues in ascending order (batch, k) and orthonormal eigenvectors (batch, k, k) of symmetric A.
 
     Only the lower half of A is read. A matrix with an entry that is not finite gets NaN eigenvalues.
     """

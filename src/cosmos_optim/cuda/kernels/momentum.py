@@ -2,7 +2,7 @@
 
 Reads G and M once and writes M once. If `skip` is True, M stays as it is. `momentum_int8` does this for an M of 8 bits.
 
-Shapes: G, M (m, n), U (n, r), G U and M U (m, r); B matrices each.
+Shapes: G, M (m, n), U (n, r), G U and M U (m, r), for each matrix of the batch.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ LAUNCH = Launch(64, 32, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(128, 32, stages=2)
 
 
-@jit(unaligned=("x",), unspecialized=("m",))
+@jit(unaligned=("g",), unspecialized=("m",))
 def _momentum(
-    x, mom, u, v, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
+    g, mom, u_f16, u_bf16, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, ALIGNMENT_CLASSES: tl.constexpr,
     SINGLE_PART: tl.constexpr, M_SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Update M and multiply: u is U in float16 parts for G (x), v is U in bfloat16 parts for M (mom)."""
+    """Update M and multiply: g and mom are the tables of G and M, u_f16 and u_bf16 are U in parts for G and for M."""
     block, batch = tl.program_id(0) // ALIGNMENT_CLASSES, tl.program_id(1)
     first = tl.program_id(0) % ALIGNMENT_CLASSES
     q, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
     i = first + ALIGNMENT_CLASSES * q
-    start, state = matrix_start(x, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, MOMENT, ALIGNED)
+    g_start, m_start = matrix_start(g, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, MOMENT, ALIGNED)
     write = tl.load(skip) == 0
     base = batch.to(tl.int64) * n * R
     acc_g, acc_m = tl.zeros((BM, R), dtype=tl.float32), tl.zeros((BM, R), dtype=tl.float32)
@@ -54,36 +54,36 @@ def _momentum(
         # Rows of one alignment class: full tiles from the first aligned column, then one masked tile for the rest.
         before = columns_before_alignment(first, sm, ELEMENT, ALIGNMENT_CLASSES)
         rows, body = (m - first + ALIGNMENT_CLASSES - 1) // ALIGNMENT_CLASSES, (n - before) // BK * BK
-        g_begin, g_stride = rows_of_class(start, first, before, sm, ELEMENT, ALIGNMENT_CLASSES)
-        m_begin, m_stride = rows_of_class(state, first, before, mm, MOMENT, ALIGNMENT_CLASSES)
+        g_begin, g_stride = rows_of_class(g_start, first, before, sm, ELEMENT, ALIGNMENT_CLASSES)
+        m_begin, m_stride = rows_of_class(m_start, first, before, mm, MOMENT, ALIGNMENT_CLASSES)
         tile_max = tl.zeros((BM, BK), dtype=tl.float32)
         for k in range(0, body, BK):
             j = k + tl.arange(0, BK)
-            g = load_full_columns(g_begin, q, j, rows, g_stride, sn).to(tl.float32)
+            grad = load_full_columns(g_begin, q, j, rows, g_stride, sn).to(tl.float32)
             new = load_full_columns(m_begin, q, j, rows, m_stride, mn).to(tl.float32)
-            new = (new + w * (g - new)).to(MOMENT)
+            new = (new + w * (grad - new)).to(MOMENT)
             tl.store(m_begin + q[:, None] * m_stride + j[None, :] * mn, new, mask=(q[:, None] < rows) & write)
             new = new.to(tl.float32)
-            tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(g), tl.abs(new)))
+            tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(grad), tl.abs(new)))
             if THIN:
                 at = base + (before + j[:, None]) * R + c[None, :]
-                u1, u2 = tl.load(u + at), tl.load(u + u_step + at)
-                acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-                v1, v2 = tl.load(v + at), tl.load(v + u_step + at)
+                u1, u2 = tl.load(u_f16 + at), tl.load(u_f16 + u_step + at)
+                acc_g = dot_split_tile(grad, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
+                v1, v2 = tl.load(u_bf16 + at), tl.load(u_bf16 + u_step + at)
                 acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, M_SINGLE_PART, FLOAT32_DOTS)
         largest = tl.max(tile_max)
         if body < n:
             j = tl.arange(0, 2 * BK)
             j = tl.where(j < before, j, j + body)
             acc_g, acc_m, largest = _masked_tile(
-                start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
-                R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
+                g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn,
+                mm, mn, w, R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
             acc_g, acc_m, largest = _masked_tile(
-                start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
-                R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
+                g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn,
+                mm, mn, w, R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
     tl.store(block_max + batch * tl.num_programs(0) + tl.program_id(0), largest)
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
@@ -94,22 +94,23 @@ def _momentum(
 
 @jit
 def _masked_tile(
-    start, state, u, v, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
+    g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
     R: tl.constexpr, THIN: tl.constexpr, MOMENT: tl.constexpr, SINGLE_PART: tl.constexpr, M_SINGLE_PART: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Update M at any columns j, some of which may not exist; return both sums and the largest |entry| so far."""
-    g, new = load_tile(start, i, j, m, n, sm, sn).to(tl.float32), load_tile(state, i, j, m, n, mm, mn).to(tl.float32)
-    new = (new + w * (g - new)).to(MOMENT)
+    grad = load_tile(g_start, i, j, m, n, sm, sn).to(tl.float32)
+    new = load_tile(m_start, i, j, m, n, mm, mn).to(tl.float32)
+    new = (new + w * (grad - new)).to(MOMENT)
     inside = (i[:, None] < m) & (j[None, :] < n) & write
-    tl.store(state + i[:, None] * mm + j[None, :] * mn, new, mask=inside)
+    tl.store(m_start + i[:, None] * mm + j[None, :] * mn, new, mask=inside)
     new = new.to(tl.float32)
-    largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(g), tl.abs(new))))
+    largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(grad), tl.abs(new))))
     if THIN:
         at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
-        u1, u2 = tl.load(u + at, mask=held, other=0.0), tl.load(u + u_step + at, mask=held, other=0.0)
-        acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-        v1, v2 = tl.load(v + at, mask=held, other=0.0), tl.load(v + u_step + at, mask=held, other=0.0)
+        u1, u2 = tl.load(u_f16 + at, mask=held, other=0.0), tl.load(u_f16 + u_step + at, mask=held, other=0.0)
+        acc_g = dot_split_tile(grad, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
+        v1, v2 = tl.load(u_bf16 + at, mask=held, other=0.0), tl.load(u_bf16 + u_step + at, mask=held, other=0.0)
         acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, M_SINGLE_PART, FLOAT32_DOTS)
     return acc_g, acc_m, largest
 
@@ -118,13 +119,13 @@ def momentum_(
     M: MatrixList, G: MatrixList, w: float, U: tuple[Tensor, Tensor] | None, r: int, skip: Tensor | None,
     grad_max: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Update M in place; return G U and M U (B, m, r), and the largest |entry| of G and M by row block (B, blocks).
+    """Update M in place; return G U, M U (batch, m, r) and the largest |entry| of G and M by row block (batch, blocks).
 
     Args:
-        U: (B, n, r) in float16 parts times BASIS_SCALE, for G, and in bfloat16 parts, for M: (2, B, n, R) each. None
-            updates M alone; the products are then empty.
+        U: in float16 parts times BASIS_SCALE, for G, and in bfloat16 parts, for M: (2, batch, n, R) each. None updates
+            M alone; the products are then empty.
         skip: a boolean scalar on the device, or None; if True, M is not written.
-        grad_max: the largest |entry| of each G or a bound not far above it, (B,); not needed without U.
+        grad_max: the largest |entry| of each G or a bound not far above it, (batch,); not needed without U.
     """
     if M.scales is not None:
         return momentum_int8_(M, G, w, U, r, skip, grad_max)
@@ -139,9 +140,9 @@ def momentum_(
     GU, MU = (torch.empty(batch, 0 if U is None else m, r, dtype=torch.float32, device=M.device) for _ in range(2))
     block_max = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     _momentum[(blocks, batch)](
-        **source, mom=M.table, u=block_max if U is None else U[0], v=block_max if U is None else U[1], gu=GU, mu=MU,
-        block_max=block_max, grad_max=block_max if grad_max is None else grad_max,
-        skip=false_flag(M.device) if skip is None else skip,
+        **source, g=G.table, mom=M.table, u_f16=block_max if U is None else U[0],
+        u_bf16=block_max if U is None else U[1], gu=GU, mu=MU, block_max=block_max,
+        grad_max=block_max if grad_max is None else grad_max, skip=false_flag(M.device) if skip is None else skip,
         u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"], w=w,
         gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None,
         MOMENT=target["ELEMENT"], SINGLE_PART=G.dtype is torch.bfloat16,

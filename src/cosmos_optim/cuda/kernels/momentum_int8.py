@@ -6,10 +6,13 @@ and then, from the cache, to write its codes. One loop does both, because two sh
 products use M as it is stored: codes are exact in float16, so M U needs only the float16 parts of U that G U reads. If
 `skip` is True, neither codes nor scales are written.
 
-Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r); B matrices each.
+Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, r), for each matrix of the batch.
 """
 
 from __future__ import annotations
+
+import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,46 +22,57 @@ from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
 from cosmos_optim.cuda.kernels.tiles import dot_parts, dot_split_tile, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
+from cosmos_optim.linalg import int8_momentum
 from cosmos_optim.linalg.int8_momentum import BLOCK
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=2)  # a third stage would spill more registers
 
 
+def float32_bits(x: float) -> Any:
+    """Return the bits of x, a constant for kernels."""
+    return tl.constexpr(struct.unpack("i", struct.pack("f", x))[0])
+
+
+# The format of `linalg.int8_momentum`. Scales are bounded and rounded as integers, which order positive floats.
+LARGEST_CODE = tl.constexpr(float(int8_momentum.LARGEST_CODE))
+LEAST_SCALE, LARGEST_SCALE = float32_bits(int8_momentum.LEAST_SCALE), float32_bits(int8_momentum.LARGEST_SCALE)
+SCALE_UNIT = tl.constexpr(1 << int8_momentum.CLEARED_BITS)
+
+
 @jit
-def scale_of(largest):
-    """Return the scale of a block with this largest |entry|: a 127th of it, with 17 significant bits."""
-    bits = (largest / 127.0).to(tl.int32, bitcast=True)
-    bits = tl.minimum(tl.maximum(bits, 1 << 23), 248 << 23)  # 2^-126 and 2^121
-    return ((bits + 64) & -128).to(tl.float32, bitcast=True)
+def rounded_scale(scale, LARGEST: tl.constexpr, UNIT: tl.constexpr):
+    """Return the scale as `int8_momentum.rounded_scales` does: at most LARGEST, and a multiple of UNIT, as bits."""
+    bits = tl.minimum(tl.maximum(scale.to(tl.int32, bitcast=True), LEAST_SCALE), LARGEST)
+    return ((bits + UNIT // 2) & -UNIT).to(tl.float32, bitcast=True)
 
 
 @jit
 def nearest_code(x):
-    """Round to the nearest integer in -127..127, to even if two are equally near."""
+    """Round to the nearest code, to even if two are equally near."""
     rounded = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: its last bit counts ones
-    return tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+    return tl.minimum(tl.maximum(rounded, -LARGEST_CODE), LARGEST_CODE)
 
 
 @jit
-def _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w):
+def _load_updated(g_start, codes, old, i, j, m, n, sm, sn, mm, mn, w):
     """Load a tile of G; return it with the new M, not yet rounded."""
-    g = load_tile(start, i, j, m, n, sm, sn).to(tl.float32)
+    grad = load_tile(g_start, i, j, m, n, sm, sn).to(tl.float32)
     new = load_tile(codes, i, j, m, n, mm, mn).to(tl.float32) * old[:, None]
-    return g, new + w * (g - new)
+    return grad, new + w * (grad - new)
 
 
-@jit(unaligned=("x",), unspecialized=("m",))
+@jit(unaligned=("g",), unspecialized=("m",))
 def _momentum_int8(
-    x, mom, scales, u, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, scale_stride, w, gain,
+    g, mom, scales, u, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, scale_stride, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, M_ALIGNED: tl.constexpr, SINGLE_PART: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Update M (mom) and multiply G (x) and M by U, which is in float16 parts (u)."""
+    """Update M and multiply: g and mom are the tables of G and of the codes of M, u is U in float16 parts."""
     block, batch = tl.program_id(0), tl.program_id(1)
     i, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
-    start, codes = matrix_start(x, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, tl.int8, M_ALIGNED)
+    g_start, codes = matrix_start(g, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, tl.int8, M_ALIGNED)
     row_scales = matrix_start(scales, batch, tl.float32, False) + i * scale_stride
     write = tl.load(skip) == 0
     base = batch.to(tl.int64) * n * R
@@ -68,31 +82,32 @@ def _momentum_int8(
         e = exponent(tl.load(grad_max + batch))
     next_old, next_max = tl.load(row_scales, mask=i < m, other=0.0), tl.zeros((BM,), dtype=tl.float32)
     for k in range(0, BLOCK, BK):
-        _, new = _load_updated(start, codes, next_old, i, k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        _, new = _load_updated(g_start, codes, next_old, i, k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
         next_max = tl.maximum(next_max, tl.max(tl.abs(new), axis=1))
     tl.debug_barrier()  # warps may hold copies of a scale: all must have read it before one writes it
     old, scale = next_old, next_max
     tile_max = tl.zeros((BM, BK), dtype=tl.float32)
     for k in range(0, n, BK):
         first = k % BLOCK == 0  # of the tiles of a block
-        old, scale = tl.where(first, next_old, old), tl.where(first, scale_of(next_max), scale)
+        old = tl.where(first, next_old, old)
+        scale = tl.where(first, rounded_scale(next_max / LARGEST_CODE, LARGEST_SCALE, SCALE_UNIT), scale)
 
         next_k = k + BLOCK
         loaded = tl.load(row_scales + next_k // BLOCK, mask=(i < m) & (next_k < n) & first, other=0.0)
         next_old = tl.where(first, loaded, next_old)
-        _, new = _load_updated(start, codes, next_old, i, next_k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        _, new = _load_updated(g_start, codes, next_old, i, next_k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
         next_max = tl.maximum(tl.where(first, 0.0, next_max), tl.max(tl.abs(new), axis=1))
 
         j = k + tl.arange(0, BK)
-        g, new = _load_updated(start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
+        grad, new = _load_updated(g_start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
         code = nearest_code(new * (1.0 / scale)[:, None])
         tl.store(codes + i[:, None] * mm + j[None, :] * mn, code.to(tl.int8),
                  mask=(i[:, None] < m) & (j[None, :] < n) & write)  # fmt: skip
         tl.store(row_scales + k // BLOCK, scale, mask=(i < m) & write & first)  # all have read `old` a block ago
-        tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(g), tl.abs(code * scale[:, None])))
+        tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(grad), tl.abs(code * scale[:, None])))
         if THIN:
             u1, u2 = load_parts(u + base + j[:, None] * R + c[None, :], u_step, j[:, None] < n)
-            acc_g = dot_split_tile(g, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
+            acc_g = dot_split_tile(grad, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
             code = code.to(tl.float16)  # one part is exact; the scales of the rows come after the product
             acc_m += scale[:, None] * dot_parts(
                 code, code, u1, u2, tl.zeros_like(acc_m), True, False, FLOAT32_DOTS)  # fmt: skip
@@ -117,7 +132,7 @@ def momentum_int8_(
     GU, MU = (torch.empty(batch, 0 if U is None else m, r, dtype=torch.float32, device=M.device) for _ in range(2))
     block_max = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     _momentum_int8[(blocks, batch)](
-        **source, mom=M.table, scales=M.scales.table, u=block_max if U is None else U[0], gu=GU, mu=MU,
+        **source, g=G.table, mom=M.table, scales=M.scales.table, u=block_max if U is None else U[0], gu=GU, mu=MU,
         block_max=block_max, grad_max=block_max if grad_max is None else grad_max,
         skip=false_flag(M.device) if skip is None else skip,
         u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"],

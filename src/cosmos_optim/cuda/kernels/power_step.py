@@ -1,12 +1,12 @@
 """The thin arithmetic of the power step, b2 U S + (1 - b2) G'G U (L5), divided by its scale c^2.
 
-    scale_for_power_step  Y / c in float16 parts, with Y = G U and c^2 = |Y|^2 + trace S
-    power_sum             beta U S / c^2 + (1 - beta) H U / c, with H U = G'(Y / c)
+    scale_for_power_step  G U / c in float16 parts, with c^2 = |G U|^2 + trace S
+    power_sum             Y = beta U S / c^2 + (1 - beta) HU / c, with HU = G'(G U / c)
 
-The scale c avoids overflow and underflow for gradients of any size. Both read their input without rounding noise, as
-`linalg.subspace.power_step` does. For ranks above `thin_qr.MAX_COLUMNS`, `power_sum` uses plain torch.
+The scale c avoids overflow and underflow for gradients of any size. Each is one kernel that also removes rounding noise
+from its input, as `linalg.subspace.power_step` does. Ranks above `thin_qr.MAX_COLUMNS` use plain torch (`power_sum`).
 
-Shapes: Y (B, m, r), S (B, r, r), U and H U (B, n, r), c (B, 1, 1); k is m or n.
+Shapes: GU (batch, m, r), S (batch, r, r), U, HU and Y (batch, n, r), c (batch, 1, 1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts, sum_parts
-from cosmos_optim.cuda.kernels.thin_qr import plan, supports, warps
+from cosmos_optim.cuda.kernels.thin_qr import row_blocks, supports, warps
 from cosmos_optim.cuda.kernels.tiles import (
     dot_split_tile,
     exponent,
@@ -32,7 +32,7 @@ from cosmos_optim.linalg.subspace import NOISE, moment_without_noise
 
 @jit
 def _scale_for_power_step(
-    x, s, norm_sq_parts, max_abs_parts, y, scale, y_max, k, r, parts, part_stride, noise,
+    gu, s, norm_sq_parts, max_abs_parts, gu_parts, scale, gu_max, m, r, parts, part_stride, noise,
     BLOCK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
@@ -41,36 +41,36 @@ def _scale_for_power_step(
     c = tl.sqrt(sum_parts(norm_sq_parts, batch, parts, PARTS) + tl.sum(diagonal.to(tl.float64))).to(tl.float32)
     c = tl.where(c > 0, c, 1.0)
     scaled_max = max_parts(max_abs_parts, batch, parts, PARTS) / c
-    value = load_thin(x + batch.to(tl.int64) * k * r, row, col, k, r) / c
+    value = load_thin(gu + batch.to(tl.int64) * m * r, row, col, m, r) / c
     value = tl.where(tl.abs(value) > noise * tl.max(tl.abs(value), axis=1)[:, None], value, 0.0)
-    y1, y2 = split_float16(value * scale_up(exponent(scaled_max)))
-    at, inside = y + (batch.to(tl.int64) * k + row[:, None]) * R + col[None, :], row[:, None] < k
-    tl.store(at, y1, mask=inside)
-    tl.store(at + part_stride, y2, mask=inside)
+    part1, part2 = split_float16(value * scale_up(exponent(scaled_max)))
+    at, inside = gu_parts + (batch.to(tl.int64) * m + row[:, None]) * R + col[None, :], row[:, None] < m
+    tl.store(at, part1, mask=inside)
+    tl.store(at + part_stride, part2, mask=inside)
     if block == 0:
         tl.store(scale + batch, c)
-        tl.store(y_max + batch, scaled_max)
+        tl.store(gu_max + batch, scaled_max)
 
 
 def scale_for_power_step(
-    Y: Tensor, S: Tensor, norm_sq_parts: Tensor, max_abs_parts: Tensor
+    GU: Tensor, S: Tensor, norm_sq_parts: Tensor, max_abs_parts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Y / c in float16 parts (2, B, k, R), its largest |entry| (B,), and c (B, 1, 1), 1 if Y and S are 0.
+    """Return GU / c in float16 parts (2, batch, m, R), its largest |entry| (batch,), and c (batch, 1, 1).
 
-    Entries of Y that are rounding noise become 0.
+    Entries of GU that are rounding noise become 0. If GU and S are 0, c is 1.
 
-    norm_sq_parts, max_abs_parts: |Y|^2 and the largest |entry| of Y by blocks (B, parts), from `norm_sq_and_max`.
+    norm_sq_parts, max_abs_parts: |GU|^2 and the largest |entry| of GU by parts, from `norm_sq_and_max`.
     """
-    batch, k, r = Y.shape
-    Y, S, R = Y.contiguous(), S.contiguous(), power_of_two(r)
-    halves = torch.empty(2, batch, k, R, dtype=torch.float16, device=Y.device)
-    c, y_max = (torch.empty(batch, dtype=torch.float32, device=Y.device) for _ in range(2))
+    batch, m, r = GU.shape
+    GU, S, R = GU.contiguous(), S.contiguous(), power_of_two(r)
+    GU_parts = torch.empty(2, batch, m, R, dtype=torch.float16, device=GU.device)
+    c, GU_max = (torch.empty(batch, dtype=torch.float32, device=GU.device) for _ in range(2))
     block, parts = max(1, 2048 // R), norm_sq_parts.shape[1]
-    _scale_for_power_step[(-(-k // block), batch)](
-        Y, S, norm_sq_parts, max_abs_parts, halves, c, y_max, k, r, parts, halves.stride(0), NOISE[torch.float32],
+    _scale_for_power_step[(-(-m // block), batch)](
+        GU, S, norm_sq_parts, max_abs_parts, GU_parts, c, GU_max, m, r, parts, GU_parts.stride(0), NOISE[torch.float32],
         BLOCK=block, R=R, PARTS=power_of_two(parts), num_warps=4,
     )  # fmt: skip
-    return halves, y_max, c.view(-1, 1, 1)
+    return GU_parts, GU_max, c.view(-1, 1, 1)
 
 
 @jit
@@ -86,12 +86,12 @@ def _moment_without_noise(T, i, j, noise):
 
 @jit
 def _power_sum(
-    u, s, hu, scale, out, columns, k, r, beta, one_minus_beta, noise,
+    u, s, hu, scale, y, columns, n, r, beta, one_minus_beta, noise,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of the sum, and the squared norms of its columns over them."""
     part, batch, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    base = batch.to(tl.int64) * k * r
+    base = batch.to(tl.int64) * n * r
     i, col = tl.arange(0, R), tl.arange(0, R)
     c = tl.load(scale + batch)
     T = _moment_without_noise(load_thin(s + batch * r * r, i, col, r, r) / c / c, i, col, noise)
@@ -100,28 +100,30 @@ def _power_sum(
     norm_sq = tl.zeros((R,), dtype=tl.float32)
     for first in range(0, ROWS, BLOCK):
         row = part * ROWS + first + tl.arange(0, BLOCK)
-        x = load_thin(u + base, row, col, k, r)
+        U = load_thin(u + base, row, col, n, r)
         zeros = tl.zeros((BLOCK, R), dtype=tl.float32)
-        y = scale_down(e_t) * dot_split_tile(x, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
-        y = beta * y + one_minus_beta * (load_thin(hu + base, row, col, k, r) / c)
-        norm_sq += tl.sum(y * y, axis=0)
-        store_thin(out + base, row, col, k, r, y)
+        Y = scale_down(e_t) * dot_split_tile(U, e, t1, t2, zeros, False, False, FLOAT32_DOTS)
+        Y = beta * Y + one_minus_beta * (load_thin(hu + base, row, col, n, r) / c)
+        norm_sq += tl.sum(Y * Y, axis=0)
+        store_thin(y + base, row, col, n, r, Y)
     tl.store(columns + (batch * parts + part) * R + col, norm_sq)
 
 
 def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple[Tensor, Tensor | None]:
-    """Return beta U S / c^2 + (1 - beta) HU / c, (B, k, r), and the `columns` that `orthonormalize` takes.
+    """Return Y = beta U S / c^2 + (1 - beta) HU / c, (batch, n, r), and the `columns` that `orthonormalize` takes.
 
     Entries of S that are rounding noise count as 0. Those of U are at most 1; the product is as exact as in float32.
+
+    U, S: the old basis and its second moment. HU: G'(G U / c). c: from `scale_for_power_step`.
     """
-    batch, k, r = U.shape
+    batch, n, r = U.shape
     if not supports(r):
         return beta * U @ (moment_without_noise(S) / c / c) + (1 - beta) * HU / c, None
-    parts, how = plan(k, r)
+    parts, how = row_blocks(n, r)
     U, S, HU = U.contiguous(), S.contiguous(), HU.contiguous()
     Y, columns = torch.empty_like(U), U.new_empty(batch, parts, how["R"])
     _power_sum[(parts, batch)](
-        U, S, HU, c, Y, columns, k, r, beta, 1 - beta, NOISE[torch.float32], FLOAT32_DOTS=launch.TARGET.float32_dots,
+        U, S, HU, c, Y, columns, n, r, beta, 1 - beta, NOISE[torch.float32], FLOAT32_DOTS=launch.TARGET.float32_dots,
         **how, num_warps=warps(how["R"]), num_stages=1,
     )  # fmt: skip
     return Y, columns

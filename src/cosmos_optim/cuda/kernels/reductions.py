@@ -1,4 +1,4 @@
-"""Sums by parts: one kernel writes a partial sum for each block, (B, parts), and the next kernel adds them.
+"""Sums by parts: one kernel writes a partial sum for each block, (batch, parts), and the next kernel adds them.
 
 This saves a launch per sum. Parts are float64, or float32 for numbers of moderate size; their total is float64, added
 in a fixed order.
@@ -53,7 +53,7 @@ def _norm_sq_and_max(x, norm_sq_parts, max_abs_parts, size, SPAN: tl.constexpr, 
 
 
 def norm_sq_and_max(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Return |X|^2 (float64) and the largest |entry| of each matrix of a float32 stack, by parts (B, parts)."""
+    """Return |X|^2 (float64) and the largest |entry| of each matrix of a float32 stack, by parts (batch, parts)."""
     X = X.contiguous()
     batch, size = X.shape[0], X[0].numel()
     block = launch.TARGET.block(BLOCK)

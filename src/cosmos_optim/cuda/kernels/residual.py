@@ -1,10 +1,10 @@
-"""X = c (a M + b G + P U') in half precision, with |X|^2, in one pass: N - N U U', the input of Newton-Schulz (L9).
+"""c X = c (N - N U U') in half precision, with its squared norm: the input of Newton-Schulz (L9).
 
-N = a M + b G is the momentum (a = 1, b = 0) or Nesterov's blend, and P = -N U. c is a power of two that scales the
-largest entry of M and G to about 8; it comes from the block maxima that `momentum_` returned. X is written to a work
-buffer that is always tall: for a wide matrix it holds X'.
+N = a M + b G is the momentum (a = 1, b = 0) or Nesterov's form of it. c is a power of two that scales the largest entry
+of M and G to about 8; it comes from the block maxima that `momentum_` returned. One kernel does it all, so that M and G
+are read once and N is never stored. The work buffer is always tall: for a wide matrix it holds the transpose.
 
-Shapes: M, G (m, n), P (m, r), U (n, r); the buffer is (B, max(m, n), min(m, n)).
+Shapes: M, G (m, n), -N U (m, r), U (n, r); the buffer is (batch, max(m, n), min(m, n)).
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ def load_momentum(
     return value
 
 
-@jit(unaligned=("x",))
+@jit(unaligned=("g",))
 def _residual(
-    x, mom, scales, p, u, out, norm_sq_parts, scale, block_max, p_step, u_step, m, n, blocks, sm, sn, mm, mn,
+    g, mom, scales, minus_nu, u, out, norm_sq_parts, scale, block_max, nu_step, u_step, m, n, blocks, sm, sn, mm, mn,
     scale_stride, a, b, out_stride, om, on,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, BLEND: tl.constexpr,
     BLOCKS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
     MOMENT: tl.constexpr, M_ALIGNED: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
+    """Compute BM rows: g and mom are the tables of G and M, minus_nu and u are -N U and U in bfloat16 parts."""
     block, batch = tl.program_id(0), tl.program_id(1)
-    start = matrix_start(x, batch, ELEMENT, ALIGNED)
-    state = matrix_start(mom, batch, MOMENT, M_ALIGNED)
+    g_start, m_start = matrix_start(g, batch, ELEMENT, ALIGNED), matrix_start(mom, batch, MOMENT, M_ALIGNED)
     scale_start = matrix_start(scales, batch, tl.float32, False)  # not read if M is not quantized
     c = buffer_scale(block_max, batch, blocks, BLOCKS)
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
     if THIN:
-        at_p = p + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
-        p1, p2 = load_parts(at_p, p_step, i[:, None] < m)
+        at_nu = minus_nu + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
+        nu1, nu2 = load_parts(at_nu, nu_step, i[:, None] < m)
     target = out + batch.to(tl.int64) * out_stride
     squares = tl.zeros((BM, BN), dtype=tl.float32)
     # Triton prefetches only the operands of products, so the code loads the next tile explicitly.
-    next_m = load_momentum(state, scale_start, i, 0, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
+    next_m = load_momentum(m_start, scale_start, i, 0, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
     if BLEND:
-        next_g = load_tile(start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
+        next_g = load_tile(g_start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         value = next_m
-        next_m = load_momentum(state, scale_start, i, first + BN, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
+        next_m = load_momentum(m_start, scale_start, i, first + BN, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
         if BLEND:
             value = a * value + b * next_g
-            next_g = load_tile(start, i, j + BN, m, n, sm, sn).to(tl.float32)
+            next_g = load_tile(g_start, i, j + BN, m, n, sm, sn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
-            value = add_outer(value, p1, p2, at_u, u_step, j[:, None] < n, FLOAT32_DOTS)
+            value = add_outer(value, nu1, nu2, at_u, u_step, j[:, None] < n, FLOAT32_DOTS)
         value = value * c
         inside = (i[:, None] < m) & (j[None, :] < n)
         squares += tl.where(inside, value * value, 0.0)
@@ -85,13 +85,14 @@ def _residual(
 
 
 def residual(
-    M: MatrixList, G: MatrixList, a: float, b: float, P: Tensor | None, U: Tensor | None, block_max: Tensor,
+    M: MatrixList, G: MatrixList, a: float, b: float, minus_NU: Tensor | None, U: Tensor | None, block_max: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the work buffer X (B, long, short), |X|^2 by row blocks (B, blocks), and the factor c (B, 1, 1).
+    """Return c X in the work buffer (batch, long, short), |c X|^2 by row blocks (batch, blocks), and c (batch, 1, 1).
 
     Args:
-        P, U: in bfloat16 parts (2, B, m or n, R), or None for X = c (a M + b G); P is already negated.
-        block_max: the largest |entry| of M and G by blocks (B, blocks), from `momentum_`.
+        M, G: momentum and gradients, (m, n) each; N = a M + b G.
+        minus_NU, U: -N U and U in bfloat16 parts (2, batch, m or n, R), or None for X = N.
+        block_max: the largest |entry| of M and G by blocks (batch, blocks), from `momentum_`.
     """
     (m, n), batch = M.shape, len(M)
     R = 16 if U is None else U.shape[-1]
@@ -105,9 +106,10 @@ def residual(
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
     om, on = (X.stride(1), 1) if m >= n else (1, X.stride(1))
     _residual[(blocks, batch)](
-        **G.rows_source(), mom=M.table, scales=(M.scales or M).table, p=X if P is None else P,
-        u=X if U is None else U, out=X, norm_sq_parts=norm_sq_parts, scale=c, block_max=block_max,
-        p_step=0 if P is None else P.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
+        **G.rows_source(), g=G.table, mom=M.table, scales=(M.scales or M).table,
+        minus_nu=X if minus_NU is None else minus_NU, u=X if U is None else U, out=X,
+        norm_sq_parts=norm_sq_parts, scale=c, block_max=block_max,
+        nu_step=0 if minus_NU is None else minus_NU.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
         blocks=block_max.shape[1], mm=target["sm"], mn=target["sn"],
         scale_stride=0 if M.scales is None else M.scales.tensors[0].stride(0), a=a, b=b, out_stride=X.stride(0),
         om=om, on=on, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,

@@ -5,9 +5,9 @@
     |g D|^2 = sum of g_i^2 q_i                        for NORM (L11)
 
 B = (buffer - (buffer U) U') / norm, see `gains`. `project.overlap` returns norm^2 |B_i|^2 if there is a basis U;
-`row_norm_sq` computes it if there is none.
+`row_norm_sq` computes it if there is none. One kernel does the rest, because a row needs only its own sums.
 
-Shapes: v, g (B, m, 1), P (B, m, r), squared norms of rows (B, m).
+Shapes: v, g (batch, m, 1), P (batch, m, r), squared norms of rows (batch, m).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _row_norm_sq(x, out, stride, m, n, sm, sn, BM: tl.constexpr, BK: tl.constexp
 
 
 def row_norm_sq(X: Tensor) -> Tensor:
-    """Return the squared norms of the rows (B, m) in float32, for a half-precision stack X (B, m, n) of any strides."""
+    """Return the squared norms (batch, m) of the rows of a half-precision stack X (batch, m, n) of any strides."""
     (batch, m, n), how = X.shape, LAUNCH.fit(16)
     out = torch.empty(batch, m, dtype=torch.float32, device=X.device)
     _row_norm_sq[(-(-m // how.rows), batch)](
@@ -44,12 +44,12 @@ def row_norm_sq(X: Tensor) -> Tensor:
 
 @jit
 def _row_gains(
-    p, b_row_sq, v, b, norm_sq, new, gain, d_sq, k, r, n, beta, one_minus_beta, eps,
+    p, b_row_sq, v, b, norm_sq, v_new, gain, d_sq, m, r, n, beta, one_minus_beta, eps,
     BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
 ):  # fmt: skip
     block, batch, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
-    at, inside = batch * k + row, row < k
+    at, inside = batch * m + row, row < m
     scale = 1.0 / tl.load(norm_sq + batch)
     if THIN:
         factor = tl.load(b + batch).to(tl.float64)
@@ -58,12 +58,12 @@ def _row_gains(
     q = tl.load(b_row_sq + at, mask=inside, other=0.0).to(tl.float64)
     q = tl.where(q > 0, q * scale, 0.0)
     if THIN:
-        value = load_thin(p + batch.to(tl.int64) * k * r, row, tl.arange(0, R), k, r)
-        q += tl.sum(value * value, axis=1).to(tl.float64)
-    V = beta * tl.load(v + at, mask=inside, other=0.0) + one_minus_beta * (q / n).to(tl.float32)
-    root = tl.sqrt_rn(V) + eps
+        P = load_thin(p + batch.to(tl.int64) * m * r, row, tl.arange(0, R), m, r)
+        q += tl.sum(P * P, axis=1).to(tl.float64)
+    moment = beta * tl.load(v + at, mask=inside, other=0.0) + one_minus_beta * (q / n).to(tl.float32)
+    root = tl.sqrt_rn(moment) + eps
     g = tl.where(root > 0, 1.0 / tl.where(root > 0, root, 1.0), 0.0)
-    tl.store(new + at, V, mask=inside)
+    tl.store(v_new + at, moment, mask=inside)
     tl.store(gain + at, g, mask=inside)
     wide = g.to(tl.float64)
     tl.store(d_sq + batch * blocks + block, tl.sum(wide * wide * q))
@@ -73,21 +73,21 @@ def row_gains(
     v: Tensor, B_row_sq: Tensor, norm_sq: Tensor, n: int, beta: float, eps: float, *,
     b: Tensor | None = None, P: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return v and g (B, m, 1), and |g D|^2 by row blocks (B, blocks) in float64.
+    """Return v and g (batch, m, 1), and |g D|^2 by row blocks (batch, blocks) in float64.
 
     Args:
-        v: (B, m, 1) float32, the second moment so far.
-        B_row_sq: norm_sq |B_i|^2 (B, m).
-        norm_sq: (B, 1, 1) float64, from `gains.norm_and_weight`.
-        b, P: (B, 1, 1) and (B, m, r), or both None for b = 1 and P = 0.
+        v: (batch, m, 1) float32, the second moment so far.
+        B_row_sq: norm_sq |B_i|^2 (batch, m).
+        norm_sq: (batch, 1, 1) float64, from `gains.norm_and_weight`.
+        b, P: (batch, 1, 1) and (batch, m, r), or both None for b = 1 and P = 0.
     """
-    batch, k, r = (*v.shape[:2], 16) if P is None else P.shape
+    batch, m, r = (*v.shape[:2], 16) if P is None else P.shape
     v, R = v.contiguous(), power_of_two(r)
-    new, gain, block = torch.empty_like(v), torch.empty_like(v), max(1, 2048 // R)
-    blocks = -(-k // block)
+    v_new, gain, block = torch.empty_like(v), torch.empty_like(v), max(1, 2048 // R)
+    blocks = -(-m // block)
     D_sq = torch.empty(batch, blocks, dtype=torch.float64, device=v.device)
     _row_gains[(blocks, batch)](
-        v if P is None else P.contiguous(), B_row_sq, v, v if b is None else b, norm_sq, new, gain, D_sq, k, r, n,
+        v if P is None else P.contiguous(), B_row_sq, v, v if b is None else b, norm_sq, v_new, gain, D_sq, m, r, n,
         beta, 1 - beta, eps, BLOCK=block, R=R, THIN=P is not None, num_warps=4,
     )  # fmt: skip
-    return new, gain, D_sq
+    return v_new, gain, D_sq

@@ -1,7 +1,7 @@
 """Split thin factors into two half-precision parts, U = U1 + U2, as the other kernels expect them (see `tiles`).
 
-(B, k, r) float32 -> (2, B, k, R), with R the next power of two and zeros in the columns beyond r. float16 parts are
-those of c U, with a power of two c that avoids subnormal numbers: 2^8 for a basis, with entries of at most 1;
+(batch, k, r) float32 -> (2, batch, k, R), with R the next power of two and zeros in the columns beyond r. float16 parts
+are those of c U, with a power of two c that avoids subnormal numbers: 2^8 for a basis, with entries of at most 1;
 computed from the largest entry for any other factor.
 """
 
@@ -32,9 +32,9 @@ def _split(
 
 
 def split(U: Tensor, x_max: Tensor | None = None) -> Tensor:
-    """Return the float16 parts of c U, (2, B, k, R).
+    """Return the float16 parts of c U, (2, batch, k, R).
 
-    c is BASIS_SCALE; or, with the largest |entry| of each matrix x_max (B,), 2^(9 - exponent of x_max).
+    c is BASIS_SCALE; or, with the largest |entry| of each matrix x_max (batch,), 2^(9 - exponent of x_max).
     """
     batch, k, r = U.shape
     U, R = U.contiguous(), power_of_two(r)

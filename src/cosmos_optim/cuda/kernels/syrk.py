@@ -2,7 +2,7 @@
 
 A = B is (K, s) (a Gram matrix), or A and B are symmetric (s, s) and commute (factors of Newton-Schulz). Only the tiles
 on and above the diagonal are computed; a tile above it is also written, transposed, below it. That is 53 % of the work
-of a full product at s = 2048.
+of a full product at s = 2048. The letters are those of a general product, not of Algorithm 1.
 
 Shapes: A, B (batch, K, s), C, D, E (batch, s, s). A tile of C is (BM, BN), summed over blocks of BK.
 """

@@ -5,8 +5,8 @@ scaled to norm 1, then each pass computes Q <- Q L^-T with L L' = Q'Q (plus a sh
 float16 parts and float32 sums (`tiles`), as exact as float32; the factorization itself is float32. Sums over rows have
 a fixed order. More than MAX_COLUMNS columns run in plain torch.
 
-Shapes: Y, Q, A, B (B, k, r); A'B (B, r, r); R is the next power of two of r. Sums over rows are returned by row blocks:
-(B, parts, R) for columns, (B, parts, R, R) for Gram matrices.
+Shapes: Y, Q and any thin A, B (batch, k, r); R is the next power of two of r. Sums over rows are returned by row
+blocks: (batch, parts, R) for columns, (batch, parts, R, R) for Gram matrices.
 """
 
 from __future__ import annotations
@@ -88,41 +88,41 @@ def _gram(
 
 
 @jit(unspecialized=("pass_index", "parts", "r"))
-def _inverse_factor(gram, factor, ok, parts, r, shift, pass_index, R: tl.constexpr):
+def _inverse_factor(gram_parts, factor, ok, parts, r, shift, pass_index, R: tl.constexpr):
     """Compute L^-T of the Cholesky factor of the summed Gram matrix; write to `ok` whether all passes succeeded so far.
 
-    It eliminates [G | I] column by column. The second and third pass start near the identity. There, the first-order
-    factor L^-1 = I - (lower half of E, its diagonal halved), with E = G - I, is as good and needs no elimination: its
-    error is |E|^2, which the next pass removes, and below rounding in the last pass. The factor has a column of zeros
-    for a column that depends on those before it: one with more than half of its pivot from the shift.
+    It eliminates [gram | I] column by column. The second and third pass start near the identity. There, the first-order
+    factor L^-1 = I - (lower half of excess, its diagonal halved), with excess = gram - I, is as good and needs no
+    elimination: its error is |excess|^2, which the next pass removes, and below rounding in the last pass. A column
+    that depends on those before it, with more than half of its pivot from the shift, gets a column of zeros.
     """
     batch = tl.program_id(0)
     i, j = tl.arange(0, R), tl.arange(0, R)
     diagonal = i[:, None] == j[None, :]
-    G = tl.zeros((R, R), dtype=tl.float32)
+    gram = tl.zeros((R, R), dtype=tl.float32)
     for part in range(parts):
-        G += tl.load(gram + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
-    E = tl.where((i[:, None] < r) & (j[None, :] < r), G - tl.where(diagonal, 1.0, 0.0), 0.0)
-    success = tl.where((pass_index < 2) | (tl.max(tl.abs(E)) < 0.5), 1, 0)  # the last test is also false for NaN
-    near_identity = tl.sum(E * E) < tl.where(pass_index < 2, 1e-4, 1e-7)
-    W = tl.where(i[:, None] > j[None, :], -E, tl.where(diagonal, 1 - 0.5 * E, 0.0))
-    W = tl.where(near_identity, W, tl.where(diagonal, 1.0, 0.0))
+        gram += tl.load(gram_parts + ((batch * parts + part) * R + i[:, None]) * R + j[None, :])
+    excess = tl.where((i[:, None] < r) & (j[None, :] < r), gram - tl.where(diagonal, 1.0, 0.0), 0.0)
+    success = tl.where((pass_index < 2) | (tl.max(tl.abs(excess)) < 0.5), 1, 0)  # the last test is also false for NaN
+    near_identity = tl.sum(excess * excess) < tl.where(pass_index < 2, 1e-4, 1e-7)
+    inverse = tl.where(i[:, None] > j[None, :], -excess, tl.where(diagonal, 1 - 0.5 * excess, 0.0))
+    inverse = tl.where(near_identity, inverse, tl.where(diagonal, 1.0, 0.0))
     inverse_root = tl.full((R,), 1.0, dtype=tl.float32)
-    G = E + tl.where(diagonal, 1.0 + tl.where(i < r, shift, 0.0)[:, None], 0.0)
+    gram = excess + tl.where(diagonal, 1.0 + tl.where(i < r, shift, 0.0)[:, None], 0.0)
     for p in range(tl.where(near_identity, 0, R)):
-        row_g = tl.sum(tl.where(i[:, None] == p, G, 0.0), axis=0)  # the part not yet eliminated stays symmetric
-        row_w = tl.sum(tl.where(i[:, None] == p, W, 0.0), axis=0)
-        pivot = tl.sum(tl.where(j == p, row_g, 0.0))
+        row_gram = tl.sum(tl.where(i[:, None] == p, gram, 0.0), axis=0)  # the part not yet eliminated stays symmetric
+        row_inverse = tl.sum(tl.where(i[:, None] == p, inverse, 0.0), axis=0)
+        pivot = tl.sum(tl.where(j == p, row_gram, 0.0))
         positive = (pivot > 0) & (pivot < float("inf"))
         success = tl.where(positive, success, 0)
         pivot = tl.where(positive, pivot, 1.0)
-        ratio = tl.where(j > p, row_g / pivot, 0.0)
-        G -= ratio[:, None] * row_g[None, :]
-        W -= ratio[:, None] * row_w[None, :]
+        ratio = tl.where(j > p, row_gram / pivot, 0.0)
+        gram -= ratio[:, None] * row_gram[None, :]
+        inverse -= ratio[:, None] * row_inverse[None, :]
         inverse_root = tl.where(i == p, 1 / tl.sqrt_rn(pivot), inverse_root)
-    W = W * inverse_root[:, None]
-    W = tl.where((shift * tl.sum(W * W, axis=1) > 0.5)[:, None], 0.0, W)
-    tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], W)
+    inverse = inverse * inverse_root[:, None]
+    inverse = tl.where((shift * tl.sum(inverse * inverse, axis=1) > 0.5)[:, None], 0.0, inverse)
+    tl.store(factor + (batch * R + j[None, :]) * R + i[:, None], inverse)
     tl.store(ok + batch, success & tl.load(ok + batch, mask=pass_index > 0, other=1))
 
 
@@ -160,7 +160,7 @@ def _apply_factor(
     tl.store(gram + ((batch * parts + part) * R + i[:, None]) * R + col[None, :], acc)
 
 
-def plan(k: int, r: int) -> tuple[int, dict[str, int]]:
+def row_blocks(k: int, r: int) -> tuple[int, dict[str, int]]:
     """Return the number of row blocks of a (k, r) factor, and the constants of the kernels."""
     block = launch.TARGET.tile(BLOCK)
     rows = BLOCKS_PER_PROGRAM * block
@@ -178,14 +178,14 @@ def supports(r: int) -> bool:
 
 
 def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
-    """Return gain A'B by row blocks: (B, k, r) x 2 -> (B, parts, R, R), zeros beyond r.
+    """Return gain A'B by row blocks: (batch, k, r) x 2 -> (batch, parts, R, R), zeros beyond r.
 
     It is as exact as in float32. Ranks above `MAX_COLUMNS` run in plain torch, as one part of r columns.
     """
     batch, k, r = A.shape
     if not supports(r):
         return ((gain * A).mT @ B).unsqueeze(1)
-    parts, how = plan(k, r)
+    parts, how = row_blocks(k, r)
     A, B = A.contiguous(), B.contiguous()
     out = torch.empty(batch, parts, how["R"], how["R"], dtype=torch.float32, device=A.device)
     _gram[(parts, batch)](
@@ -196,17 +196,17 @@ def thin_product_parts(A: Tensor, B: Tensor, gain: float = 1.0) -> Tensor:
 
 
 def orthonormalize(Y: Tensor, fallback: Tensor, columns: Tensor | None = None) -> Tensor:
-    """Return the Q of Y = Q R, (B, k, r) -> the same, as `cholesky_qr.orthonormalize` does.
+    """Return the Q of Y = Q R, (batch, k, r) -> the same, as `cholesky_qr.orthonormalize` does.
 
     A column that depends on those before it is replaced by the column of `fallback`, made orthogonal to the others. If
     the factorization fails, the result is all of `fallback`.
 
-    columns: the squared norms of the columns of Y by row blocks (B, parts, R), if `power_sum` has computed them.
+    columns: the squared norms of the columns of Y by row blocks (batch, parts, R), if `power_sum` has computed them.
     """
     batch, k, r = Y.shape
     if not supports(r):
         return cholesky_qr.orthonormalize(Y, lambda A, B: A.mT @ B, fallback)
-    parts, how = plan(k, r)
+    parts, how = row_blocks(k, r)
     R, grid = how["R"], (parts, batch)
     # With PARTS at least 32, one kernel serves all k up to 8,192.
     common = {**how, "PARTS": power_of_two(parts, 32), "FLOAT32_DOTS": launch.TARGET.float32_dots,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol import STUDENT, Protocol, Result, losses, read_results
+from benchmarks.protocol import Protocol, Result, half_width, losses, read_results
 from cosmos_lab.report.style import KNOWN, THEMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,8 +57,7 @@ class Crossing:
         """Return the 95 % interval over seeds, or that there is one seed."""
         if len(self.shares) < 2:
             return f"one seed; {abs(self.slope):.3f} for 0.01 nats"
-        width = STUDENT[len(self.shares)] * statistics.stdev(self.shares) / math.sqrt(len(self.shares))
-        return f"+- {width:.3f}, {len(self.shares)} seeds"
+        return f"+- {half_width(self.shares):.3f}, {len(self.shares)} seeds"
 
 
 def test_curve(result: Result) -> list[tuple[int, float]]:

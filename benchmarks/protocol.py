@@ -363,6 +363,11 @@ def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Resu
     return Row(seeds[0], seeds, tuned, "; ".join(notes))
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the mean, by Student's t."""
+    return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
     """Yield each optimizer's test loss minus COSMOS's, paired by seed."""
     if "cosmos" not in rows:
@@ -379,8 +384,8 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
             blocks.append(statistics.fmean(over_seeds))
         line = f"  {entry} - cosmos: {statistics.fmean(gaps):+.4f} nats"
         if len(gaps) > 1:
-            width = STUDENT[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-            line += f" +- {width:.4f} ({len(gaps)} seeds; without the first, {statistics.fmean(gaps[1:]):+.4f})"
+            later = statistics.fmean(gaps[1:])
+            line += f" +- {half_width(gaps):.4f} ({len(gaps)} seeds; without the first, {later:+.4f})"
         yield f"{line}; blocks of the test text {min(blocks):+.4f} to {max(blocks):+.4f}"
 
 
@@ -396,7 +401,9 @@ def _variants(protocol: Protocol, regime: str, results: Mapping[str, Result]) ->
                 if plain and plain["test_loss"] is not None:
                     gaps.append(r["test_loss"] - plain["test_loss"])
             if gaps:
-                spread = f" +- {statistics.stdev(gaps):.4f} (sd)" if len(gaps) > 1 else ""
+                spread = ""
+                if len(gaps) > 1:
+                    spread = f" +- {half_width(gaps):.4f} (sd {statistics.stdev(gaps):.4f})"
                 shown = f"{statistics.fmean(gaps):+.4f} nats{spread}, {len(gaps)} seed(s)"
                 yield f"  {entry} with {name}: {shown}; {variant.formula}"
 

@@ -81,7 +81,7 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 @interpreted
 def test_wrong_eigenvectors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert self_check.eigh_error(8, CPU) < 1e-5
+    assert self_check.eigh_error(8, CPU) < 2e-6  # measured 2.5e-7
     real = self_check.eigh
     monkeypatch.setattr(self_check, "eigh", lambda A: (real(A)[0], first_rows_wrong(real(A)[1])))
     assert self_check.eigh_error(8, CPU) > self_check.CLOSE

@@ -25,7 +25,7 @@ Losses = Mapping[str, float]  # Validation loss by run id; inf: diverged.
 
 BETA2 = 0.98  # The search starts from this value.
 BETA2S = (0.95, 0.98, 0.999)
-MOST = {"lr": 5, "adam_lr": 6}  # most values tried for each rate, including the starting value
+MOST = {"lr": 6, "adam_lr": 8}  # most values tried for each rate, including the starting value
 POWERS = range(-12, 13)  # Rates are the starting ones times 2 to these powers.
 RATES = ("lr", "adam_lr")
 TUNING = (*RATES, "lr", "beta2")  # The second "lr" is left out if the outer rate has not moved far.
@@ -119,11 +119,12 @@ class Protocol:
         }
     )
     phases: Sequence[Phase] = (  # In this order; in a phase, the entry with the fewest runs goes first.
+        ("A", ("cosmos",), ALL),  # a chain of single runs that decides a default, so it begins early
         ("B", _MAIN, RATES),
         ("B", _MAIN, ALL),
-        ("B", ("soap-f10",), ALL),
         ("A", _MAIN, RATES),
         ("A", _MAIN, ALL),
+        ("B", ("soap-f10",), ALL),
         ("A", ("soap-f1",), ALL),
         ("B", _MAIN[1:], ("short",)),
         ("A", _MAIN[1:], ("short",)),

@@ -52,7 +52,7 @@ class Plan:
     """The rule, rate, decay and state of every parameter of a model. Printing it gives a table."""
 
     rows: tuple[PlanRow, ...]
-    hint: str = ""
+    hints: tuple[str, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -97,7 +97,7 @@ class Plan:
         sums = [f"{name}: {_tensors(count)}, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip
         total = f"total: {_tensors(len(self.rows))}, {self.parameters:,} parameters, {human(self.state_bytes)} of state"
-        hints = dict.fromkeys(f"hint: {hint}" for hint in (self.hint, *(row.hint for row in self.rows)) if hint)
+        hints = dict.fromkeys(f"hint: {hint}" for hint in (*self.hints, *(row.hint for row in self.rows)) if hint)
         return "\n".join([texts[0], line, *texts[1:], line, *sums, total, *hints])
 
 
@@ -126,6 +126,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     adam: 3 tensors, 3,300 parameters, 25.8 KiB of state
     cosmos: 3 tensors, 768 parameters, 4.89 KiB of state
     total: 6 tensors, 4,068 parameters, 30.7 KiB of state
+    hint: adam_lr was not given, so it is 4 times lr. To train from scratch, try adam_lr=8e-3
     """
     if isinstance(model, MatrixOptimizer):
         model._match_layouts()
@@ -142,7 +143,8 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         group = complete(group, chosen, options, kind.soap_lr)
         row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
-    return Plan(tuple(rows), _head_hint(model, routing.get("head"), rows))
+    hints = _head_hint(model, routing.get("head"), rows), _rate_hint(kind, hyper, rows)
+    return Plan(tuple(rows), tuple(filter(None, hints)))
 
 
 def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) -> str:
@@ -164,6 +166,14 @@ def _head_hint(model: nn.Module, head: nn.Module | str | None, rows: Sequence[Pl
         return ""
     last = matrices[-1].name.rpartition(".")[0]
     return f"no output head was found. If the model has one, name it: param_groups(model, head={last!r})"
+
+
+def _rate_hint(kind: type[MatrixOptimizer], given: Mapping[str, Any], rows: Sequence[PlanRow]) -> str:
+    """Return advice if an embedding would be trained at a multiple of lr, which is low for training from scratch."""
+    chosen = given.get("adam_lr", inspect.signature(kind).parameters["adam_lr"].default)
+    if chosen is not None or kind.adam_ratio == 1 or all(row.why != "embedding" for row in rows):
+        return ""
+    return f"adam_lr was not given, so it is {kind.adam_ratio:g} times lr. To train from scratch, try adam_lr=8e-3"
 
 
 def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimizer], dict[str, Any]]:

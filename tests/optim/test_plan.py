@@ -196,7 +196,7 @@ def test_a_fused_weight_gets_a_hint_that_works() -> None:
     text = str(plan(Tied()))
     hint = 'overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}}'
     assert text.count(hint) == 1
-    cut = plan(Tied(), overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}})
+    cut = plan(Tied(), adam_lr=8e-3, overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}})
     assert "hint" not in str(cut)
 
 
@@ -227,6 +227,16 @@ def test_a_plan_on_the_meta_device_and_of_an_optimizer_show_the_same_rates() -> 
 
 def test_a_plan_of_a_frozen_model_says_that_nothing_trains() -> None:
     assert str(plan(decoder().requires_grad_(False))) == "nothing to train: every parameter is frozen"
+
+
+def test_a_plan_says_that_the_default_adam_lr_is_low_for_training_from_scratch() -> None:
+    hint = "hint: adam_lr was not given, so it is 4 times lr. To train from scratch, try adam_lr=8e-3"
+    assert hint in str(plan(Tied()))
+    assert "it is 2 times lr" in str(plan(Tied(), "muon"))
+    frozen = Tied()
+    frozen.embed.requires_grad_(False)
+    for quiet in (plan(Tied(), adam_lr=4e-3), plan(frozen), plan(Tied(), "cosmos-paper"), plan(Tied(), "soap")):
+        assert "adam_lr" not in str(quiet)
 
 
 def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:

@@ -264,7 +264,7 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
                 tokens, loss = zip(*test_curve(run), strict=True)
                 label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
                 left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=label)
-        left.set(ylim=(None, 5.5), title="LLaMA-60M (last perplexity)", xlabel="million tokens", ylabel="test loss")
+        left.set(ylim=(None, 4.5), title="LLaMA-60M (last perplexity)", xlabel="million tokens", ylabel="test loss")
         left.legend(frameon=False)
         for axes, title, values in (
             (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in WITH_BARS}),

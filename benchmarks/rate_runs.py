@@ -10,11 +10,13 @@ size has 400 and 1,600 steps of 8 sequences, and one batch that is larger. The c
 steps, the length that costs most. 60M has both regimes of docs/protocol.md (A: 800 x 64, B: 3,200 x 16), and their
 finished runs count. So all three exponents are still determined if any one size or any one length is left out.
 Not covered: 130M with more than 1,600 steps, and with it whether the exponent of steps changes with size up there.
+The first part has eleven cells that determine the rule by themselves: all sizes, 400 to 3,200 steps, 8 to 64 sequences.
+`rate_fit` reads it alone. The second part adds 6,400 steps, and other batches at 30M and 130M.
 
 Why few runs: a cell tries three values of `lr` by factors of 2 at once, then two more of `adam_lr` at the best one, and
 moves by a factor of 2 only if the best is at an end. It starts at rates predicted from all finished cells, of all
 sizes. Small models share the GPU, and every batch is made of forward passes with 8 sequences, so that a model compiles
-once. The first part has the smallest size, 60M, and all lengths and batches: `rate_fit` reads it alone.
+once.
 """
 
 from __future__ import annotations
@@ -71,11 +73,14 @@ class Call:
 # In this order. A cell offers three runs, then two: three at a time keep the GPU busy, and long cells begin early. Each
 # command is expected to take less than ten minutes; given again, it continues.
 CALLS = (
-    Call(1, "llama-10m", 4, ("400x8", "1600x8", "6400x8", "1600x32", "400x64")),
+    Call(1, "llama-10m", 4, ("1600x32", "400x64", "1600x8", "400x8")),
     Call(1, "llama-60m", 3, ("A", "B")),
-    Call(1, "llama-60m", 3, ("400x8", "1600x8")),
-    Call(2, "llama-30m", 3, ("6400x8", "400x64", "1600x8", "400x8")),
-    Call(2, "llama-130m", 3, ("1600x8", "400x32", "400x8")),
+    Call(1, "llama-60m", 3, ("1600x8", "400x8")),
+    Call(1, "llama-30m", 3, ("1600x8", "400x8")),
+    Call(1, "llama-130m", 3, ("400x8",)),
+    Call(2, "llama-10m", 4, ("6400x8",)),
+    Call(2, "llama-30m", 3, ("6400x8", "400x64")),
+    Call(2, "llama-130m", 3, ("1600x8", "400x32")),
     Call(2, "llama-60m", 3, ("6400x8",)),
 )
 Key = tuple[str, str]  # model, name of a regime

@@ -235,9 +235,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         """Allocate the state of a parameter, beside what other code keeps there."""
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
+        with torch.inference_mode(False):  # what is allocated in inference mode can be written only there
+            step = torch.zeros((), dtype=torch.float32, device=p.device)
+            self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
         """Move the state of a parameter after model.to(...) to the new device and dtype.
 
@@ -495,7 +498,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
         self._finish_copies()
-        checkpoint.load(self, state_dict)
+        with torch.inference_mode(False), torch.no_grad():  # steps write to the copies
+            checkpoint.load(self, state_dict)
         self._adopt_one_rate()
         self._shared_lr = self._one_value("lr") or math.nan
 

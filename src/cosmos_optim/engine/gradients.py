@@ -110,7 +110,7 @@ class SkippedSteps:
 
     def _count_on_device(self, check: GradientCheck, device: torch.device) -> None:
         elsewhere = self._on_device is None or self._on_device.device != device
-        if elsewhere and not _is_capturing(device):  # in a capture, every replay would reset it
+        if elsewhere and not is_capturing(device):  # in a capture, every replay would reset it
             self._on_host, self._on_device = self.total(), torch.zeros((), dtype=torch.int64, device=device)
             self._copy, self._count_in_last_copy, self._steps_since_copy = None, 0, 0
         if check.skip is not None and self._on_device is not None and self._on_device.device == device:
@@ -119,7 +119,7 @@ class SkippedSteps:
 
     def report(self, check: GradientCheck) -> None:
         """Warn of steps that the GPU has skipped, as far as the host knows by now, and ask for the newest count."""
-        if check.skip is None or self._on_device is None or _is_capturing(self._on_device.device):
+        if check.skip is None or self._on_device is None or is_capturing(self._on_device.device):
             return
         if self._copy is None:
             self._copy = HostCopy(self._on_device.device)
@@ -176,7 +176,7 @@ def check_gradients(
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
     several = any(e.p.device != device for e in entries)  # kernels on one device cannot read a flag on another
     on_host = device.type != "cuda" or not all(old) or raising or several
-    if on_host and _is_capturing(device):
+    if on_host and is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
@@ -208,7 +208,7 @@ def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
     An entry that is not in `started` may have a step count above 0, because other code has loaded its state. Add it.
     """
     old = [e.p in started for e in entries]
-    if all(old) or _is_capturing(entries[0].p.device):
+    if all(old) or is_capturing(entries[0].p.device):
         return old
     new = [e for e, known in zip(entries, old, strict=True) if not known]
     counts = torch.stack([e.layout.local(e.state["step"]).to(new[0].p.device) for e in new]).tolist()
@@ -216,8 +216,8 @@ def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
     return [e.p in started for e in entries]
 
 
-def _is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, in which the host must not look at numbers."""
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, in which the host must not look at numbers of the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from cosmos_optim import checkpoint, hyperparameters, sharding
 from cosmos_optim.engine.batching import Entry
-from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
+from cosmos_optim.engine.gradients import check_gradients
 from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
+from cosmos_optim.engine.skipped_steps import SkippedSteps
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR

@@ -113,7 +113,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Add a group. Without a "rule", its parameters follow their marks, as those of the constructor do."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
-        count, not_compared = len(self.param_groups), list(self._not_compared)
+        count, not_compared, rates = len(self.param_groups), list(self._not_compared), dict(self._first_rates)
         try:
             for group in as_groups([param_group], self.rule, stacklevel=3) if self._is_built else [param_group]:
                 self._add_group(group)
@@ -123,7 +123,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     self._layouts.pop(p, None)
                     self.state.pop(p, None)
             del self.param_groups[count:]
-            self._not_compared = not_compared
+            self._not_compared, self._first_rates = not_compared, rates
+            self._keep_structure()
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -313,14 +313,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._skipped.count(check, device)
             if check.skip_on_host:
                 return
-            self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
+            fresh = [e for e, is_fresh in zip(entries, check.fresh, strict=True) if is_fresh]
+            self._started.update(e.p for e in fresh)
             found: Diagnostics | None = {} if self._diagnostics else None
-            if any(e.p.is_cuda for e in entries):
-                from cosmos_optim.cuda import gpu_run  # not needed on a CPU
+            try:
+                if any(e.p.is_cuda for e in entries):
+                    from cosmos_optim.cuda import gpu_run  # not needed on a CPU
 
-                gpu_run.run(entries, check, found, self.cuda_graph)
-            else:
-                run(entries, check, found)
+                    gpu_run.run(entries, check, found, self.cuda_graph)
+                else:
+                    run(entries, check, found)
+            except BaseException:  # out of memory, or Ctrl-C while kernels compile
+                self._undo_start(fresh)
+                raise
             self._skipped.report(check)  # last, when the GPU has work
         for record in self._diagnostics:
             for name, values in (found or {}).items():
@@ -371,6 +376,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     mine = state[p]
                 entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
         return entries
+
+    def _undo_start(self, entries: Sequence[Entry]) -> None:
+        """Reset the state of entries if their first step failed, because only a first step takes their first bases."""
+        self._finish_copies()
+        for e in entries:
+            self._started.discard(e.p)
+            for name in ("step", *e.layout.rule_slots(e.group)):
+                e.layout.local(e.state[name]).zero_()
 
     def _refuse_one_rate(self) -> None:
         """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.

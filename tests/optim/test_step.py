@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, GaLore, param_groups
+from cosmos_optim.engine import run
 from tests.optim.helpers import backward, decoder, gradient, loss_of, matrix, same, small_rank, snapshot, train
 
 # One float32 rounding per step and element, a handful of steps.
@@ -110,6 +111,27 @@ def test_updates_of_thin_matrices_have_rms_lr_at_any_rank(shape: tuple[int, int]
             opt.step()
             rms = (p.detach() - before).square().mean().sqrt()
             torch.testing.assert_close(rms, torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("at", ["run_jobs", "write_back"])
+def test_a_first_step_that_is_interrupted_can_be_repeated(name: str, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the bases, which only a first step takes, would be zero forever: Ctrl-C in a notebook, or no memory."""
+    kwargs = small_rank(name)
+    model, other = decoder(), decoder()
+    a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    backward(model, 0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, at, interrupted)
+        a.step()
+    model.load_state_dict(other.state_dict())  # some weights may have moved
+    train(model, a, range(3))
+    train(other, b, range(3))
+    assert same(snapshot(model, a), snapshot(other, b))
 
 
 def test_an_empty_parameter_is_skipped() -> None:

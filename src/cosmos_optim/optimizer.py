@@ -340,6 +340,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
             rule = RULES[group["rule"]]
+            if isinstance(group["lr"], Tensor) and group["lr"].dim():
+                group["lr"] = group["lr"].view(())  # as `complete` does; it may have been written or loaded since
             for p in group["params"]:
                 layout = layouts.get(p)
                 if layout is None:

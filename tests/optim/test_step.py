@@ -215,6 +215,27 @@ def test_lr_as_a_tensor_trains_as_a_number_and_schedulers_keep_gamma() -> None:
     assert isinstance(a.param_groups[0]["lr"], torch.Tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_lr_of_shape_1_that_is_written_later_trains_as_a_number(dtype: torch.dtype) -> None:
+    """Whoever holds the tensor can still change the rate."""
+    held = [[matrix((8, 6), dtype=dtype), nn.Parameter(torch.ones((), dtype=dtype))] for _ in range(2)]
+    a, b = (Cosmos([{"params": p}, {"params": q, "rule": "adam"}], lr=1e-2, adam_lr=1e-2, rank=2, weight_decay=0.1)
+            for p, q in held)  # fmt: skip
+    lr = torch.tensor([1e-2])
+    for group in a.param_groups:
+        group["lr"] = lr
+    for step in range(2):
+        lr.fill_(1e-2 / (1 + step))
+        for group in b.param_groups:
+            group["lr"] = float(lr)
+        for p, q in held:
+            p.grad, q.grad = gradient((8, 6), step, dtype), gradient((), step, dtype)
+        a.step()
+        b.step()
+    for x, y in zip(*held, strict=True):
+        torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
+
+
 def test_a_closure_runs_with_gradients_enabled() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4)

@@ -6,7 +6,7 @@ opt = Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
 print(plan(model))
 """
 
-from cosmos_optim.engine.gradients import SkippedStepWarning
+from cosmos_optim.engine.skipped_steps import SkippedStepWarning
 from cosmos_optim.optimizers import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
 from cosmos_optim.plan_table import Plan, plan
 from cosmos_optim.rates import Rates, rates_from_adamw

@@ -178,7 +178,8 @@ def adam_rate(lr: Any, adam_lr: Any, ratio: float) -> Any:
     if adam_lr is not None:
         return adam_lr
     check_options({"lr": lr})
-    return lr if ratio == 1 else ratio * lr
+    with torch.inference_mode(False):  # schedulers write into a rate that is a tensor
+        return lr if ratio == 1 else ratio * lr
 
 
 def check_arguments(optimizer: type, given: Iterable[str]) -> None:

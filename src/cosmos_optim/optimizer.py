@@ -11,7 +11,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from cosmos_optim import checkpoint, hyperparameters, sharding
 from cosmos_optim.engine.batching import Entry
-from cosmos_optim.engine.gradients import SkippedSteps, check_gradients
+from cosmos_optim.engine.gradients import check_gradients
 from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
+from cosmos_optim.engine.skipped_steps import SkippedSteps
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
@@ -112,7 +113,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Add a group. Without a "rule", its parameters follow their marks, as those of the constructor do."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
-        count, not_compared = len(self.param_groups), list(self._not_compared)
+        count, not_compared, rates = len(self.param_groups), list(self._not_compared), dict(self._first_rates)
         try:
             for group in as_groups([param_group], self.rule, stacklevel=3) if self._is_built else [param_group]:
                 self._add_group(group)
@@ -122,7 +123,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     self._layouts.pop(p, None)
                     self.state.pop(p, None)
             del self.param_groups[count:]
-            self._not_compared = not_compared
+            self._not_compared, self._first_rates = not_compared, rates
+            self._keep_structure()
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
@@ -235,9 +237,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         """Allocate the state of a parameter, beside what other code keeps there."""
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
+        with torch.inference_mode(False):  # what is allocated in inference mode can be written only there
+            step = torch.zeros((), dtype=torch.float32, device=p.device)
+            self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
         """Move the state of a parameter after model.to(...) to the new device and dtype.
 
@@ -308,14 +313,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._skipped.count(check, device)
             if check.skip_on_host:
                 return
-            self._started.update(e.p for e, fresh in zip(entries, check.fresh, strict=True) if fresh)
+            fresh = [e for e, is_fresh in zip(entries, check.fresh, strict=True) if is_fresh]
+            self._started.update(e.p for e in fresh)
             found: Diagnostics | None = {} if self._diagnostics else None
-            if any(e.p.is_cuda for e in entries):
-                from cosmos_optim.cuda import gpu_run  # not needed on a CPU
+            try:
+                if any(e.p.is_cuda for e in entries):
+                    from cosmos_optim.cuda import gpu_run  # not needed on a CPU
 
-                gpu_run.run(entries, check, found, self.cuda_graph)
-            else:
-                run(entries, check, found)
+                    gpu_run.run(entries, check, found, self.cuda_graph)
+                else:
+                    run(entries, check, found)
+            except BaseException:  # out of memory, or Ctrl-C while kernels compile
+                self._undo_start(fresh)
+                raise
             self._skipped.report(check)  # last, when the GPU has work
         for record in self._diagnostics:
             for name, values in (found or {}).items():
@@ -330,6 +340,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
             rule = RULES[group["rule"]]
+            if isinstance(group["lr"], Tensor) and group["lr"].dim():
+                group["lr"] = group["lr"].view(())  # as `complete` does; it may have been written or loaded since
             for p in group["params"]:
                 layout = layouts.get(p)
                 if layout is None:
@@ -366,6 +378,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     mine = state[p]
                 entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
         return entries
+
+    def _undo_start(self, entries: Sequence[Entry]) -> None:
+        """Reset the state of entries if their first step failed, because only a first step takes their first bases."""
+        self._finish_copies()
+        for e in entries:
+            self._started.discard(e.p)
+            for name in ("step", *e.layout.rule_slots(e.group)):
+                e.layout.local(e.state[name]).zero_()
 
     def _refuse_one_rate(self) -> None:
         """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
@@ -495,7 +515,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
         self._finish_copies()
-        checkpoint.load(self, state_dict)
+        with torch.inference_mode(False), torch.no_grad():  # steps write to the copies
+            checkpoint.load(self, state_dict)
         self._adopt_one_rate()
         self._shared_lr = self._one_value("lr") or math.nan
 

@@ -321,7 +321,6 @@ def test_recording_stops_after_several_graphs_that_served_few_steps(
         graph_module, "record", lambda held, inside, key: FakeRecording(key, {e.p for e in inside}, launches)
     )
     monkeypatch.setattr(graph_module, "recordable", list)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for turn in range(MAX_WASTED + 3):
         opt.param_groups[0]["eps"] = 1e-8 * (turn + 1)
         for _ in range(STEPS_BEFORE_RECORDING + 2):
@@ -336,7 +335,6 @@ def test_a_step_is_recorded_once_its_key_has_stayed_the_same(monkeypatch: pytest
     monkeypatch.setattr(FakeRecording, "made", [])
     monkeypatch.setattr(graph_module, "record", lambda held, inside, key: FakeRecording(key, {e.p for e in inside}, 1))
     monkeypatch.setattr(graph_module, "recordable", list)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     graphed, held = GraphedStep(), entries(opt)
     for _ in range(EAGER):
         assert graphed.prepare(check_of(held, None)) == (set(), None)
@@ -359,7 +357,6 @@ def test_a_recording_that_fails_is_reported_and_not_tried_again(monkeypatch: pyt
 
     monkeypatch.setattr(graph_module, "record", broken)
     monkeypatch.setattr(graph_module, "recordable", list)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     graphed, held = GraphedStep(), entries(opt)
     with pytest.warns(UserWarning, match="RuntimeError: no. Pass cuda_graphs=False to avoid this attempt") as warned:
         for _ in range(EAGER + 3):

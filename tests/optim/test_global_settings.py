@@ -100,6 +100,45 @@ def test_default_device_and_dtype_do_not_change_the_step(name: str) -> None:
     assert same(snapshot(model, a), snapshot(other, b))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_an_optimizer_built_stepped_and_loaded_without_autograd_continues_with_it(name: str, mode: Any) -> None:
+    """State made in inference mode could be written only there, and an evaluation loop may load a checkpoint."""
+    kwargs = small_rank(name)
+    model, other = decoder(), decoder()
+    b = OPTIMIZERS[name](other, **kwargs)
+    train(other, b, range(4))
+    with mode():
+        a = OPTIMIZERS[name](model, **kwargs)
+    train(model, a, range(2))
+    backward(model, 2)
+    with mode():
+        a.step()
+        a.load_state_dict(copy.deepcopy(a.state_dict()))
+    train(model, a, range(3, 4))
+    assert same(snapshot(model, a), snapshot(other, b))
+
+
+def test_state_that_a_step_in_inference_mode_moves_to_another_dtype_can_be_written_by_the_next() -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(1))
+    backward(model.double(), 1)
+    with torch.inference_mode():
+        opt.step()
+    train(model, opt, range(2, 3))
+    assert {float(state["step"]) for state in opt.state.values()} == {3.0}
+
+
+def test_a_tensor_lr_given_in_inference_mode_can_be_scheduled() -> None:
+    """Cosmos makes the rate of AdamW from it, and a scheduler writes into both."""
+    lr = torch.tensor(1e-3)
+    with torch.inference_mode():
+        opt = Cosmos(decoder(), lr=lr, rank=4)
+    torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5)
+    assert {float(group["lr"] / lr) for group in opt.param_groups} == {1.0, 4.0}
+
+
 WAIT_S = 60.0  # long enough for a busy machine; a test that waits so long has failed
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from cosmos_optim import Cosmos, SkippedStepWarning
-from cosmos_optim.engine import gradients
-from cosmos_optim.engine.gradients import GradientCheck, SkippedSteps
+from cosmos_optim.engine import skipped_steps
+from cosmos_optim.engine.gradients import GradientCheck
+from cosmos_optim.engine.skipped_steps import SkippedSteps
 from tests.optim.helpers import backward, decoder, gradient, matrix
 
 BAD, GOOD = float("nan"), 0.0
@@ -98,7 +99,7 @@ class LateCopy:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> type[LateCopy]:
-    monkeypatch.setattr(gradients, "HostCopy", LateCopy)
+    monkeypatch.setattr(skipped_steps, "HostCopy", LateCopy)
     monkeypatch.setattr(LateCopy, "arrived", True)
     monkeypatch.setattr(LateCopy, "started", 0)
     return LateCopy

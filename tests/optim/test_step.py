@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, GaLore, param_groups
+from cosmos_optim.engine import run
 from tests.optim.helpers import backward, decoder, gradient, loss_of, matrix, same, small_rank, snapshot, train
 
 # One float32 rounding per step and element, a handful of steps.
@@ -112,6 +113,27 @@ def test_updates_of_thin_matrices_have_rms_lr_at_any_rank(shape: tuple[int, int]
             torch.testing.assert_close(rms, torch.tensor(0.1), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("at", ["run_jobs", "write_back"])
+def test_a_first_step_that_is_interrupted_can_be_repeated(name: str, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the bases, which only a first step takes, would be zero forever: Ctrl-C in a notebook, or no memory."""
+    kwargs = small_rank(name)
+    model, other = decoder(), decoder()
+    a, b = OPTIMIZERS[name](model, **kwargs), OPTIMIZERS[name](other, **kwargs)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    backward(model, 0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, at, interrupted)
+        a.step()
+    model.load_state_dict(other.state_dict())  # some weights may have moved
+    train(model, a, range(3))
+    train(other, b, range(3))
+    assert same(snapshot(model, a), snapshot(other, b))
+
+
 def test_an_empty_parameter_is_skipped() -> None:
     empty = nn.Parameter(torch.zeros(0, 4))
     p = matrix((6, 4))
@@ -191,6 +213,27 @@ def test_lr_as_a_tensor_trains_as_a_number_and_schedulers_keep_gamma() -> None:
         torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
     assert b.param_groups[0]["gamma"] == a.param_groups[0]["gamma"] == 0.25
     assert isinstance(a.param_groups[0]["lr"], torch.Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_lr_of_shape_1_that_is_written_later_trains_as_a_number(dtype: torch.dtype) -> None:
+    """Whoever holds the tensor can still change the rate."""
+    held = [[matrix((8, 6), dtype=dtype), nn.Parameter(torch.ones((), dtype=dtype))] for _ in range(2)]
+    a, b = (Cosmos([{"params": p}, {"params": q, "rule": "adam"}], lr=1e-2, adam_lr=1e-2, rank=2, weight_decay=0.1)
+            for p, q in held)  # fmt: skip
+    lr = torch.tensor([1e-2])
+    for group in a.param_groups:
+        group["lr"] = lr
+    for step in range(2):
+        lr.fill_(1e-2 / (1 + step))
+        for group in b.param_groups:
+            group["lr"] = float(lr)
+        for p, q in held:
+            p.grad, q.grad = gradient((8, 6), step, dtype), gradient((), step, dtype)
+        a.step()
+        b.step()
+    for x, y in zip(*held, strict=True):
+        torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
 
 
 def test_a_closure_runs_with_gradients_enabled() -> None:

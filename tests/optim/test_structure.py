@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from cosmos_optim import AdamMini, Cosmos, Muon
+from cosmos_optim import AdamMini, Cosmos, Muon, mark
 from tests.optim.helpers import gradient, matrix
 
 
@@ -71,3 +72,17 @@ def test_a_group_added_later_is_watched_too() -> None:
     opt.param_groups[1]["rank"] = 2
     with pytest.raises(ValueError, match="group 1: rank is 2 now, but its state was allocated for rank=3"):
         opt.step()
+
+
+def test_groups_that_were_refused_leave_no_setting_behind() -> None:
+    """The rank suits the first group of the two, and the second group is refused because of it."""
+    layers = nn.ModuleDict({"hidden": nn.Linear(6, 8, bias=False), "embed": nn.Embedding(9, 4)})
+    mark(layers)
+    opt = Cosmos(nn.Linear(4, 4, bias=False), rank=2)
+    named = list(layers.named_parameters())
+    with pytest.raises(ValueError, match="rule 'adam' has no hyper-parameter 'rank'"):
+        opt.add_param_group({"params": named, "rank": 3})
+    opt.add_param_group({"params": named[:1], "rank": 4})
+    layers["hidden"].weight.grad = gradient((8, 6), 0)
+    opt.step()
+    assert opt.state[layers["hidden"].weight]["U"].shape == (6, 4)

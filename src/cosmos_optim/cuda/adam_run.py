@@ -20,6 +20,7 @@ from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
 from cosmos_optim.engine.batching import Entry, by_group, decay_of
 from cosmos_optim.engine.elementwise import run_elementwise
+from cosmos_optim.engine.gradients import is_capturing
 from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules import adam
@@ -106,7 +107,7 @@ def kernel_works(
     """Return whether the kernel agrees with the definition; compare once for each kind of tensor."""
     key = (device, dtype, grad_dtype, quantized, corrected)
     if key not in _results:
-        if launches_disabled() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if launches_disabled() or is_capturing(device):
             return True
         _results[key] = within_bound(partial(step_error, *key), adam.RULE, device, CLOSE)
     return _results[key]

@@ -29,7 +29,7 @@ from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.cuda.support import supported
 from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_of, settings_key, signed_lr
-from cosmos_optim.engine.gradients import GradientCheck
+from cosmos_optim.engine.gradients import GradientCheck, is_capturing
 from cosmos_optim.engine.layout import Job
 
 # Steps with the same key before recording: by then kernels are compiled, and gradient addresses are stable.
@@ -93,7 +93,7 @@ class Recording:
     def __del__(self) -> None:
         """Wait for copies to host memory: its allocator does not know what a graph writes, and may lend it again."""
         in_use = self.launches and self.leases and not sys.is_finalizing()
-        if in_use and not torch.cuda.is_current_stream_capturing():
+        if in_use and not is_capturing(self.skip.device):
             torch.cuda.synchronize(self.skip.device)
 
 
@@ -125,7 +125,7 @@ class GraphedStep:
 
         Only steps with a device flag (`check.skip`) are recorded: every parameter has had a non-zero gradient then.
         """
-        if not self.enabled or check.skip is None or torch.cuda.is_current_stream_capturing():
+        if not self.enabled or check.skip is None or is_capturing(check.skip.device):
             return set(), None
         matrices: list[Entry] = []
         index: list[int] = []

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import tl
+from cosmos_optim.engine.gradients import is_capturing
 from cosmos_optim.rules.rule import M_SCALE
 
 # Maximum number of cached tables, because gradients may have new addresses at every step.
@@ -72,7 +73,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
     pointers = tuple([t.data_ptr() for t in tensors])
     if device.type != "cuda":
         return torch.tensor(pointers, dtype=torch.int64, device=device)
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = is_capturing(device)
     key = (device, pointers)
     table, host = _tables.get(key), None
     if table is None:

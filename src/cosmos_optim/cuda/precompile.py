@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cosmos_optim.cuda.kernels.launch import KERNELS, on_device, triton
+from cosmos_optim.engine.gradients import is_capturing
 
 # The compiler holds Python's lock part of the time, so more threads gain little.
 THREADS = 16
@@ -56,7 +57,7 @@ def compile_in_parallel(device: torch.device, works: Sequence[Callable[[], Any]]
     that does not compile fails again, and is reported, when it is launched. While the user captures a
     CUDA graph, this does nothing.
     """
-    if device.type != "cuda" or not hasattr(triton, "AsyncCompileMode") or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not hasattr(triton, "AsyncCompileMode") or is_capturing(device):
         return
     with _one_at_a_time, suppress(Exception), on_device(device), _LoadingPool(thread_count(), device) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True), _disable_launches():

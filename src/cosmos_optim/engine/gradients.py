@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,13 +20,6 @@ from cosmos_optim.engine.batching import Entry, by_group
 
 # Takes the elementwise maximum of a vector over all processes that share the parameters.
 MaxOverRanks = Callable[[Tensor], Tensor]
-# Skipped steps in a row before a warning; the next one comes after ten times as many.
-MANY = 20
-ADVICE = (
-    "To find the cause, give nonfinite='raise', which stops and names the parameter, and run the backward pass in "
-    "torch.autograd.detect_anomaly(). Usual causes are a rate that is too high, no warm-up, no gradient clipping, and "
-    "float16 without a GradScaler. `skipped_steps` counts such steps; the next warning comes if many follow each other"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,110 +49,6 @@ class GradientCheck:
         return {e.p: list(itertools.islice(values, e.layout.count)) for e in self.entries}
 
 
-class SkippedStepWarning(RuntimeWarning):
-    """Steps were skipped because a gradient was NaN or inf."""
-
-
-class HostCopy:
-    """A number on its way from the GPU to the host, which does not wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._value = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
-        self._event = torch.cuda.Event()
-
-    def start(self, number: Tensor) -> None:
-        """Start the copy, after the work that the GPU already has."""
-        self._value.copy_(number, non_blocking=True)
-        self._event.record(torch.cuda.current_stream(self._device))
-
-    def value(self) -> int | None:
-        """Return the number, or None if it has not arrived."""
-        return int(self._value) if self._event.query() else None
-
-
-class SkippedSteps:
-    """Count skipped steps, and warn of the first and of many in a row.
-
-    If only the GPU knows, it counts there. The count is copied to the host after each step, and a later step reads it,
-    so the host never waits, and warnings come a little later.
-
-    is_first: return whether this process is the first of its job to ask for a text. One process warns, not all.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self, is_first: Callable[[str], bool] = lambda text: True) -> None:
-        self._is_first, self._number = is_first, next(self._numbers)
-        self._on_host = 0  # steps that the host knows to be skipped
-        self._on_device: Tensor | None = None  # steps that only the GPU knows to be skipped
-        self._copy: HostCopy | None = None
-        self._count_in_last_copy = 0
-        self._steps_before_copy = self._steps_since_copy = 0  # steps that the copy under way covers, and those after it
-        self._consecutive, self._warn_at = 0, MANY  # skipped steps up to now, and how many make a warning
-        self._streaks, self._warned = 0, False  # streaks of `MANY` so far, and whether there was any warning
-
-    def count(self, check: GradientCheck, device: torch.device) -> None:
-        """Count a step if it is skipped. Warn if the host knows it; otherwise `report` does."""
-        self._on_host += check.skip_on_host
-        if device.type == "cuda" or check.skip is not None:
-            self._count_on_device(check, device)
-        if check.skip is None:
-            self._warn_if_due(int(check.skip_on_host), 1, check)
-
-    def _count_on_device(self, check: GradientCheck, device: torch.device) -> None:
-        elsewhere = self._on_device is None or self._on_device.device != device
-        if elsewhere and not _is_capturing(device):  # in a capture, every replay would reset it
-            self._on_host, self._on_device = self.total(), torch.zeros((), dtype=torch.int64, device=device)
-            self._copy, self._count_in_last_copy, self._steps_since_copy = None, 0, 0
-        if check.skip is not None and self._on_device is not None and self._on_device.device == device:
-            self._on_device.add_(check.skip)
-            self._steps_since_copy += 1
-
-    def report(self, check: GradientCheck) -> None:
-        """Warn of steps that the GPU has skipped, as far as the host knows by now, and ask for the newest count."""
-        if check.skip is None or self._on_device is None or _is_capturing(self._on_device.device):
-            return
-        if self._copy is None:
-            self._copy = HostCopy(self._on_device.device)
-        else:
-            total = self._copy.value()
-            if total is None:
-                return
-            self._warn_if_due(total - self._count_in_last_copy, self._steps_before_copy, check)
-            self._count_in_last_copy = total
-        self._copy.start(self._on_device)
-        self._steps_before_copy, self._steps_since_copy = self._steps_since_copy, 0
-
-    def _warn_if_due(self, skipped: int, steps: int, check: GradientCheck) -> None:
-        """Warn if it is time to, after `steps` more steps of which some were skipped."""
-        self._consecutive = self._consecutive + skipped if skipped and skipped >= steps else 0
-        if self._consecutive < MANY:
-            self._warn_at = MANY
-        if self._consecutive >= self._warn_at:
-            self._streaks, self._warned = self._streaks + (self._warn_at == MANY), True
-            key = f"streak {self._streaks}, {self._warn_at} steps"
-            while self._consecutive >= self._warn_at:
-                self._warn_at *= 10
-            self._warn(key, f"{self._consecutive} steps in a row were skipped, so nothing is trained: ", check)
-        elif skipped and not self._warned:
-            self._warned = True
-            self._warn("first", "a step was skipped, and it changed nothing: ", check)
-
-    def _warn(self, key: str, lead: str, check: GradientCheck) -> None:
-        """Warn, if this process knows of a gradient that is not finite and no other process of the job has warned."""
-        if check.skip_on_host and check.bad is None:
-            return  # it is on another process, which can name it
-        if self._is_first(f"skipped steps of optimizer {self._number}: {key}"):
-            x = check.bad
-            which = "a gradient" if x is None else f"the gradient of parameter {x.layout.name!r} {tuple(x.p.shape)}"
-            warnings.warn(f"{lead}{which} is NaN or inf, or its square is. {ADVICE}", SkippedStepWarning, stacklevel=2)
-
-    def total(self) -> int:
-        """Return the number of skipped steps; waits for the GPU."""
-        return self._on_host + (0 if self._on_device is None else int(self._on_device))
-
-
 def check_gradients(
     entries: Sequence[Entry], started: set[Tensor], max_over_ranks: MaxOverRanks | None
 ) -> GradientCheck:
@@ -176,7 +64,7 @@ def check_gradients(
     raising = any(e.group["nonfinite"] == "raise" for e in entries)
     several = any(e.p.device != device for e in entries)  # kernels on one device cannot read a flag on another
     on_host = device.type != "cuda" or not all(old) or raising or several
-    if on_host and _is_capturing(device):
+    if on_host and is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
@@ -208,7 +96,7 @@ def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
     An entry that is not in `started` may have a step count above 0, because other code has loaded its state. Add it.
     """
     old = [e.p in started for e in entries]
-    if all(old) or _is_capturing(entries[0].p.device):
+    if all(old) or is_capturing(entries[0].p.device):
         return old
     new = [e for e, known in zip(entries, old, strict=True) if not known]
     counts = torch.stack([e.layout.local(e.state["step"]).to(new[0].p.device) for e in new]).tolist()
@@ -216,8 +104,8 @@ def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
     return [e.p in started for e in entries]
 
 
-def _is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, in which the host must not look at numbers."""
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, in which the host must not look at numbers of the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cosmos_optim.engine.gradients import is_capturing
 from cosmos_optim.engine.layout import Job, Location, TakeStep, Tensors
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.sharding import overlap
@@ -93,7 +94,7 @@ class ShardedLocation(Location):
 
         Only jobs of one team overlap: its ranks have the same jobs, so they alternate in the same order.
         """
-        overlapping = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        overlapping = device.type == "cuda" and not is_capturing(device)
         overlap.run(jobs, device, width=2 if overlapping else 1)
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import false_flag, jit, tl
-from cosmos_optim.cuda.kernels.momentum_int8 import float32_bits, rounded_scale
-from cosmos_optim.cuda.kernels.tiles import matrix_start
+from cosmos_optim.cuda.kernels.tiles import float32_bits, matrix_start, rounded_scale
 from cosmos_optim.cuda.kernels.update import dither
 from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
 from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES, addresses

@@ -11,40 +11,31 @@ Shapes: G, codes (m, n), scales (m, ceil(n / BLOCK)), U (n, r), G U and M U (m, 
 
 from __future__ import annotations
 
-import struct
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
 from cosmos_optim.cuda.kernels.launch import Launch, false_flag, jit, tl
 from cosmos_optim.cuda.kernels.split_precision import BASIS_SCALE
-from cosmos_optim.cuda.kernels.tiles import dot_parts, dot_split_tile, exponent, load_parts, load_tile, matrix_start
+from cosmos_optim.cuda.kernels.tiles import (
+    dot_parts,
+    dot_split_tile,
+    exponent,
+    float32_bits,
+    load_parts,
+    load_tile,
+    matrix_start,
+    rounded_scale,
+)
 from cosmos_optim.cuda.pointer_list import MatrixList
 from cosmos_optim.linalg import int8_momentum
 from cosmos_optim.linalg.int8_momentum import BLOCK
 
 LAUNCH = Launch(64, 32, warps=4, stages=3)
 UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=2)  # a third stage would spill more registers
-
-
-def float32_bits(x: float) -> Any:
-    """Return the bits of x, a constant for kernels."""
-    return tl.constexpr(struct.unpack("i", struct.pack("f", x))[0])
-
-
-# The format of `linalg.int8_momentum`. Scales are bounded and rounded as integers, which order positive floats.
+# The format of `linalg.int8_momentum`.
 LARGEST_CODE = tl.constexpr(float(int8_momentum.LARGEST_CODE))
-LEAST_SCALE, LARGEST_SCALE = float32_bits(int8_momentum.LEAST_SCALE), float32_bits(int8_momentum.LARGEST_SCALE)
-SCALE_UNIT = tl.constexpr(1 << int8_momentum.CLEARED_BITS)
-
-
-@jit
-def rounded_scale(scale, LARGEST: tl.constexpr, UNIT: tl.constexpr):
-    """Return the scale as `int8_momentum.rounded_scales` does: at most LARGEST, and a multiple of UNIT, as bits."""
-    bits = tl.minimum(tl.maximum(scale.to(tl.int32, bitcast=True), LEAST_SCALE), LARGEST)
-    return ((bits + UNIT // 2) & -UNIT).to(tl.float32, bitcast=True)
+LARGEST_SCALE, SCALE_UNIT = float32_bits(int8_momentum.LARGEST_SCALE), tl.constexpr(1 << int8_momentum.CLEARED_BITS)
 
 
 @jit

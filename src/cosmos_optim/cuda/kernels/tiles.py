@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: loads of tiles, and products of nearly single precision.
+"""Device functions that the kernels share: loads of tiles, products of nearly single precision, scales of codes.
 
 **Products.** A float32 number x is split into two half-precision parts, x1 = half(x) and x2 = half(x - x1), and a
 product keeps x1 y1 + x1 y2 + x2 y1. Tensor cores multiply the parts at full rate and sum in float32, which is several
@@ -21,7 +21,19 @@ parts.
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 from cosmos_optim.cuda.kernels.launch import jit, tl
+from cosmos_optim.linalg import int8_momentum
+
+
+def float32_bits(x: float) -> Any:
+    """Return the bits of x, a constant for kernels."""
+    return tl.constexpr(struct.unpack("i", struct.pack("f", x))[0])
+
+
+LEAST_SCALE = float32_bits(int8_momentum.LEAST_SCALE)
 
 
 @jit
@@ -174,3 +186,13 @@ def add_outer(acc, p1, p2, u, part_stride, mask, FLOAT32_DOTS: tl.constexpr):
     """Return acc + P U' of thin blocks in two parts: P (BM, R) is loaded already, U (BN, R) is at the pointers u."""
     u1, u2 = load_parts(u, part_stride, mask)
     return dot_parts(p1, p2, tl.trans(u1), tl.trans(u2), acc, False, False, FLOAT32_DOTS)
+
+
+@jit
+def rounded_scale(scale, LARGEST: tl.constexpr, UNIT: tl.constexpr):
+    """Return the scale as `int8_momentum.rounded_scales` does: at most LARGEST, and a multiple of UNIT, as bits.
+
+    Integers order positive floats, so a scale is bounded and rounded as an integer.
+    """
+    bits = tl.minimum(tl.maximum(scale.to(tl.int32, bitcast=True), LEAST_SCALE), LARGEST)
+    return ((bits + UNIT // 2) & -UNIT).to(tl.float32, bitcast=True)

@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cosmos_lab.cli.commands import COMMANDS  # _find has imported it
 
         close = difflib.get_close_matches(command, COMMANDS, n=2)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
+        hint = f"; did you mean {' or '.join(close)}?" if close else ";"
+        return _fail(f"there is no command {command!r}{hint} `cosmos-lab --help` lists the commands")
     before = sys.stdout
     warnings.formatwarning = _one_line
     sys.stdout = cast(TextIO, PipeSafeStream(before))

@@ -1,5 +1,6 @@
 """The command line: what it does, and that every mistake ends in one clear line and exit code 2."""
 
+import errno
 import json
 import os
 import re
@@ -240,6 +241,44 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert error.startswith("cosmos-lab: ") and message in error and error.count("\n") <= 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["train", "tiny"], "choose another --out"),
+        (["compare", "tiny", "--optimizers", "adam", "--lrs", "1e-3"], "choose another --out"),
+        (["report", "."], "choose another folder with -o"),
+        (["data", "prepare", "text.txt", "--tokenizer", "train:300"], "choose another --out"),
+        (["profile", "tiny", "--tables", "memory", "--optimizers", "adam", "--seq-len", "8", "--iterations", "1"],
+         "choose another --out"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_named_in_plain_words(
+    arguments: list[str],
+    advice: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a file, not a folder")
+    (tmp_path / "config.json").write_text("{}")
+    assert main([*arguments, "--out", "text.txt/inside"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"cosmos-lab: cannot write text.txt/inside\S*: (Not a directory|File exists); {advice}", error)
+
+
+def test_a_file_that_cannot_be_read_is_named_in_plain_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arguments: list[str]) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/mine")
+
+    monkeypatch.setitem(commands.COMMANDS, "report", refuse)
+    assert main(["report", "runs"]) == 2
+    assert capsys.readouterr().err == "cosmos-lab: runs/mine: Permission denied\n"
 
 
 def test_without_tyro_one_line_names_the_extra_to_install(

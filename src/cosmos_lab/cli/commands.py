@@ -229,7 +229,7 @@ def export_command(arguments: list[str]) -> None:
 
 def evaluate_command(arguments: list[str]) -> None:
     """Compute losses by position: cosmos-lab evaluate RUN... [flags]."""
-    from cosmos_lab.io import write_json
+    from cosmos_lab.io import explained, write_json
     from cosmos_lab.run.evaluate import evaluate, format_positions
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
@@ -238,7 +238,8 @@ def evaluate_command(arguments: list[str]) -> None:
     results = [evaluate(run, **options) for run in runs]
     print(format_positions(results))
     if asked.out:
-        write_json(Path(asked.out), results)
+        with explained(Path(asked.out)):
+            write_json(Path(asked.out), results)
 
 
 def demo_command(arguments: list[str]) -> None:

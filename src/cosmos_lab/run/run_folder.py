@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Split
-from cosmos_lab.io import NO_SPACE, disk_error, locked, read_json
+from cosmos_lab.io import disk_error, locked, read_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.results.reading import CONFIG, read_summary
 from cosmos_lab.run import build, checkpoint, launch
@@ -57,7 +57,7 @@ def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any]
                 advice = "wait for it or choose another --name"
                 error = ValueError(f"another process is training in {config.folder}; {advice}")
             except OSError as problem:
-                error = _explain(problem, config.folder)
+                error = disk_error(problem, config.folder)
             except ValueError as problem:
                 error = problem
         world.raise_together(error)
@@ -114,17 +114,3 @@ def warn_of_changes(config: RunConfig) -> None:
     before = now | (read_json(config.folder / CONFIG) or {}).get("config", {})
     if changed := [f"{name} {now[name]} instead of {before[name]}" for name in now if before[name] != now[name]]:
         warnings.warn(f"{config.folder} continues with {', '.join(changed)}", stacklevel=2)
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Name the file and say what to do in any error of the disk that is raised inside."""
-    try:
-        yield
-    except OSError as error:
-        raise _explain(error, path) from error
-
-
-def _explain(error: OSError, path: Path) -> OSError:
-    advice = "free some space and start the same command again to continue"
-    return disk_error(error, path, advice if error.errno in NO_SPACE else "choose another --out")

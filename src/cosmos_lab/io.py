@@ -35,10 +35,26 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(chosen).expanduser()
 
 
-def disk_error(error: OSError, path: Path, advice: str) -> OSError:
-    """Return the same kind of `OSError` with a message that names the file, says what happened and what to do."""
-    what = "no space left on the disk" if error.errno in NO_SPACE else (error.strerror or str(error))
-    return OSError(error.errno or errno.EIO, f"cannot write {path}: {what}; {advice}")
+@contextlib.contextmanager
+def explained(path: Path, instead: str = "choose another --out") -> Iterator[None]:
+    """Turn any `OSError` that is raised inside into that of `disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, instead) from error
+
+
+def disk_error(error: OSError, path: Path, instead: str = "choose another --out") -> OSError:
+    """Return the same kind of `OSError` with a message that names the file, says what happened and what to do.
+
+    If the disk is full, the advice is to free some space, or to do `instead`.
+    """
+    full = error.errno in NO_SPACE
+    what = "no space left on the disk" if full else (error.strerror or str(error))
+    advice = f"free some space and run the same command again, or {instead}" if full else instead
+    found = type(error)(f"cannot write {path}: {what}; {advice}")
+    found.errno = error.errno or errno.EIO  # not as an argument, which would begin the message with [Errno 28]
+    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """The command line: what it does, and that every mistake ends in one clear line and exit code 2."""
 
+import errno
 import json
 import os
 import re
@@ -187,6 +188,22 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
         (["train", "tiny", "--learning-rate", "3"], "there is no flag --learning-rate; did you mean --lr?"),
         (["train", "tiny", "--batch_size=8"], "there is no flag --batch-size; did you mean --batch?"),
         (["train", "tiny", "--quux", "3"], "there is no flag --quux; `cosmos-lab train tiny --help` lists the flags"),
+        (["train", "tiny", "-lr", "3"], "there is no flag -lr; did you mean --lr? `cosmos-lab train tiny"),
+        (["train", "tiny", "--no-resume"], "there is no flag --no-resume; did you mean --resume?"),
+        (["train", "tiny", "3"], "'3' is not a flag; `cosmos-lab train tiny --help` lists the flags"),
+        (["train", "tiny", "--lr"], "--lr takes one value; got none; `cosmos-lab train tiny --help` lists the flags"),
+        (["train", "tiny", "--lr", "1", "2"], "--lr takes one value; got 1 2;"),
+        (["train", "tiny", "--lr", "abc"], "--lr takes a number; got 'abc'"),
+        (["train", "tiny", "--steps=1e3"], "--steps takes a whole number; got '1e3'"),
+        (["train", "tiny", "--width", "none"], "--width takes a whole number or None; got 'none'"),
+        (["train", "tiny", "--schedule", "linaer"], "--schedule must be one of linear, cosine, wsd, constant; got '"),
+        (["train", "tiny", "--checkpointing", "yes"], "takes no value; got 'yes': give --checkpointing or --no-check"),
+        (["train", "tiny", "--optimizer", "--lr", "1"], "--optimizer takes one value; got none"),
+        (["train", "tiny", "--scale"], "--scale takes one value; got none"),
+        (["report", "runs", "-o"], "--out takes one value; got none"),
+        (["profile", "tiny", "--tables", "mfu,memry"], "--tables must be one of memory, throughput, mfu; got 'memry'"),
+        (["profile", "tiny", "--micro-batches", "8,x"], "--micro-batches takes a whole number; got 'x'"),
+        (["profile", "tiny", "--optimizers"], "--optimizers needs at least one value"),
         (["compare", "tiny", "--learning-rates", "3"], "there is no flag --learning-rates; did you mean --lrs?"),
         (["compare", "tiny", "--lr", "1"], "a comparison takes --lrs, not --lr"),
         (["compare", "tiny", "--lr=1e-3"], "a comparison takes --lrs, not --lr"),  # which is the recipe's own
@@ -222,8 +239,46 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("cosmos-lab: ") and message in error
+    assert error.startswith("cosmos-lab: ") and message in error and error.count("\n") <= 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["train", "tiny"], "choose another --out"),
+        (["compare", "tiny", "--optimizers", "adam", "--lrs", "1e-3"], "choose another --out"),
+        (["report", "."], "choose another folder with -o"),
+        (["data", "prepare", "text.txt", "--tokenizer", "train:300"], "choose another --out"),
+        (["profile", "tiny", "--tables", "memory", "--optimizers", "adam", "--seq-len", "8", "--iterations", "1"],
+         "choose another --out"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_named_in_plain_words(
+    arguments: list[str],
+    advice: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a file, not a folder")
+    (tmp_path / "config.json").write_text("{}")
+    assert main([*arguments, "--out", "text.txt/inside"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"cosmos-lab: cannot write text.txt/inside\S*: (Not a directory|File exists); {advice}", error)
+
+
+def test_a_file_that_cannot_be_read_is_named_in_plain_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arguments: list[str]) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/mine")
+
+    monkeypatch.setitem(commands.COMMANDS, "report", refuse)
+    assert main(["report", "runs"]) == 2
+    assert capsys.readouterr().err == "cosmos-lab: runs/mine: Permission denied\n"
 
 
 def test_without_tyro_one_line_names_the_extra_to_install(

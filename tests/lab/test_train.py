@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data import write_shard
+from cosmos_lab.data import Split, shards, write_shard
+from cosmos_lab.grid.compare import compare
 from cosmos_lab.results.reading import read_metrics
 from cosmos_lab.run import build, checkpoint
 from cosmos_lab.run.train import train
@@ -103,6 +105,37 @@ def test_a_finished_run_is_not_trained_again(tiny_run: RunConfig) -> None:
         train(tiny_run.replace(lr=4e-3))
     with pytest.raises(ValueError, match="holds a run already"):
         train(tiny_run.replace(resume="never"))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_finished_run_is_refused_if_its_text_has_changed(
+    tiny_run: RunConfig, lab_data: str, tmp_path: Path, split: Split
+) -> None:
+    for part in ("train", "val"):
+        shutil.copy(f"{lab_data}_{part}.bin", tmp_path / f"mine_{part}.bin")
+    config = tiny_run.replace(data=str(tmp_path / "mine"))
+    summary, first = train(config), build.load_source(config, split)
+    tokens, shard = first.read(0, len(first)), tmp_path / f"mine_{split}.bin"
+    write_shard(shard, tokens[::-1])
+    before, now = first.fingerprint, build.load_source(config, split).fingerprint
+    changed = f"was trained: its hash was {before} and is {now} now; choose another --name or --out"
+    with pytest.raises(ValueError, match=changed):
+        train(config)
+    with pytest.raises(ValueError, match=rf"no run was started because(.|\n)*{changed}"):
+        compare([config, config.replace(name="new")], show=False, report=False)
+    write_shard(shard, tokens)  # the same text in a new file
+    assert train(config) == summary
+    shard.unlink()
+    with pytest.warns(UserWarning, match=f"cannot check that the text is still the one trained on: .*no {split} shard"):
+        assert train(config) == summary
+
+
+def test_a_finished_run_is_found_without_reading_its_text(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = train(tiny_run)
+    monkeypatch.setattr(shards, "_CHUNK", None)  # a pass over the tokens needs it
+    assert train(tiny_run) == summary
 
 
 def test_a_run_that_diverges_says_so_and_stops(tiny_run: RunConfig) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, is_dataclass
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from cosmos_lab.config import RunConfig, parse_options
 from cosmos_lab.data.prepare import Settings
@@ -20,6 +21,7 @@ _OTHER_NAMES = {
     "max-steps": "steps", "output-dir": "out", "save-every": "checkpoint-every", "eval-every": "val-every",
     "warmup-steps": "warmup", "wd": "weight-decay",
 }  # fmt: skip
+_NUMBERS = {int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def parse(default: T, arguments: Sequence[str], *, prog: str, description: str |
 
     Without a ``description``, the help shows the docstring of the dataclass.
     """
-    _check_flags(default, arguments, prog)
+    if not any(word in ("-h", "--help") or word.startswith("--tyro-") for word in arguments):
+        _check(default, arguments, f"`{prog} --help` lists the flags")
     tyro = require("tyro", "the commands need the package tyro: pip install tyro, or '.[lab]' in the source folder")
     flat = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     parsed: T = tyro.cli(
@@ -99,25 +102,75 @@ def parse(default: T, arguments: Sequence[str], *, prog: str, description: str |
     return parsed
 
 
-def _check_flags(default: Any, arguments: Sequence[str], prog: str) -> None:
-    """Raise a ValueError for a flag that does not exist, with the one that was meant if it can be told."""
-    known = set(_flags(default))
+def _check(default: Any, arguments: Sequence[str], advice: str) -> None:
+    """Raise a ValueError with one line for a mistake that tyro would show as a box."""
+    types = dict(_types(default))
+    for flag, *values in _grouped(arguments):
+        name = flag.removeprefix("--").replace("_", "-")
+        if not flag and values:
+            raise ValueError(f"{values[0]!r} is not a flag; {advice}")
+        if flag and name not in types:
+            bare = name.lstrip("-")
+            meant = _OTHER_NAMES.get(bare, bare)
+            close = [meant] if meant in types else difflib.get_close_matches(bare, types, n=2)
+            hint = f"; did you mean {' or '.join(f'--{found}' for found in close)}?" if close else ";"
+            raise ValueError(f"there is no flag {flag.replace('_', '-')}{hint} {advice}")
+        kind = types.get(name, bool)
+        if kind is bool and values:
+            base = name.removeprefix("no-")
+            raise ValueError(f"{flag} takes no value; got {values[0]!r}: give --{base} or --no-{base}")
+        if kind is not bool and get_origin(kind) is not tuple and len(values) != 1:
+            raise ValueError(f"{flag} takes one value; got {' '.join(values) or 'none'}; {advice}")
+        for value in values:
+            _check_value(flag, kind, value)
+
+
+def _check_value(flag: str, kind: Any, value: str) -> None:
+    """Raise a ValueError if ``value`` is not of the type ``kind``, or of its elements if that is a tuple."""
+    parts = get_args(kind)
+    none = NoneType in parts
+    if none or get_origin(kind) is tuple:
+        kind = parts[0]
+    if none and value == "None":
+        return
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise ValueError(f"{flag} must be one of {', '.join(get_args(kind))}; got {value!r}")
+    if kind in _NUMBERS and not _is_number(value, kind):
+        raise ValueError(f"{flag} takes {_NUMBERS[kind]}{' or None' if none else ''}; got {value!r}")
+
+
+def _types(default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the flags that the fields of a dataclass, and of those within it, become, each with its type."""
+    for name, kind in get_type_hints(type(default)).items():
+        flag, value = name.replace("_", "-"), getattr(default, name)
+        yield from _types(value) if is_dataclass(value) else [(flag, kind)]
+        if kind is bool:
+            yield f"no-{flag}", kind
+
+
+def _grouped(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag and the values after it; the first list has the values before any flag.
+
+    >>> list(_grouped(["--lr=1e-3", "--options", "a=1", "b=2", "--clip", "-1"]))
+    [[''], ['--lr', '1e-3'], ['--options', 'a=1', 'b=2'], ['--clip', '-1']]
+    """
+    group = [""]
     for word in arguments:
-        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
-        ours = name in known or name.removeprefix("no-") in known or name.startswith("tyro-") or name == "help"
-        if not word.startswith("--") or ours:
-            continue
-        meant = _OTHER_NAMES.get(name)
-        close = [meant] if meant in known else difflib.get_close_matches(name, known, n=2)
-        hint = f"; did you mean {' or '.join(f'--{flag}' for flag in close)}?" if close else ";"
-        raise ValueError(f"there is no flag --{name}{hint} `{prog} --help` lists the flags")
+        if word.startswith("-") and not _is_number(word):
+            yield group
+            flag, given, value = word.partition("=")
+            group = [flag, value] if given else [flag]
+        else:
+            group.append(word)
+    yield group
 
 
-def _flags(default: Any) -> Iterator[str]:
-    """Yield the flags that the fields of a dataclass, and of those within it, become."""
-    for part in fields(default):
-        value = getattr(default, part.name)
-        yield from _flags(value) if is_dataclass(value) else [part.name.replace("_", "-")]
+def _is_number(text: str, kind: Callable[[str], Any] = float) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_lrs(text: str | None) -> dict[str, list[float]] | list[float] | None:

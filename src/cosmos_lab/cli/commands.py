@@ -28,14 +28,19 @@ def _take(arguments: list[str], what: str, usage: str) -> tuple[str, list[str]]:
 
 
 def _take_flag(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Return the value of a flag that other flags' defaults depend on, and the rest."""
-    rest = list(arguments)
-    for index, word in enumerate(rest):
-        if word == flag or word.startswith(flag + "="):
-            value = word.partition("=")[2] or (rest[index + 1] if index + 1 < len(rest) else "")
-            del rest[index : index + (1 if "=" in word else 2)]
-            return value, rest
-    return None, rest
+    """Return the value of a flag that other flags' defaults depend on (the last one counts), and the rest."""
+    rest: list[str] = []
+    found: str | None = None
+    words = iter(arguments)
+    for word in words:
+        name, given, value = word.partition("=")
+        if name != flag:
+            rest.append(word)
+            continue
+        found = value if given else next(words, "--")
+        if found.startswith("--"):
+            raise ValueError(f"{flag} takes one value; got none")
+    return found, rest
 
 
 def _given(arguments: list[str], flag: str) -> bool:
@@ -224,7 +229,7 @@ def export_command(arguments: list[str]) -> None:
 
 def evaluate_command(arguments: list[str]) -> None:
     """Compute losses by position: cosmos-lab evaluate RUN... [flags]."""
-    from cosmos_lab.io import write_json
+    from cosmos_lab.io import explained, write_json
     from cosmos_lab.run.evaluate import evaluate, format_positions
 
     runs, rest = _words(arguments, "a run folder", "cosmos-lab evaluate RUN... [flags]")
@@ -233,7 +238,8 @@ def evaluate_command(arguments: list[str]) -> None:
     results = [evaluate(run, **options) for run in runs]
     print(format_positions(results))
     if asked.out:
-        write_json(Path(asked.out), results)
+        with explained(Path(asked.out)):
+            write_json(Path(asked.out), results)
 
 
 def demo_command(arguments: list[str]) -> None:

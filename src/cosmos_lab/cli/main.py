@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cosmos_lab.cli.commands import COMMANDS  # _find has imported it
 
         close = difflib.get_close_matches(command, COMMANDS, n=2)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        return _fail(f"there is no command {command!r}{hint}\n\n{USAGE}")
+        hint = f"; did you mean {' or '.join(close)}?" if close else ";"
+        return _fail(f"there is no command {command!r}{hint} `cosmos-lab --help` lists the commands")
     before = sys.stdout
     warnings.formatwarning = _one_line
     sys.stdout = cast(TextIO, PipeSafeStream(before))
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "" if "pip install" in str(error) else more
         return _fail(f"{error}{hint}")
     except (ValueError, OSError, ImportError) as error:
-        return 2 if _told_by_another(error) else _fail(str(error))
+        return 2 if _told_by_another(error) else _fail(_in_words(error))
     except Stopped as stop:
         if os.environ.get("RANK", "0") != "0":  # only the first process prints
             return stop.code
@@ -154,6 +154,13 @@ def _one_line(message: Warning | str, category: type[Warning], filename: str, *p
     if "cosmos_lab" in filename:
         return f"cosmos-lab: {message}\n"
     return _format_warning(message, category, filename, *place, **more)
+
+
+def _in_words(error: Exception) -> str:
+    """Return the message of an error, without the number that the system's own errors begin with."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _fail(message: str, code: int = 2) -> int:

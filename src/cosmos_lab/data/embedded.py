@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from cosmos_lab.data.encode import encoder_of
-from cosmos_lab.data.shards import write_shard
-from cosmos_lab.io import cache_folder, disk_error, locked, read_json, require, write_json
+from cosmos_lab.data.shards import CACHE_ADVICE, write_shard
+from cosmos_lab.io import cache_folder, explained, locked, read_json, require, write_json
 
 VOCAB_SIZE = 4096
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -37,12 +37,9 @@ def embedded_shards(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     for name, text in documents:
         digest.update(f"\0{name}\0{text}".encode())
     folder = cache_folder(cache_dir) / f"embedded-{digest.hexdigest()[:16]}"
-    try:
-        with locked(folder / ".lock"):
-            if read_json(folder / "embedded.json") is None:  # Written last, so the folder is complete.
-                _make(folder, documents)
-    except OSError as error:
-        raise disk_error(error, folder, "free some, or set COSMOS_LAB_CACHE to a folder on another disk") from error
+    with explained(folder, CACHE_ADVICE), locked(folder / ".lock"):
+        if read_json(folder / "embedded.json") is None:  # Written last, so the folder is complete.
+            _make(folder, documents)
     return folder
 
 

@@ -31,7 +31,7 @@ from cosmos_lab.data.raw import raw_encoder, raw_files, raw_streams
 from cosmos_lab.data.shards import MAX_VOCAB, Tokens
 from cosmos_lab.data.text import HUB, Stream, Unit, hub_streams, local_files, local_stream
 from cosmos_lab.data.writer import ShardWriter
-from cosmos_lab.io import atomic_write, disk_error, locked, read_json, write_json
+from cosmos_lab.io import atomic_write, explained, locked, read_json, write_json
 
 SPLITS: tuple[Split, Split] = ("train", "val")
 
@@ -117,12 +117,10 @@ def prepare(
         encoder = _train_encoder(tokenizer, streams, progress) if trained else load_encoder(tokenizer)
     prefix = prefix or f"{origin[0]}_{encoder.name}"
     plan = {"source": origin, "tokenizer": encoder.sha256, **asdict(settings)}
-    try:
+    with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f".{prefix}.lock"):
             facts = _Preparation(folder, prefix, encoder, settings, plan).run(streams, progress)
-    except OSError as error:
-        raise disk_error(error, folder, "make room or choose another --out; the same command continues") from error
     known = {name: facts[name] for name in ("documents", "tokens", "shards", "tokenizer", "vocab_size")}
     return Prepared(str(folder / prefix), **known)
 

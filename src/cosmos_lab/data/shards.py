@@ -30,7 +30,7 @@ SUFFIXES = (".bin", ".bin.xz")
 Tokens = npt.NDArray[np.uint16]
 
 _CHUNK = 1 << 23  # Tokens (and bytes) handled at a time: 16 MB keeps the pass lean and the loop short.
-_CACHE_ADVICE = "free some, or set COSMOS_LAB_CACHE to a folder on another disk"
+CACHE_ADVICE = "set COSMOS_LAB_CACHE to another folder"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _unpacked(path: Path, cache: Path) -> Path:
         except OSError as error:
             with contextlib.suppress(OSError):
                 _note(plain).unlink(missing_ok=True)
-            raise disk_error(error, plain, _CACHE_ADVICE) from error
+            raise disk_error(error, plain, CACHE_ADVICE) from error
     return plain
 
 

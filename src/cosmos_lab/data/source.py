@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -62,13 +63,18 @@ class TokenSource:
         self.vocabulary = vocabulary
         self.vocab_size = vocabulary.size
         self._offsets: Positions = np.cumsum([0] + [shard.tokens.size for shard in shards], dtype=np.int64)
-        ends = [
-            _ends(shard, vocabulary.end_of_document, cache_dir) + o
-            for shard, o in zip(shards, self._offsets[:-1], strict=True)
-        ]
-        self.documents: Positions = np.concatenate([np.zeros(1, np.int64), *ends])
+        self._cache_dir = cache_dir
         parts = [f"end-of-document {vocabulary.end_of_document}", *(shard.sha256 for shard in shards)]
         self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def documents(self) -> Positions:
+        """Return the bounds; found on first use, because validation needs none."""
+        ends = [
+            _ends(shard, self.vocabulary.end_of_document, self._cache_dir) + o
+            for shard, o in zip(self.shards, self._offsets[:-1], strict=True)
+        ]
+        return np.concatenate([np.zeros(1, np.int64), *ends])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

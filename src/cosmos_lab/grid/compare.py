@@ -23,7 +23,7 @@ import torch
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, table_of
-from cosmos_lab.io import write_json
+from cosmos_lab.io import explained, write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
@@ -131,7 +131,9 @@ def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str
     result = table_of(runs, metric, failures)
     if show:
         print(format_result(result))
-    write_json(Path(runs[0].logging.out) / RESULT, result)
+    path = Path(runs[0].logging.out) / RESULT
+    with explained(path):
+        write_json(path, result)
     return result
 
 

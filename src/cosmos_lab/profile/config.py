@@ -42,6 +42,9 @@ class ProfileConfig:
         from cosmos_lab.optimizers import optimizer_class
 
         resolve(self.model)
+        for name in ("optimizers", "tables", "micro_batches"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} needs at least one value; leave it out for the default")
         for row in self.optimizers:
             name, options = split_row(row)
             optimizer_class(name)
@@ -51,7 +54,7 @@ class ProfileConfig:
             if not 0 < value < math.inf:
                 must = "be positive and finite" if value > 0 else "be positive"
                 raise ValueError(f"--{name.replace('_', '-')} must {must}; got {value}")
-        if min(self.micro_batches, default=1) < 1:
+        if min(self.micro_batches) < 1:
             raise ValueError(f"--micro-batches must be positive; got {min(self.micro_batches)}")
         for table in self.tables:
             if table not in get_args(Table):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cosmos_lab.display import format_table
-from cosmos_lab.io import write_json
+from cosmos_lab.io import explained, write_json
 from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.profile.profiler import Profiler, check_rows
 from cosmos_lab.run import run_log
@@ -51,7 +51,8 @@ def profile(config: ProfileConfig, log: Log = print) -> dict[str, Any]:
             result[table].append(row)
             log(f"{table}: {row['optimizer']} measured ({len(result[table])} of {len(config.optimizers)})")
             if config.out:
-                write_json(Path(config.out), result)  # at once, in case the machine is taken away
+                with explained(Path(config.out)):
+                    write_json(Path(config.out), result)  # at once, in case the machine is taken away
         log(f"\n{_TITLES[table].format(**result['config'])}\n{format_rows(result[table])}")
     profiler.remove_optimizer()
     return result

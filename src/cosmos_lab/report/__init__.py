@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosmos_lab.io import atomic_write, disk_error
+from cosmos_lab.io import atomic_write, explained
 from cosmos_lab.report.charts import Section, specify
 from cosmos_lab.report.heat import HeatSection
 from cosmos_lab.report.page import render
@@ -30,13 +30,11 @@ def write_report(
     tasks, misfits = arrange(map(read_run, find_runs(runs)))
     specs = specify(tasks)
     page = Path(out) / "index.html"
-    try:
+    with explained(page, "choose another folder with -o"):
         remark = _figures(specs, page.parent / "figures")
         text = render(title, tasks, specs, misfits, remark, noise)
         with atomic_write(page) as file:
             file.write(text.encode())
-    except OSError as error:
-        raise disk_error(error, page, "free some space or choose another folder with -o") from error
     if misfits:
         _log.warning("%s %s: %s", unreadable(misfits), misfits[0].folder, reason(misfits[0]))
     return page

@@ -40,7 +40,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 EARLIER = {"weights": "fp32"}  # what runs had before they could choose it
 _COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of TrainingState, in meta.json
 _HIDDEN = ".*_step_*"  # not finished, or about to be removed
-_ADVICE = "the checkpoints already there are untouched; free some space and start the same command again to continue"
+_ADVICE = "choose another --out; the checkpoints already there are untouched"
 
 
 @dataclass

@@ -39,7 +39,7 @@ _OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_hea
 _ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "gelu-erf": "gelu", "relu2": "relu2"}
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _END_TOKENS = (*END_TOKENS, "[EOS]")  # how tokenizers mark the end of a document; the first found counts
-_ADVICE = "an older export there is untouched; free some space, or choose another folder with -o"
+_ADVICE = "choose another folder with -o; an older export there is untouched"
 
 
 def model_type(config: ModelConfig) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.io import NO_SPACE, disk_error, locked, read_json
+from cosmos_lab.data import Split
+from cosmos_lab.io import disk_error, locked, read_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.results.reading import CONFIG, read_summary
-from cosmos_lab.run import checkpoint, launch
+from cosmos_lab.run import build, checkpoint, launch
 
 _LOCK = ".lock"
+_FINGERPRINTS: dict[Split, str] = {"train": "fingerprint", "val": "val_fingerprint"}  # of config.json
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -26,7 +28,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """Return the summary if the run is finished; raise a ValueError if its folder holds a run of another config."""
+    """Return the summary if the run is finished; raise a ValueError if its folder holds another one."""
     if config.logging.resume == "never" and (config.folder / CONFIG).exists():
         raise ValueError(f"{config.folder} holds a run already; choose another --name, or --resume auto to continue it")
     summary = read_summary(config.folder)
@@ -55,7 +57,7 @@ def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any]
                 advice = "wait for it or choose another --name"
                 error = ValueError(f"another process is training in {config.folder}; {advice}")
             except OSError as problem:
-                error = _explain(problem, config.folder)
+                error = disk_error(problem, config.folder)
             except ValueError as problem:
                 error = problem
         world.raise_together(error)
@@ -72,7 +74,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def check_unfinished(config: RunConfig) -> None:
-    """Raise a ValueError if the run's folder holds a checkpoint of a run with another config."""
+    """Raise a ValueError if the run's folder holds a checkpoint of a run with another config or text."""
     if checkpoint.latest(config.folder / "checkpoints") is not None:
         _check_same(config)
 
@@ -83,6 +85,27 @@ def _check_same(config: RunConfig) -> None:
     asked = config.identity() | settings(config)
     saved = {**asked, **checkpoint.EARLIER, **about.get("config", {}), **about.get("settings", {})}
     checkpoint.check_identity(config.folder, saved, asked)
+    _check_text(config, about.get("data", {}))
+
+
+def _check_text(config: RunConfig, saved: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the data has another hash than when the run was made; older runs do not have all hashes.
+
+    This reads no tokens unless the files have changed. If the data is gone, the run keeps its result, with a warning.
+    """
+    for split, key in _FINGERPRINTS.items():
+        if key not in saved:
+            continue
+        try:
+            source = build.load_source(config, split)
+        except (ValueError, OSError) as error:
+            warnings.warn(f"cannot check that the text is still the one trained on: {error}", stacklevel=2)
+            return
+        if saved[key] != source.fingerprint:
+            raise ValueError(
+                f"{source.name} has changed since {config.folder} was trained: its hash was {saved[key]} and is "
+                f"{source.fingerprint} now; choose another --name or --out to train on the new text"
+            )
 
 
 def warn_of_changes(config: RunConfig) -> None:
@@ -91,17 +114,3 @@ def warn_of_changes(config: RunConfig) -> None:
     before = now | (read_json(config.folder / CONFIG) or {}).get("config", {})
     if changed := [f"{name} {now[name]} instead of {before[name]}" for name in now if before[name] != now[name]]:
         warnings.warn(f"{config.folder} continues with {', '.join(changed)}", stacklevel=2)
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Name the file and say what to do in any error of the disk that is raised inside."""
-    try:
-        yield
-    except OSError as error:
-        raise _explain(error, path) from error
-
-
-def _explain(error: OSError, path: Path) -> OSError:
-    advice = "free some space and start the same command again to continue"
-    return disk_error(error, path, advice if error.errno in NO_SPACE else "choose another --out")

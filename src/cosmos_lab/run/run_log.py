@@ -16,10 +16,9 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import atomic_write, finite, require, write_json
+from cosmos_lab.io import atomic_write, explained, finite, require, write_json
 from cosmos_lab.models import Decoder
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY, read_metrics
-from cosmos_lab.run.run_folder import explained
 
 
 def versions() -> dict[str, str]:

@@ -114,7 +114,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("maximize", "normalize", "two_sided", "cuda_graphs"), require_bool),
     **dict.fromkeys(("stochastic_rounding", "weight_correction"), require_bool),
     "betas": _betas,
-    "gamma": _number(0, math.inf, "give 0 or a positive number, or None to compute it from lr and adam_lr", optional=True),
+    "gamma": _number(0, math.inf, "give 0 or a positive number, or None to compute it from the rates", optional=True),
     "row_beta2": _number(0, 1, "it must be in [0, 1); None is off", optional=True),
     "residual_guard": _number(0, 1, "it must be in [0, 1); 0 is off"),
     "scale": _number(1e-300, math.inf, "it must be positive"),

@@ -271,16 +271,28 @@ class Protocol:
 
 
 def read_results(paths: Iterable[Path]) -> dict[str, Result]:
-    """Return the results by id, of bundles and of folders with one file per run."""
+    """Return the results by id, of bundles and of folders with one file per run; a run must not have two results."""
     found: dict[str, Result] = {}
+    places: dict[str, Path] = {}
     for path in paths:
-        if path.is_dir():
-            found |= {r["id"]: r for file in sorted(path.glob("*.json")) for r in [json.loads(file.read_text())]}
-        elif path.exists():
-            found |= json.loads(path.read_text())["runs"]
-        else:
-            raise ValueError(f"there are no results at {path}")
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            for name, result in _read_file(file, single=path.is_dir()).items():
+                if found.setdefault(name, result) != result:
+                    raise ValueError(f"{places[name]} and {file} have different results of {name}: remove one of them")
+                places.setdefault(name, file)
     return found
+
+
+def _read_file(file: Path, single: bool) -> dict[str, Result]:
+    """Return the results of a bundle or of a single run by id; a ValueError names a file that is not one."""
+    try:
+        content = json.loads(file.read_text())
+        return {content["id"]: content} if single else dict(content["runs"])
+    except FileNotFoundError:
+        raise ValueError(f"there are no results at {file}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        what = "the result of a run" if single else "a bundle of results"
+        raise ValueError(f"{file} is not {what}, or it is damaged ({error!r}): remove it or copy it again") from error
 
 
 def losses(results: Mapping[str, Result]) -> dict[str, float]:

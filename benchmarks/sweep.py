@@ -480,7 +480,10 @@ def main(arguments: list[str] | None = None) -> int:
         device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
         keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
     )  # fmt: skip
-    queue = Queue(protocol, options)
+    try:
+        queue = Queue(protocol, options)
+    except ValueError as error:
+        p.error(str(error))
     if a.plan:
         print(queue.plan())
         return 0

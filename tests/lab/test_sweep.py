@@ -234,6 +234,28 @@ def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureF
     assert runs & set(results) and not {run.id for run in Protocol().candidates(losses(results))} & set(results)
 
 
+@pytest.mark.parametrize("content", ['{"id": "x", "val_lo', '["id"]', '{"name": "x"}'])
+def test_a_damaged_result_is_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    damaged = tmp_path / "runs" / "x.json"
+    damaged.parent.mkdir()
+    damaged.write_text(content)
+    for flags in (["--out", str(tmp_path)], ["--out", str(tmp_path / "new"), "--known", str(damaged)]):
+        with pytest.raises(SystemExit):
+            main(["--plan", *flags])
+        assert f"{damaged} is not " in capsys.readouterr().err
+
+
+def test_two_results_of_one_run_are_an_error_unless_they_are_equal(tmp_path: Path) -> None:
+    name, result = next(iter(read_results([BUNDLE]).items()))
+    for file, loss in (("a", 3.0), ("b", 3.0), ("c", 3.1)):
+        sweep.write_bundle(tmp_path / f"{file}.json", {name: {**result, "val_loss": loss}})
+    assert read_results([tmp_path / "a.json", tmp_path / "b.json"])[name]["val_loss"] == 3.0
+    with pytest.raises(ValueError, match=rf"b.json and .*c.json have different results of {name}"):
+        read_results([tmp_path / "b.json", tmp_path / "c.json"])
+
+
 def test_filters_leave_only_the_named_variants_and_seeds() -> None:
     plain = {name: r for name, r in read_results([BUNDLE]).items() if not r.get("variant")}
     runs = [r for r in Protocol().candidates(losses(plain)) if r.entry == "cosmos"]

@@ -403,22 +403,21 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
 
 
 def _variants(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield each variant's test loss minus that of the same run without it."""
-    for name, variant in VARIANTS.items():
-        for entry in protocol.entries:
-            gaps = []
-            for r in results.values():
-                if (r["regime"], r["entry"], r.get("variant")) != (regime, entry, name) or r["test_loss"] is None:
-                    continue
-                plain = results.get(run_of(r).plain.id)
-                if plain and plain["test_loss"] is not None:
-                    gaps.append(r["test_loss"] - plain["test_loss"])
-            if gaps:
-                spread = ""
-                if len(gaps) > 1:
-                    spread = f" +- {half_width(gaps):.4f} (sd {statistics.stdev(gaps):.4f})"
-                shown = f"{statistics.fmean(gaps):+.4f} nats{spread}, {len(gaps)} seed(s)"
-                yield f"  {entry} with {name}: {shown}; {variant.formula}"
+    """Yield each variant's test loss minus that of the same run without it, paired by seed, for each setting."""
+    gaps: dict[Run, list[float]] = {}
+    for r in results.values():
+        run = run_of(r)
+        plain = results.get(run.plain.id)
+        if run.regime == regime and run.variant and plain and None not in (r["test_loss"], plain["test_loss"]):
+            gaps.setdefault(replace(run, seed=0), []).append(r["test_loss"] - plain["test_loss"])
+    order = [(name, entry) for name in VARIANTS for entry in protocol.entries]
+    listed = [run for run in gaps if (run.variant, run.entry) in order]
+    for run in sorted(listed, key=lambda run: (order.index((run.variant, run.entry)), run.id)):
+        found = gaps[run]
+        spread = f" +- {half_width(found):.4f} (sd {statistics.stdev(found):.4f})" if len(found) > 1 else ""
+        shown = f"{statistics.fmean(found):+.4f} nats{spread}, {len(found)} seed(s)"
+        setting = f"at {run.lr:g}, {run.adam_lr:g}, beta2 {run.beta2:g}"
+        yield f"  {run.entry} with {run.variant}: {shown} {setting}; {VARIANTS[run.variant].formula}"
 
 
 def run_of(result: Result) -> Run:

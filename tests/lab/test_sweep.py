@@ -324,6 +324,19 @@ def test_a_variant_trains_as_the_sweep_trains_it(options: Options, entry: str, v
     assert result["test_loss"] != plain["test_loss"]
 
 
+def test_a_variant_that_ran_at_two_settings_has_a_line_for_each() -> None:
+    results = read_results([BUNDLE])
+    for result in list(results.values()):
+        run = run_of(result)
+        if (run.regime, run.entry, run.variant) == ("A", "cosmos", "all-8"):
+            for variant, loss in (("", 4.0), ("all-8", 4.0 + run.seed)):
+                other = dataclasses.replace(run, adam_lr=2e-3, variant=variant)
+                results[other.id] = {**result, **dataclasses.asdict(other), "test_loss": loss}
+    lines = [line for line in table(Protocol(), results).splitlines() if "cosmos with all-8" in line]
+    assert any("+1.0000 nats" in line and "3 seed(s) at 0.001, 0.002, beta2 0.98" in line for line in lines)
+    assert any("+0.0010 nats" in line and "3 seed(s) at 0.001, 0.004, beta2 0.98" in line for line in lines)
+
+
 def test_result_files_with_a_recipe_say_how_long_and_how_large_their_runs_were() -> None:
     for path in BUNDLE.parent.glob("*.json"):
         kept = json.loads(path.read_text())

@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -245,9 +245,10 @@ class Worker:
         self.run: Run | None = None
 
     def begin(self, run: Run) -> None:
-        """Begin a run."""
+        """Begin a run; if the process has died, `answer` says so."""
         self.run = run
-        self.pipe.send(run)
+        with suppress(BrokenPipeError):
+            self.pipe.send(run)
 
     def answer(self) -> Result | str:
         """Return the result, or why there is none."""

@@ -119,6 +119,23 @@ def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options) -> Non
     assert queue.finished == [] and list((options.out / "runs").iterdir()) == []
 
 
+def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, begun = sweep.Worker.begin, list[str]()
+
+    def kill_and_begin(worker: sweep.Worker, run: Run) -> None:
+        begun.append(run.id)
+        if len(begun) == 1:
+            worker.process.kill()
+            worker.process.join()
+        begin(worker, run)
+
+    monkeypatch.setattr(sweep.Worker, "begin", kill_and_begin)
+    first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
+    queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
+    assert not queue.work()
+    assert queue.failed == {begun[0]: "its process ended with -9"} and len(queue.finished) >= 3
+
+
 def test_a_search_brackets_the_best_rates_with_the_same_rule_for_all() -> None:
     for best in (-1, 0, 1):
         loss = fake(TINY, best)

@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -219,6 +220,7 @@ def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
 
 def serve(pipe: Connection, protocol: Protocol, options: Options) -> None:
     """Train what the queue sends, one run after the other; end after a failure, because the GPU's state is unknown."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     trials.register()
     with pipe:
         while True:
@@ -231,6 +233,14 @@ def serve(pipe: Connection, protocol: Protocol, options: Options) -> None:
             except Exception:
                 pipe.send(traceback.format_exc())
                 return
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the queue's process has ended: nobody would read the result."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class Worker:

@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import os
+import pickle
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +138,36 @@ def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypat
     queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
     assert not queue.work()
     assert queue.failed == {begun[0]: "its process ended with -9"} and len(queue.finished) >= 3
+
+
+@pytest.mark.slow
+def test_a_worker_ends_in_the_middle_of_a_run_if_the_queue_is_killed(options: Options) -> None:
+    endless = dataclasses.replace(TINY, regimes={"B": Regime(steps=10**7, batch=4, seq_len=16, epochs=10**6)})
+    script = """
+import pickle, sys, time
+from benchmarks.sweep import Worker
+protocol, options, run = pickle.load(sys.stdin.buffer)
+worker = Worker(protocol, options)
+worker.begin(run)
+while not (options.out / "unfinished").exists():
+    time.sleep(0.1)
+print(worker.process.pid, flush=True)
+time.sleep(600)
+"""
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    queue = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path
+    )  # fmt: skip
+    assert queue.stdin and queue.stdout
+    pickle.dump((endless, options, endless.candidates({})[0]), queue.stdin)
+    queue.stdin.flush()
+    worker = int(queue.stdout.readline())
+    queue.kill()
+    try:
+        queue.communicate(timeout=60)  # the worker has the same output, so this waits for its end, too
+    except subprocess.TimeoutExpired:
+        os.kill(worker, signal.SIGKILL)
+        raise
 
 
 def test_a_search_brackets_the_best_rates_with_the_same_rule_for_all() -> None:

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,24 @@ def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pyt
     assert archive.exists() and not folder.exists()
     with compile_cache(archive, folder):
         assert (place / "kernel").read_text() == "code"
+    assert [path.name for path in archive.parent.iterdir()] == [archive.name]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data[40:]])
+def test_a_damaged_archive_of_compiled_code_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    archive, folder = tmp_path / "compiled.tar.gz", tmp_path / "compiled"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    with compile_cache(archive, folder):
+        (folder / "kernel").write_bytes(np.random.default_rng(0).bytes(1000))
+    archive.write_bytes(damage(archive.read_bytes()))
+    with compile_cache(archive, folder):
+        assert list(folder.iterdir()) == []
+        (folder / "kernel").write_text("code")
+    with compile_cache(archive, folder):
+        assert (folder / "kernel").read_text() == "code"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import rate_runs, trials
+from benchmarks import BEGAN, rate_runs, trials
 from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, read_results, table
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
@@ -50,6 +50,7 @@ from cosmos_lab.run.train import Trainer
 from cosmos_lab.run.train import train as lab_train
 
 TEXTS = ("val", "test")
+CLOSING = 2.0  # seconds of --seconds that are kept for ending processes, the archive and the table
 MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
 
 
@@ -281,9 +282,9 @@ class Worker:
 class Queue:
     """Hands runs to workers until nothing is left to do or no run fits into the time."""
 
-    def __init__(self, protocol: Protocol, options: Options) -> None:
+    def __init__(self, protocol: Protocol, options: Options, began: float | None = None) -> None:
         self.protocol, self.options = protocol, options
-        self.began = time.monotonic()
+        self.began = time.monotonic() if began is None else began
         self.folder = options.out / "runs"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = read_results([*options.known, self.folder])
@@ -299,17 +300,21 @@ class Queue:
             while True:
                 self._begin_runs(workers)
                 running = [worker for worker in workers if worker.run]
+                if not running:
+                    break
                 left = self._left()
-                if not running or left <= 0:
+                ready = wait([worker.pipe for worker in running], None if math.isinf(left) else max(0.0, left))
+                if not ready:
                     for worker in running:
                         self._say(f"cut off by the deadline: {worker.run.id if worker.run else ''}")
                     break
-                ready = wait([worker.pipe for worker in running], None if math.isinf(left) else left)
                 for worker in running:
                     if worker.pipe in ready and not self._receive(worker):
                         workers.remove(worker)
                         worker.end()
         finally:
+            for worker in workers:
+                worker.process.kill()  # all of them before waiting for one: a process with a GPU ends slowly
             for worker in workers:
                 worker.end()
             shutil.rmtree(self.options.out / "unfinished", ignore_errors=True)
@@ -343,7 +348,8 @@ class Queue:
         return "\n".join(lines)
 
     def _left(self) -> float:
-        return self.began + self.options.seconds - time.monotonic()
+        """Return the seconds until the workers must end."""
+        return self.began + self.options.seconds - CLOSING - time.monotonic()
 
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
         """Return the runs that can begin now, in order; skip those with options that do not exist here, and say so."""
@@ -442,18 +448,19 @@ def shared_gpu(wanted: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 5\n", text=True, timeout=20)
+            with suppress(subprocess.TimeoutExpired):  # all clients have ended, so there is nothing to wait for
+                subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 1\n", text=True, timeout=5)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says."""
+def main(arguments: list[str] | None = None, began: float | None = None) -> int:
+    """Do what the command line says; `began` is when --seconds begin to count, usually now."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print the bundles or folders, by model")
     p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
     p.add_argument("--data", help="folder or prefix of the shards: for training, and one for validation")
     p.add_argument("--out", type=Path, help="folder for results")
     p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
-    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time")
+    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time, imports included")
     p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
     p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
     p.add_argument("--model", default=Protocol.model)
@@ -498,7 +505,7 @@ def main(arguments: list[str] | None = None) -> int:
         keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
     )  # fmt: skip
     try:
-        queue = Queue(protocol, options)
+        queue = Queue(protocol, options, began)
     except ValueError as error:
         p.error(str(error))
     if a.plan:
@@ -512,4 +519,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(began=BEGAN))

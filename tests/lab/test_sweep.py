@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import benchmarks.protocol as protocol_module
 from benchmarks import sweep, trials
 from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, losses, read_results, run_of, table
-from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, split, train
+from benchmarks.sweep import CLOSING, Filters, Options, Queue, compile_cache, main, split, train
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import settings
@@ -118,8 +119,29 @@ def test_workers_start_when_a_second_run_can_begin(options: Options, monkeypatch
     assert len({worker.run.variant for worker in workers}) == 2 and all(worker.run.variant for worker in workers)
 
 
+def test_the_time_counts_from_the_start_of_the_command_and_leaves_some_for_the_end(options: Options) -> None:
+    now = time.monotonic()
+    for began, fits in ((now, True), (now - 100 + CLOSING + 60, True), (now - 100 + CLOSING, False)):
+        queue = Queue(TINY, dataclasses.replace(options, seconds=100.0), began)
+        assert (queue._first_fitting([], cold=True) is not None) == fits
+
+
+def test_a_result_that_arrives_at_the_deadline_is_kept(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, left = sweep.Worker.begin, [100.0]
+
+    def begin_and_wait(worker: sweep.Worker, run: Run) -> None:
+        begin(worker, run)
+        assert worker.pipe.poll(60)
+        left[0] = -1.0
+
+    monkeypatch.setattr(sweep.Worker, "begin", begin_and_wait)
+    queue = Queue(TINY, dataclasses.replace(options, seconds=100.0))
+    monkeypatch.setattr(queue, "_left", lambda: left[0])
+    assert queue.work() and len(queue.finished) == 1
+
+
 def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options) -> None:
-    queue = Queue(TINY, dataclasses.replace(options, seconds=0.3))  # less than a process takes to start
+    queue = Queue(TINY, dataclasses.replace(options, seconds=CLOSING + 0.3))  # less than a process takes to start
     queue.work()
     assert queue.finished == [] and list((options.out / "runs").iterdir()) == []
 

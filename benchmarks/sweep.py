@@ -82,6 +82,7 @@ class Options:
     cache: str | None = None
     commit: str | None = None
     keep: Filters = Filters()
+    runs: tuple[Run, ...] = ()  # Only these, instead of those that the search asks for.
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -354,7 +355,10 @@ class Queue:
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
         """Return the runs that can begin now, in order; skip those with options that do not exist here, and say so."""
         pending = {*busy, *self.failed}
-        runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
+        if self.options.runs:
+            runs = [r for r in self.options.runs if r.id not in pending and r.id not in self.results]
+        else:
+            runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
         return [run for run in runs if not run.variant or self._can_run(run)]
 
     def _can_run(self, run: Run) -> bool:
@@ -452,6 +456,18 @@ def shared_gpu(wanted: bool) -> Iterator[None]:
                 subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 1\n", text=True, timeout=5)
 
 
+def runs_at(model: str, a: argparse.Namespace) -> tuple[Run, ...]:
+    """Return single runs at the setting of --at, for the rows, regimes, seeds and variants of the command line."""
+    values = {name: float(value) for name, _, value in (item.partition("=") for item in a.at)}
+    if not {"lr", "adam_lr"} <= set(values) <= {"lr", "adam_lr", "beta2"} or not (a.only and a.regimes):
+        raise ValueError("--at takes lr=, adam_lr= and, if not 0.98, beta2=; it needs --only and --regimes")
+    variants = ["" if name == "none" else name for name in a.variants] or [""]
+    return tuple(
+        Run(model, regime, entry, **values, seed=seed, variant=variant)
+        for seed in a.seeds or [0] for regime in a.regimes for entry in a.only for variant in variants
+    )  # fmt: skip
+
+
 def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     """Do what the command line says; `began` is when --seconds begin to count, usually now."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -469,6 +485,8 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     p.add_argument("--only", nargs="*", help="these rows of the comparison")
     p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
     p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
+    p.add_argument("--at", nargs="+", metavar="NAME=VALUE", help="single runs at this setting, such as lr=1e-3 "
+                   "adam_lr=1.6e-2 beta2=0.95, for --only, --regimes and --seeds (if not given, 0)")  # fmt: skip
     p.add_argument("--stages", nargs="*", default=[], choices=STAGES, help="only these stages of the comparison")
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", default="auto")
@@ -499,10 +517,14 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     if a.stages:
         kept = [(r, names, some) for r, names, s in kept if (some := tuple(x for x in s if x in a.stages))]
     protocol = dataclasses.replace(protocol, phases=kept)
+    try:
+        runs = runs_at(protocol.model, a) if a.at else ()
+    except ValueError as error:
+        p.error(str(error))
     options = Options(
         data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, mps=a.mps,
         device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
-        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
+        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)), runs=runs,
     )  # fmt: skip
     try:
         queue = Queue(protocol, options, began)

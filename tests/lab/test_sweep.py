@@ -273,6 +273,29 @@ def test_an_unknown_regime_seed_or_row_is_an_error(
     assert message in capsys.readouterr().err
 
 
+def test_single_runs_at_a_given_setting_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--plan", "--out", str(tmp_path), "--only", "cosmos", "muon", "--regimes", "A", "--model", "llama-130m"]
+    setting = ["--at", "lr=1e-3", "adam_lr=1.6e-2", "beta2=0.95"]
+    assert main([*flags, *setting]) == 0
+    ids = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert ids == [f"llama-130m-A-{entry}-lr0.001-emb0.016-b0.95-s0" for entry in ("cosmos", "muon")]
+    assert main([*flags, *setting[:3], "--seeds", "1", "2", "--variants", "none", "heads"]) == 0
+    ids = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(ids) == 8 and "llama-130m-A-muon-lr0.001-emb0.016-b0.98-s2-heads" in ids
+    for wrong in (["--at", "lr=1e-3"], [*setting, "rank=8"], ["--at", "lr=high", "adam_lr=1"]):
+        with pytest.raises(SystemExit):
+            main([*flags, *wrong])
+
+
+def test_a_single_run_is_kept_like_any_other_and_not_repeated(options: Options) -> None:
+    run = Run("tiny", "B", "cosmos", 3e-3, 5e-3, 0.9)
+    queue = Queue(TINY, dataclasses.replace(options, runs=(run,)))
+    assert queue.work() and queue.finished == [run.id]
+    again = Queue(TINY, queue.options)
+    assert run_of(again.results[run.id]) == run and again.next() == []
+    assert run.id in table(TINY, again.results)
+
+
 def with_weights_field(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config that a kept run has today: before `weights`, trial-cosmos turned them into bfloat16."""
     if "bf16_weights=True" not in config["options"]:

@@ -202,13 +202,26 @@ class Protocol:
         more = bool(missing) and len(known) < MOST[name]
         return moved(best), moved(missing[0]) if more else None, not missing
 
+    def source(self, regime: str) -> tuple[Protocol, str] | None:
+        """Return the comparison and the regime from which the settings come; None if a search finds them here."""
+        like = self.regimes[regime].like or regime
+        if not self.tuned_on and like == regime:
+            return None
+        return replace(self, model=self.tuned_on or self.model, tuned_on=""), like
+
+    def has_source(self, regime: str, entry: str, loss: Losses) -> bool:
+        """Return whether the best run from which an entry's settings come is finished, if they come from another."""
+        if not (source := self.source(regime)):
+            return True
+        tuned, like = source
+        return tuned.at(like, entry, tuned.best(like, entry, loss)[0]).id in loss
+
     def search(
         self, regime: str, entry: str, loss: Losses
     ) -> Iterator[tuple[str, dict[str, float], dict[str, float] | None, bool]]:
         """Yield the name of each coordinate in order, with what `tune` returns for it."""
-        like = self.regimes[regime].like or regime
-        if self.tuned_on or like != regime:
-            tuned = replace(self, model=self.tuned_on or self.model, tuned_on="")
+        if source := self.source(regime):
+            tuned, like = source
             yield TUNING[-1], tuned.best(like, entry, loss)[0], None, True
             return
         point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
@@ -261,6 +274,8 @@ class Protocol:
         for regime, entries, stages in self.phases:
             offers = []
             for entry in entries:
+                if not self.has_source(regime, entry, loss):
+                    continue
                 begin = f"{self.model}-{regime}-{entry}-lr"
                 done = sum(name.startswith(begin) for name in (*loss, *pending))
                 runs = [run for run in self.wanted(regime, entry, stages, loss) if run.id not in pending]

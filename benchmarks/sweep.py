@@ -292,6 +292,11 @@ class Queue:
         self.failed: dict[str, str] = {}
         self.possible: dict[tuple[str, str], bool] = {}  # by row and variant
         self.finished: list[str] = []
+        if protocol.tuned_on and not options.runs:
+            rows = dict.fromkeys((regime, entry) for regime, entries, _ in protocol.phases for entry in entries)
+            missing = [f"{e} in {r}" for r, e in rows if not protocol.has_source(r, e, losses(self.results))]
+            if missing:
+                self._say(f"skipped, because --known has no search of {protocol.tuned_on}: {', '.join(missing)}")
 
     def work(self) -> bool:
         """Run the queue; return whether every run that began and was not cut off has finished."""

@@ -231,6 +231,16 @@ def test_a_larger_model_runs_at_the_best_settings_of_a_smaller_one() -> None:
     assert larger.candidates(found | {run.id: 1.0 for run in runs}) == []
 
 
+def test_a_row_that_never_ran_on_the_smaller_model_does_not_run_on_the_larger_one(
+    options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = dataclasses.replace(TINY, model="larger", tuned_on="tiny")
+    found = {name: loss for name, loss in fake(TINY, 1).items() if "-cosmos-" in name}
+    assert {run.entry for run in larger.candidates(found)} == {"cosmos"}
+    assert Queue(larger, options).next() == []
+    assert "skipped, because --known has no search of tiny: adamw in B, cosmos in B\n" in capsys.readouterr().out
+
+
 def test_a_long_regime_takes_its_settings_from_another_and_may_see_tokens_twice(options: Options) -> None:
     regimes = {**TINY.regimes, "long": Regime(steps=80, batch=4, seq_len=16, epochs=2, like="B")}
     long = dataclasses.replace(TINY, regimes=regimes, phases=[("long", ("cosmos",), ("seeds",))])

@@ -324,8 +324,15 @@ class Queue:
             for worker in workers:
                 worker.end()
             shutil.rmtree(self.options.out / "unfinished", ignore_errors=True)
-        self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed")
+        self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed, {self._rest()}")
         return not self.failed
+
+    def _rest(self) -> str:
+        """Return how many runs can begin now, and the expected seconds of the first."""
+        runs = self.next()
+        if not runs:
+            return "none left that can begin"
+        return f"{len(runs)} can begin now; the first, {runs[0].id}, takes about {self.estimate(runs[0]):.0f} s"
 
     def _begin_runs(self, workers: list[Worker]) -> None:
         """Give runs to idle workers, and start further workers if more runs can begin."""

@@ -140,10 +140,11 @@ def test_a_result_that_arrives_at_the_deadline_is_kept(options: Options, monkeyp
     assert queue.work() and len(queue.finished) == 1
 
 
-def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options) -> None:
+def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     queue = Queue(TINY, dataclasses.replace(options, seconds=CLOSING + 0.3))  # less than a process takes to start
     queue.work()
     assert queue.finished == [] and list((options.out / "runs").iterdir()) == []
+    assert "0 runs finished, 0 failed, 2 can begin now; the first, tiny-B-adamw-" in capsys.readouterr().out
 
 
 def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:

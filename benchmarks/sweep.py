@@ -391,7 +391,8 @@ class Queue:
         An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
         for the same number of tokens. Without any result the answer is 0, so that one run is tried.
         """
-        mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
+        done = [r for r in self.results.values() if r["val_loss"] is not None]  # a diverged run has few, slow steps
+        mine = [r for r in done if r["at_a_time"] == self.options.parallel]
         mine = [r for r in mine if r["model"] == run.model] or mine
         if not mine:
             return 0.0

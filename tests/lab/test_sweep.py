@@ -404,6 +404,15 @@ def test_a_row_without_runs_is_expected_to_take_the_longest_time_times_its_cost(
     assert queue.estimate(runs["cosmos"]) > queue.estimate(runs["cosmos"], cold=False)
 
 
+def test_a_diverged_run_does_not_count_in_the_expected_time(options: Options) -> None:
+    queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=2))
+    run = next(r for r in Protocol().candidates(losses(queue.results)) if r.entry == "cosmos" and r.regime == "B")
+    before = queue.estimate(run)
+    slow = next(r for r in queue.results.values() if (r["entry"], r["regime"]) == ("cosmos", "B"))
+    queue.results["diverged"] = {**slow, "id": "diverged", "val_loss": None, "tokens": 1000, "train_s": 50.0}
+    assert queue.estimate(run) == before
+
+
 def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive, folder = tmp_path / "kept" / "compiled.tar.gz", tmp_path / "out" / "compiled"
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

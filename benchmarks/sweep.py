@@ -529,6 +529,8 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in regimes]
     if a.stages:
         kept = [(r, names, some) for r, names, s in kept if (some := tuple(x for x in s if x in a.stages))]
+    if not a.at and not any(names for _, names, _ in kept):
+        p.error("no phase of the comparison has these --only, --regimes and --stages together; --at needs no phase")
     protocol = dataclasses.replace(protocol, phases=kept)
     try:
         runs = runs_at(protocol.model, a) if a.at else ()

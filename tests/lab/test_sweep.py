@@ -273,10 +273,11 @@ def test_the_index_of_a_cut_text_is_in_the_given_cache(options: Options, monkeyp
     [
         (["--regimes", "C"], "--regimes: unknown: C; there are A, B"),
         (["--seeds", "0", "7"], "--seeds: unknown: 7; there are 0, 1, 2"),
+        (["--only", "soap-f1", "--regimes", "long"], "no phase of the comparison has these"),
         (["--only", "cosmo"], "--only: unknown: cosmo; there are adamw"),
     ],
 )
-def test_an_unknown_regime_seed_or_row_is_an_error(
+def test_an_unknown_regime_seed_or_row_or_one_in_no_phase_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):

@@ -202,13 +202,26 @@ class Protocol:
         more = bool(missing) and len(known) < MOST[name]
         return moved(best), moved(missing[0]) if more else None, not missing
 
+    def source(self, regime: str) -> tuple[Protocol, str] | None:
+        """Return the comparison and the regime from which the settings come; None if a search finds them here."""
+        like = self.regimes[regime].like or regime
+        if not self.tuned_on and like == regime:
+            return None
+        return replace(self, model=self.tuned_on or self.model, tuned_on=""), like
+
+    def has_source(self, regime: str, entry: str, loss: Losses) -> bool:
+        """Return whether the best run from which an entry's settings come is finished, if they come from another."""
+        if not (source := self.source(regime)):
+            return True
+        tuned, like = source
+        return tuned.at(like, entry, tuned.best(like, entry, loss)[0]).id in loss
+
     def search(
         self, regime: str, entry: str, loss: Losses
     ) -> Iterator[tuple[str, dict[str, float], dict[str, float] | None, bool]]:
         """Yield the name of each coordinate in order, with what `tune` returns for it."""
-        like = self.regimes[regime].like or regime
-        if self.tuned_on or like != regime:
-            tuned = replace(self, model=self.tuned_on or self.model, tuned_on="")
+        if source := self.source(regime):
+            tuned, like = source
             yield TUNING[-1], tuned.best(like, entry, loss)[0], None, True
             return
         point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
@@ -261,6 +274,8 @@ class Protocol:
         for regime, entries, stages in self.phases:
             offers = []
             for entry in entries:
+                if not self.has_source(regime, entry, loss):
+                    continue
                 begin = f"{self.model}-{regime}-{entry}-lr"
                 done = sum(name.startswith(begin) for name in (*loss, *pending))
                 runs = [run for run in self.wanted(regime, entry, stages, loss) if run.id not in pending]
@@ -271,16 +286,28 @@ class Protocol:
 
 
 def read_results(paths: Iterable[Path]) -> dict[str, Result]:
-    """Return the results by id, of bundles and of folders with one file per run."""
+    """Return the results by id, of bundles and of folders with one file per run; a run must not have two results."""
     found: dict[str, Result] = {}
+    places: dict[str, Path] = {}
     for path in paths:
-        if path.is_dir():
-            found |= {r["id"]: r for file in sorted(path.glob("*.json")) for r in [json.loads(file.read_text())]}
-        elif path.exists():
-            found |= json.loads(path.read_text())["runs"]
-        else:
-            raise ValueError(f"there are no results at {path}")
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            for name, result in _read_file(file, single=path.is_dir()).items():
+                if found.setdefault(name, result) != result:
+                    raise ValueError(f"{places[name]} and {file} have different results of {name}: remove one of them")
+                places.setdefault(name, file)
     return found
+
+
+def _read_file(file: Path, single: bool) -> dict[str, Result]:
+    """Return the results of a bundle or of a single run by id; a ValueError names a file that is not one."""
+    try:
+        content = json.loads(file.read_text())
+        return {content["id"]: content} if single else dict(content["runs"])
+    except FileNotFoundError:
+        raise ValueError(f"there are no results at {file}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        what = "the result of a run" if single else "a bundle of results"
+        raise ValueError(f"{file} is not {what}, or it is damaged ({error!r}): remove it or copy it again") from error
 
 
 def losses(results: Mapping[str, Result]) -> dict[str, float]:
@@ -391,22 +418,21 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
 
 
 def _variants(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield each variant's test loss minus that of the same run without it."""
-    for name, variant in VARIANTS.items():
-        for entry in protocol.entries:
-            gaps = []
-            for r in results.values():
-                if (r["regime"], r["entry"], r.get("variant")) != (regime, entry, name) or r["test_loss"] is None:
-                    continue
-                plain = results.get(run_of(r).plain.id)
-                if plain and plain["test_loss"] is not None:
-                    gaps.append(r["test_loss"] - plain["test_loss"])
-            if gaps:
-                spread = ""
-                if len(gaps) > 1:
-                    spread = f" +- {half_width(gaps):.4f} (sd {statistics.stdev(gaps):.4f})"
-                shown = f"{statistics.fmean(gaps):+.4f} nats{spread}, {len(gaps)} seed(s)"
-                yield f"  {entry} with {name}: {shown}; {variant.formula}"
+    """Yield each variant's test loss minus that of the same run without it, paired by seed, for each setting."""
+    gaps: dict[Run, list[float]] = {}
+    for r in results.values():
+        run = run_of(r)
+        plain = results.get(run.plain.id)
+        if run.regime == regime and run.variant and plain and None not in (r["test_loss"], plain["test_loss"]):
+            gaps.setdefault(replace(run, seed=0), []).append(r["test_loss"] - plain["test_loss"])
+    order = [(name, entry) for name in VARIANTS for entry in protocol.entries]
+    listed = [run for run in gaps if (run.variant, run.entry) in order]
+    for run in sorted(listed, key=lambda run: (order.index((run.variant, run.entry)), run.id)):
+        found = gaps[run]
+        spread = f" +- {half_width(found):.4f} (sd {statistics.stdev(found):.4f})" if len(found) > 1 else ""
+        shown = f"{statistics.fmean(found):+.4f} nats{spread}, {len(found)} seed(s)"
+        setting = f"at {run.lr:g}, {run.adam_lr:g}, beta2 {run.beta2:g}"
+        yield f"  {run.entry} with {run.variant}: {shown} {setting}; {VARIANTS[run.variant].formula}"
 
 
 def run_of(result: Result) -> Run:

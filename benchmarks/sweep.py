@@ -23,11 +23,14 @@ import signal
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
+import threading
 import time
 import traceback
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import rate_runs, trials
+from benchmarks import BEGAN, rate_runs, trials
 from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, read_results, table
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
@@ -47,6 +50,7 @@ from cosmos_lab.run.train import Trainer
 from cosmos_lab.run.train import train as lab_train
 
 TEXTS = ("val", "test")
+CLOSING = 2.0  # seconds of --seconds that are kept for ending processes, the archive and the table
 MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
 
 
@@ -78,6 +82,7 @@ class Options:
     cache: str | None = None
     commit: str | None = None
     keep: Filters = Filters()
+    runs: tuple[Run, ...] = ()  # Only these, instead of those that the search asks for.
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -219,6 +224,7 @@ def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
 
 def serve(pipe: Connection, protocol: Protocol, options: Options) -> None:
     """Train what the queue sends, one run after the other; end after a failure, because the GPU's state is unknown."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     trials.register()
     with pipe:
         while True:
@@ -233,6 +239,14 @@ def serve(pipe: Connection, protocol: Protocol, options: Options) -> None:
                 return
 
 
+def _end_with_parent() -> None:
+    """End this process as soon as the queue's process has ended: nobody would read the result."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 class Worker:
     """A process that trains, and the run that it trains now."""
 
@@ -245,9 +259,10 @@ class Worker:
         self.run: Run | None = None
 
     def begin(self, run: Run) -> None:
-        """Begin a run."""
+        """Begin a run; if the process has died, `answer` says so."""
         self.run = run
-        self.pipe.send(run)
+        with suppress(BrokenPipeError):
+            self.pipe.send(run)
 
     def answer(self) -> Result | str:
         """Return the result, or why there is none."""
@@ -268,15 +283,20 @@ class Worker:
 class Queue:
     """Hands runs to workers until nothing is left to do or no run fits into the time."""
 
-    def __init__(self, protocol: Protocol, options: Options) -> None:
+    def __init__(self, protocol: Protocol, options: Options, began: float | None = None) -> None:
         self.protocol, self.options = protocol, options
-        self.began = time.monotonic()
+        self.began = time.monotonic() if began is None else began
         self.folder = options.out / "runs"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = read_results([*options.known, self.folder])
         self.failed: dict[str, str] = {}
         self.possible: dict[tuple[str, str], bool] = {}  # by row and variant
         self.finished: list[str] = []
+        if protocol.tuned_on and not options.runs:
+            rows = dict.fromkeys((regime, entry) for regime, entries, _ in protocol.phases for entry in entries)
+            missing = [f"{e} in {r}" for r, e in rows if not protocol.has_source(r, e, losses(self.results))]
+            if missing:
+                self._say(f"skipped, because --known has no search of {protocol.tuned_on}: {', '.join(missing)}")
 
     def work(self) -> bool:
         """Run the queue; return whether every run that began and was not cut off has finished."""
@@ -286,22 +306,33 @@ class Queue:
             while True:
                 self._begin_runs(workers)
                 running = [worker for worker in workers if worker.run]
+                if not running:
+                    break
                 left = self._left()
-                if not running or left <= 0:
+                ready = wait([worker.pipe for worker in running], None if math.isinf(left) else max(0.0, left))
+                if not ready:
                     for worker in running:
                         self._say(f"cut off by the deadline: {worker.run.id if worker.run else ''}")
                     break
-                ready = wait([worker.pipe for worker in running], None if math.isinf(left) else left)
                 for worker in running:
                     if worker.pipe in ready and not self._receive(worker):
                         workers.remove(worker)
                         worker.end()
         finally:
             for worker in workers:
+                worker.process.kill()  # all of them before waiting for one: a process with a GPU ends slowly
+            for worker in workers:
                 worker.end()
             shutil.rmtree(self.options.out / "unfinished", ignore_errors=True)
-        self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed")
+        self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed, {self._rest()}")
         return not self.failed
+
+    def _rest(self) -> str:
+        """Return how many runs can begin now, and the expected seconds of the first."""
+        runs = self.next()
+        if not runs:
+            return "none left that can begin"
+        return f"{len(runs)} can begin now; the first, {runs[0].id}, takes about {self.estimate(runs[0]):.0f} s"
 
     def _begin_runs(self, workers: list[Worker]) -> None:
         """Give runs to idle workers, and start further workers if more runs can begin."""
@@ -330,12 +361,16 @@ class Queue:
         return "\n".join(lines)
 
     def _left(self) -> float:
-        return self.began + self.options.seconds - time.monotonic()
+        """Return the seconds until the workers must end."""
+        return self.began + self.options.seconds - CLOSING - time.monotonic()
 
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
         """Return the runs that can begin now, in order; skip those with options that do not exist here, and say so."""
         pending = {*busy, *self.failed}
-        runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
+        if self.options.runs:
+            runs = [r for r in self.options.runs if r.id not in pending and r.id not in self.results]
+        else:
+            runs = [r for r in self.protocol.candidates(losses(self.results), pending) if self.options.keep.allow(r)]
         return [run for run in runs if not run.variant or self._can_run(run)]
 
     def _can_run(self, run: Run) -> bool:
@@ -356,7 +391,8 @@ class Queue:
         An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
         for the same number of tokens. Without any result the answer is 0, so that one run is tried.
         """
-        mine = [r for r in self.results.values() if r["at_a_time"] == self.options.parallel]
+        done = [r for r in self.results.values() if r["val_loss"] is not None]  # a diverged run has few, slow steps
+        mine = [r for r in done if r["at_a_time"] == self.options.parallel]
         mine = [r for r in mine if r["model"] == run.model] or mine
         if not mine:
             return 0.0
@@ -400,16 +436,20 @@ def compile_cache(archive: Path | None, folder: Path) -> Iterator[None]:
         yield
         return
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     if archive.exists():
-        shutil.unpack_archive(archive, folder, "gztar", filter="data")
+        try:
+            shutil.unpack_archive(archive, folder, "gztar", filter="data")
+        except (shutil.ReadError, EOFError, OSError, zlib.error) as error:
+            print(f"{archive} is damaged and is made again ({error!r})", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {f"{name}_CACHE_DIR": str(folder.resolve() / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
     try:
         yield
     finally:
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        packed = shutil.make_archive(str(folder), "gztar", folder)
-        os.replace(packed, archive)
+        # At level 1, 100 MB take 1 s; at gzip's usual level 13 s, which nobody expects after the deadline.
+        with atomic_write(archive) as out, tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as packed:
+            packed.add(folder, ".")
         shutil.rmtree(folder)
 
 
@@ -425,18 +465,31 @@ def shared_gpu(wanted: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 5\n", text=True, timeout=20)
+            with suppress(subprocess.TimeoutExpired):  # all clients have ended, so there is nothing to wait for
+                subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 1\n", text=True, timeout=5)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says."""
+def runs_at(model: str, a: argparse.Namespace) -> tuple[Run, ...]:
+    """Return single runs at the setting of --at, for the rows, regimes, seeds and variants of the command line."""
+    values = {name: float(value) for name, _, value in (item.partition("=") for item in a.at)}
+    if not {"lr", "adam_lr"} <= set(values) <= {"lr", "adam_lr", "beta2"} or not (a.only and a.regimes):
+        raise ValueError("--at takes lr=, adam_lr= and, if not 0.98, beta2=; it needs --only and --regimes")
+    variants = ["" if name == "none" else name for name in a.variants] or [""]
+    return tuple(
+        Run(model, regime, entry, **values, seed=seed, variant=variant)
+        for seed in a.seeds or [0] for regime in a.regimes for entry in a.only for variant in variants
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None, began: float | None = None) -> int:
+    """Do what the command line says; `began` is when --seconds begin to count, usually now."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print the bundles or folders, by model")
     p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
     p.add_argument("--data", help="folder or prefix of the shards: for training, and one for validation")
     p.add_argument("--out", type=Path, help="folder for results")
     p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
-    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time")
+    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time, imports included")
     p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
     p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
     p.add_argument("--model", default=Protocol.model)
@@ -445,6 +498,8 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--only", nargs="*", help="these rows of the comparison")
     p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
     p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
+    p.add_argument("--at", nargs="+", metavar="NAME=VALUE", help="single runs at this setting, such as lr=1e-3 "
+                   "adam_lr=1.6e-2 beta2=0.95, for --only, --regimes and --seeds (if not given, 0)")  # fmt: skip
     p.add_argument("--stages", nargs="*", default=[], choices=STAGES, help="only these stages of the comparison")
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", default="auto")
@@ -474,13 +529,22 @@ def main(arguments: list[str] | None = None) -> int:
     kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in regimes]
     if a.stages:
         kept = [(r, names, some) for r, names, s in kept if (some := tuple(x for x in s if x in a.stages))]
+    if not a.at and not any(names for _, names, _ in kept):
+        p.error("no phase of the comparison has these --only, --regimes and --stages together; --at needs no phase")
     protocol = dataclasses.replace(protocol, phases=kept)
+    try:
+        runs = runs_at(protocol.model, a) if a.at else ()
+    except ValueError as error:
+        p.error(str(error))
     options = Options(
         data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, mps=a.mps,
         device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
-        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
+        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)), runs=runs,
     )  # fmt: skip
-    queue = Queue(protocol, options)
+    try:
+        queue = Queue(protocol, options, began)
+    except ValueError as error:
+        p.error(str(error))
     if a.plan:
         print(queue.plan())
         return 0
@@ -492,4 +556,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(began=BEGAN))

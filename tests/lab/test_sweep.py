@@ -3,6 +3,12 @@
 import dataclasses
 import json
 import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ import pytest
 import benchmarks.protocol as protocol_module
 from benchmarks import sweep, trials
 from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, losses, read_results, run_of, table
-from benchmarks.sweep import Filters, Options, Queue, compile_cache, main, split, train
+from benchmarks.sweep import CLOSING, Filters, Options, Queue, compile_cache, main, split, train
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import settings
@@ -113,10 +119,79 @@ def test_workers_start_when_a_second_run_can_begin(options: Options, monkeypatch
     assert len({worker.run.variant for worker in workers}) == 2 and all(worker.run.variant for worker in workers)
 
 
-def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options) -> None:
-    queue = Queue(TINY, dataclasses.replace(options, seconds=0.3))  # less than a process takes to start
+def test_the_time_counts_from_the_start_of_the_command_and_leaves_some_for_the_end(options: Options) -> None:
+    now = time.monotonic()
+    for began, fits in ((now, True), (now - 100 + CLOSING + 60, True), (now - 100 + CLOSING, False)):
+        queue = Queue(TINY, dataclasses.replace(options, seconds=100.0), began)
+        assert (queue._first_fitting([], cold=True) is not None) == fits
+
+
+def test_a_result_that_arrives_at_the_deadline_is_kept(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, left = sweep.Worker.begin, [100.0]
+
+    def begin_and_wait(worker: sweep.Worker, run: Run) -> None:
+        begin(worker, run)
+        assert worker.pipe.poll(60)
+        left[0] = -1.0
+
+    monkeypatch.setattr(sweep.Worker, "begin", begin_and_wait)
+    queue = Queue(TINY, dataclasses.replace(options, seconds=100.0))
+    monkeypatch.setattr(queue, "_left", lambda: left[0])
+    assert queue.work() and len(queue.finished) == 1
+
+
+def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
+    queue = Queue(TINY, dataclasses.replace(options, seconds=CLOSING + 0.3))  # less than a process takes to start
     queue.work()
     assert queue.finished == [] and list((options.out / "runs").iterdir()) == []
+    assert "0 runs finished, 0 failed, 2 can begin now; the first, tiny-B-adamw-" in capsys.readouterr().out
+
+
+def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, begun = sweep.Worker.begin, list[str]()
+
+    def kill_and_begin(worker: sweep.Worker, run: Run) -> None:
+        begun.append(run.id)
+        if len(begun) == 1:
+            worker.process.kill()
+            worker.process.join()
+        begin(worker, run)
+
+    monkeypatch.setattr(sweep.Worker, "begin", kill_and_begin)
+    first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
+    queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
+    assert not queue.work()
+    assert queue.failed == {begun[0]: "its process ended with -9"} and len(queue.finished) >= 3
+
+
+@pytest.mark.slow
+def test_a_worker_ends_in_the_middle_of_a_run_if_the_queue_is_killed(options: Options) -> None:
+    endless = dataclasses.replace(TINY, regimes={"B": Regime(steps=10**7, batch=4, seq_len=16, epochs=10**6)})
+    script = """
+import pickle, sys, time
+from benchmarks.sweep import Worker
+protocol, options, run = pickle.load(sys.stdin.buffer)
+worker = Worker(protocol, options)
+worker.begin(run)
+while not (options.out / "unfinished").exists():
+    time.sleep(0.1)
+print(worker.process.pid, flush=True)
+time.sleep(600)
+"""
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    queue = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path
+    )  # fmt: skip
+    assert queue.stdin and queue.stdout
+    pickle.dump((endless, options, endless.candidates({})[0]), queue.stdin)
+    queue.stdin.flush()
+    worker = int(queue.stdout.readline())
+    queue.kill()
+    try:
+        queue.communicate(timeout=60)  # the worker has the same output, so this waits for its end, too
+    except subprocess.TimeoutExpired:
+        os.kill(worker, signal.SIGKILL)
+        raise
 
 
 def test_a_search_brackets_the_best_rates_with_the_same_rule_for_all() -> None:
@@ -157,6 +232,16 @@ def test_a_larger_model_runs_at_the_best_settings_of_a_smaller_one() -> None:
     assert larger.candidates(found | {run.id: 1.0 for run in runs}) == []
 
 
+def test_a_row_that_never_ran_on_the_smaller_model_does_not_run_on_the_larger_one(
+    options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = dataclasses.replace(TINY, model="larger", tuned_on="tiny")
+    found = {name: loss for name, loss in fake(TINY, 1).items() if "-cosmos-" in name}
+    assert {run.entry for run in larger.candidates(found)} == {"cosmos"}
+    assert Queue(larger, options).next() == []
+    assert "skipped, because --known has no search of tiny: adamw in B, cosmos in B\n" in capsys.readouterr().out
+
+
 def test_a_long_regime_takes_its_settings_from_another_and_may_see_tokens_twice(options: Options) -> None:
     regimes = {**TINY.regimes, "long": Regime(steps=80, batch=4, seq_len=16, epochs=2, like="B")}
     long = dataclasses.replace(TINY, regimes=regimes, phases=[("long", ("cosmos",), ("seeds",))])
@@ -188,15 +273,39 @@ def test_the_index_of_a_cut_text_is_in_the_given_cache(options: Options, monkeyp
     [
         (["--regimes", "C"], "--regimes: unknown: C; there are A, B"),
         (["--seeds", "0", "7"], "--seeds: unknown: 7; there are 0, 1, 2"),
+        (["--only", "soap-f1", "--regimes", "long"], "no phase of the comparison has these"),
         (["--only", "cosmo"], "--only: unknown: cosmo; there are adamw"),
     ],
 )
-def test_an_unknown_regime_seed_or_row_is_an_error(
+def test_an_unknown_regime_seed_or_row_or_one_in_no_phase_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--plan", "--out", str(tmp_path), *flags])
     assert message in capsys.readouterr().err
+
+
+def test_single_runs_at_a_given_setting_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--plan", "--out", str(tmp_path), "--only", "cosmos", "muon", "--regimes", "A", "--model", "llama-130m"]
+    setting = ["--at", "lr=1e-3", "adam_lr=1.6e-2", "beta2=0.95"]
+    assert main([*flags, *setting]) == 0
+    ids = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert ids == [f"llama-130m-A-{entry}-lr0.001-emb0.016-b0.95-s0" for entry in ("cosmos", "muon")]
+    assert main([*flags, *setting[:3], "--seeds", "1", "2", "--variants", "none", "heads"]) == 0
+    ids = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(ids) == 8 and "llama-130m-A-muon-lr0.001-emb0.016-b0.98-s2-heads" in ids
+    for wrong in (["--at", "lr=1e-3"], [*setting, "rank=8"], ["--at", "lr=high", "adam_lr=1"]):
+        with pytest.raises(SystemExit):
+            main([*flags, *wrong])
+
+
+def test_a_single_run_is_kept_like_any_other_and_not_repeated(options: Options) -> None:
+    run = Run("tiny", "B", "cosmos", 3e-3, 5e-3, 0.9)
+    queue = Queue(TINY, dataclasses.replace(options, runs=(run,)))
+    assert queue.work() and queue.finished == [run.id]
+    again = Queue(TINY, queue.options)
+    assert run_of(again.results[run.id]) == run and again.next() == []
+    assert run.id in table(TINY, again.results)
 
 
 def with_weights_field(config: dict[str, Any]) -> dict[str, Any]:
@@ -232,6 +341,28 @@ def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureF
     results = read_results([BUNDLE])
     runs = {Protocol().at("B", name, {"lr": 0, "adam_lr": 0, "beta2": 0.98}).id for name in Protocol().entries}
     assert runs & set(results) and not {run.id for run in Protocol().candidates(losses(results))} & set(results)
+
+
+@pytest.mark.parametrize("content", ['{"id": "x", "val_lo', '["id"]', '{"name": "x"}'])
+def test_a_damaged_result_is_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    damaged = tmp_path / "runs" / "x.json"
+    damaged.parent.mkdir()
+    damaged.write_text(content)
+    for flags in (["--out", str(tmp_path)], ["--out", str(tmp_path / "new"), "--known", str(damaged)]):
+        with pytest.raises(SystemExit):
+            main(["--plan", *flags])
+        assert f"{damaged} is not " in capsys.readouterr().err
+
+
+def test_two_results_of_one_run_are_an_error_unless_they_are_equal(tmp_path: Path) -> None:
+    name, result = next(iter(read_results([BUNDLE]).items()))
+    for file, loss in (("a", 3.0), ("b", 3.0), ("c", 3.1)):
+        sweep.write_bundle(tmp_path / f"{file}.json", {name: {**result, "val_loss": loss}})
+    assert read_results([tmp_path / "a.json", tmp_path / "b.json"])[name]["val_loss"] == 3.0
+    with pytest.raises(ValueError, match=rf"b.json and .*c.json have different results of {name}"):
+        read_results([tmp_path / "b.json", tmp_path / "c.json"])
 
 
 def test_filters_leave_only_the_named_variants_and_seeds() -> None:
@@ -274,6 +405,15 @@ def test_a_row_without_runs_is_expected_to_take_the_longest_time_times_its_cost(
     assert queue.estimate(runs["cosmos"]) > queue.estimate(runs["cosmos"], cold=False)
 
 
+def test_a_diverged_run_does_not_count_in_the_expected_time(options: Options) -> None:
+    queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=2))
+    run = next(r for r in Protocol().candidates(losses(queue.results)) if r.entry == "cosmos" and r.regime == "B")
+    before = queue.estimate(run)
+    slow = next(r for r in queue.results.values() if (r["entry"], r["regime"]) == ("cosmos", "B"))
+    queue.results["diverged"] = {**slow, "id": "diverged", "val_loss": None, "tokens": 1000, "train_s": 50.0}
+    assert queue.estimate(run) == before
+
+
 def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive, folder = tmp_path / "kept" / "compiled.tar.gz", tmp_path / "out" / "compiled"
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -285,6 +425,24 @@ def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pyt
     assert archive.exists() and not folder.exists()
     with compile_cache(archive, folder):
         assert (place / "kernel").read_text() == "code"
+    assert [path.name for path in archive.parent.iterdir()] == [archive.name]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data[40:]])
+def test_a_damaged_archive_of_compiled_code_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    archive, folder = tmp_path / "compiled.tar.gz", tmp_path / "compiled"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    with compile_cache(archive, folder):
+        (folder / "kernel").write_bytes(np.random.default_rng(0).bytes(1000))
+    archive.write_bytes(damage(archive.read_bytes()))
+    with compile_cache(archive, folder):
+        assert list(folder.iterdir()) == []
+        (folder / "kernel").write_text("code")
+    with compile_cache(archive, folder):
+        assert (folder / "kernel").read_text() == "code"
 
 
 @pytest.mark.parametrize(
@@ -300,6 +458,19 @@ def test_a_variant_trains_as_the_sweep_trains_it(options: Options, entry: str, v
     text = table(TINY, {r["id"]: r for r in (result, plain)})
     assert f"{entry} with {variant}: " in text and "1 seed(s)" in text
     assert result["test_loss"] != plain["test_loss"]
+
+
+def test_a_variant_that_ran_at_two_settings_has_a_line_for_each() -> None:
+    results = read_results([BUNDLE])
+    for result in list(results.values()):
+        run = run_of(result)
+        if (run.regime, run.entry, run.variant) == ("A", "cosmos", "all-8"):
+            for variant, loss in (("", 4.0), ("all-8", 4.0 + run.seed)):
+                other = dataclasses.replace(run, adam_lr=2e-3, variant=variant)
+                results[other.id] = {**result, **dataclasses.asdict(other), "test_loss": loss}
+    lines = [line for line in table(Protocol(), results).splitlines() if "cosmos with all-8" in line]
+    assert any("+1.0000 nats" in line and "3 seed(s) at 0.001, 0.002, beta2 0.98" in line for line in lines)
+    assert any("+0.0010 nats" in line and "3 seed(s) at 0.001, 0.004, beta2 0.98" in line for line in lines)
 
 
 def test_result_files_with_a_recipe_say_how_long_and_how_large_their_runs_were() -> None:

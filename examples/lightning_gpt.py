@@ -31,7 +31,7 @@ class Decoder(lightning.LightningModule):
 
     def __init__(self, width: int, depth: int, lr: float, steps: int) -> None:
         super().__init__()
-        self.lr, self.steps, self.losses = lr, steps, []
+        self.options, self.steps, self.losses = {"lr": lr, "weight_decay": 0.1}, steps, []
         self.embed = nn.Embedding(256, width)
         self.positions = nn.Embedding(LENGTH, width)
         layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
@@ -59,7 +59,7 @@ class Decoder(lightning.LightningModule):
         def share(step: int) -> float:
             return 0.5 + 0.5 * math.cos(math.pi * step / self.steps)
 
-        return configure(self, lr=self.lr, weight_decay=0.1, schedule=lambda opt: LambdaLR(opt, share))
+        return configure(self, **self.options, schedule=lambda opt: LambdaLR(opt, share))
 
 
 def batches() -> DataLoader[Tensor]:
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     lightning.seed_everything(0, verbose=False)
     module = Decoder(args.width, args.depth, args.lr, args.steps)
-    print(plan(module))
+    print(plan(module, **module.options))
     keep = [ModelCheckpoint(args.checkpoints, save_last=True)] if args.checkpoints else []
     trainer = lightning.Trainer(
         max_steps=args.steps,

@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     optimizer_config = cosmos(lr=args.lr, adam_lr=4 * args.lr, weight_decay=0.1)
     schedule_config = LRSchedulersContainer.Config(warmup_steps=5)
     optimizers = optimizer_config.build(model_parts=[model])  # one optimizer for each part of a pipeline
+    print(plan(optimizers.optimizers[0]))  # before the schedule, which lowers the rates for the warm-up
     schedules = schedule_config.build(optimizers=optimizers, training_steps=args.steps)
-    print(plan(optimizers.optimizers[0]))
 
     data, generator, losses = text(), torch.Generator().manual_seed(0), []
     for step in range(args.steps):

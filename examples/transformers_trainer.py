@@ -43,7 +43,6 @@ def main(argv: list[str] | None = None) -> list[float]:
     shape = {"hidden_size": args.width, "intermediate_size": 3 * args.width, "num_hidden_layers": args.depth}
     config = LlamaConfig(vocab_size=256, num_attention_heads=2, max_position_embeddings=LENGTH, **shape)
     model = LlamaForCausalLM(config)
-    print(plan(model))
 
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainingArguments(
@@ -59,6 +58,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             save_strategy="steps" if args.output else "no",
             report_to=[],
         )
+        print(plan(model, lr=settings.learning_rate, weight_decay=settings.weight_decay))
         trainer = Trainer(
             model,
             settings,

@@ -8,18 +8,27 @@ from pathlib import Path
 
 import pytest
 
-# Example, the packages that it needs, and flags that make it small.
+SMALL = ["--width", "32", "--depth", "1", "--steps", "20", "--lr", "0.004"]
+# Example, the packages that it needs, flags that make it small, and the rate and decay that its plan must show.
 EXAMPLES = {
-    "transformers_trainer": (("transformers", "accelerate"), ["--width", "32", "--depth", "1", "--steps", "30"]),
-    "peft_lora": (("transformers", "peft"), ["--width", "32", "--base-steps", "30", "--steps", "30", "--lr", "0.01"]),
-    "lightning_gpt": (("lightning",), ["--width", "32", "--depth", "1", "--steps", "20", "--lr", "0.004"]),
-    "torchtitan_llama": (("torchtitan",), ["--width", "32", "--depth", "1", "--steps", "20", "--lr", "0.004"]),
+    "transformers_trainer": (
+        ("transformers", "accelerate"),
+        ["--width", "32", "--depth", "1", "--steps", "30"],
+        ("0.001", "0.1"),
+    ),
+    "peft_lora": (
+        ("transformers", "peft"),
+        ["--width", "32", "--base-steps", "30", "--steps", "30", "--lr", "0.01"],
+        ("0.01", "0"),
+    ),
+    "lightning_gpt": (("lightning",), SMALL, ("0.004", "0.1")),
+    "torchtitan_llama": (("torchtitan",), SMALL, ("0.004", "0.1")),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_its_plan_and_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    packages, flags = EXAMPLES[name]
+    packages, flags, _ = EXAMPLES[name]
     for package in packages:
         pytest.importorskip(package)
     losses = importlib.import_module(f"examples.{name}").main(flags)
@@ -28,8 +37,20 @@ def test_an_example_prints_its_plan_and_learns(name: str, capsys: pytest.Capture
     assert "cosmos" in shown and "total:" in shown and "loss" in shown
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_plan_of_an_example_shows_the_rate_and_decay_that_it_trains_with(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages, flags, rate_and_decay = EXAMPLES[name]
+    for package in packages:
+        pytest.importorskip(package)
+    importlib.import_module(f"examples.{name}").main(flags)
+    rows = re.findall(r"  cosmos .*  (\S+) +(\S+) +\S+ (?:B|KiB|MiB)$", capsys.readouterr().out, re.MULTILINE)
+    assert set(rows) == {rate_and_decay}
+
+
 def test_the_trainer_example_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
-    packages, _ = EXAMPLES["transformers_trainer"]
+    packages, _, _ = EXAMPLES["transformers_trainer"]
     for package in packages:
         pytest.importorskip(package)
     example = importlib.import_module("examples.transformers_trainer")

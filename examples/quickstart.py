@@ -32,6 +32,7 @@ def build_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     """Return AdamW or Cosmos; only the constructor differs."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
+    print(plan(model, lr=5e-4, adam_lr=2e-3))  # rule, rate and memory of each parameter
     return Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
 
 
@@ -42,7 +43,6 @@ def main(name: str = "cosmos") -> float:
     letters = sorted(set(text))
     tokens = torch.tensor([letters.index(letter) for letter in text])
     model = CharacterModel(len(letters))
-    print(plan(model))
     opt = build_optimizer(model, name)
     schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, STEPS)
     losses = []

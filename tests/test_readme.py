@@ -72,7 +72,9 @@ def test_the_option_table_shows_the_true_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosmos", "adamw"])
-def test_the_quickstart_example_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quickstart_example_learns_and_prints_the_plan_of_cosmos_only(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Run `examples/quickstart.py` with fewer steps."""
     spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples" / "quickstart.py")
     assert spec is not None and spec.loader is not None
@@ -80,3 +82,5 @@ def test_the_quickstart_example_learns(name: str, monkeypatch: pytest.MonkeyPatc
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, "STEPS", 20)
     assert example.main(name) < math.log(len(set(Path(example.__file__).read_text())))
+    shown = capsys.readouterr().out
+    assert ("total:" in shown) == (name == "cosmos") and "hint" not in shown  # the example gives both rates

@@ -399,15 +399,15 @@ def test_a_plan_lists_what_comes_next_with_seconds_and_names_what_cannot_run(
 
 def test_a_row_without_runs_is_expected_to_take_the_longest_time_times_its_cost(options: Options) -> None:
     queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=2))
-    runs = {r.entry: r for r in Protocol().candidates(losses(queue.results)) if not r.variant and r.regime == "B"}
-    slow, plain = queue.estimate(runs["soap-polar"], cold=False), queue.estimate(runs["muon-eq"], cold=False)
-    assert slow > 1.8 * plain > 1.8 * queue.estimate(runs["cosmos"], cold=False)
-    assert queue.estimate(runs["cosmos"]) > queue.estimate(runs["cosmos"], cold=False)
+    polar, eq, cosmos = (Run("llama-60m", "B", entry, 5e-4, 1.6e-2) for entry in ("soap-polar", "muon-eq", "cosmos"))
+    slow, plain = queue.estimate(polar, cold=False), queue.estimate(eq, cold=False)
+    assert slow > 1.8 * plain > 1.8 * queue.estimate(cosmos, cold=False)
+    assert queue.estimate(cosmos) > queue.estimate(cosmos, cold=False)
 
 
 def test_a_diverged_run_does_not_count_in_the_expected_time(options: Options) -> None:
     queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=2))
-    run = next(r for r in Protocol().candidates(losses(queue.results)) if r.entry == "cosmos" and r.regime == "B")
+    run = Run("llama-60m", "B", "cosmos", 5e-4, 1.6e-2)
     before = queue.estimate(run)
     slow = next(r for r in queue.results.values() if (r["entry"], r["regime"]) == ("cosmos", "B"))
     queue.results["diverged"] = {**slow, "id": "diverged", "val_loss": None, "tokens": 1000, "train_s": 50.0}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, outer-rates.svg
 
-Tokens to AdamW's loss are read from the curves of the runs: the point at which a curve first falls below AdamW's last
-value, on the same test tokens. The rate of these runs decays until the very end. A run that was planned to end at the
-crossing would have decayed by then and should be lower there: what is read is probably too high. Complete shorter
-runs give a better number (docs/protocol.md; `benchmarks.sweep --table` prints it as soon as there are any).
+Tokens to AdamW's loss come from shorter runs with complete schedules (`protocol.token_shares`). An optimizer without
+such runs has an upper bound, read from the curves of its full runs: the point at which a curve first falls below
+AdamW's last value, on the same test tokens. The rate of these runs decays until the very end, so a run that was planned
+to end at the crossing would be lower there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol import Protocol, Result, half_width, losses, read_results
+from benchmarks.protocol import Protocol, Result, Row, best_rows, losses, read_results, token_shares
 from cosmos_lab.report.style import KNOWN, THEMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,31 +33,6 @@ LEAST_POINTS = 20  # of a curve; a coarser one is refused
 # In benchmarks/results: measurements of the step in float32 that count, of several commits.
 STEP_FILES = ("h200-llama-1b", "h200-llama-1b-defaults", "h200-llama-1b-defaults-later", "h200-llama-1b-int8",
               "h200-llama-1b-memory", "h200-llama-1b-memory-later", "h200-redesign")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The share of AdamW's tokens at which an optimizer's curves fall below AdamW's last test loss.
-
-    slope: change of the share if the target rises by 0.01 nats.
-    """
-
-    entry: str
-    shares: list[float]
-    slope: float
-    loss: float
-
-    @property
-    def share(self) -> float:
-        """Return the mean over seeds."""
-        return statistics.fmean(self.shares)
-
-    @property
-    def uncertainty(self) -> str:
-        """Return the 95 % interval over seeds, or that there is one seed."""
-        if len(self.shares) < 2:
-            return f"one seed; {abs(self.slope):.3f} for 0.01 nats"
-        return f"+- {half_width(self.shares):.3f}, {len(self.shares)} seeds"
 
 
 def test_curve(result: Result) -> list[tuple[int, float]]:
@@ -81,30 +56,21 @@ def crossing(points: Sequence[tuple[int, float]], goal: float) -> float | None:
     return None
 
 
-def best_runs(results: Mapping[str, Result], regime: str, entry: str) -> list[Result]:
-    """Return the runs of all seeds at the best point of an entry so far."""
-    protocol = Protocol()
-    point, _, _ = protocol.best(regime, entry, losses(results))
-    ids = [protocol.at(regime, entry, point, seed).id for seed in protocol.seeds]
-    return [results[i] for i in ids if i in results and results[i]["test_loss"] is not None]
+def curve_shares(rows: Mapping[str, Row]) -> dict[str, float]:
+    """Return the share of AdamW's tokens at which each optimizer's curves fall to AdamW's last test loss, by entry.
 
-
-def crossings(results: Mapping[str, Result], regime: str) -> list[Crossing]:
-    """Return the crossings of all optimizers of a regime that reach AdamW's last test loss, best first."""
-    adamw = best_runs(results, regime, "adamw")
-    if not adamw:
-        return []
-    ends = [test_curve(r)[-1] for r in adamw]
+    It is the mean over seeds. Optimizers of which a run never falls that low are left out.
+    """
+    if "adamw" not in rows:
+        return {}
+    ends = [test_curve(r)[-1] for r in rows["adamw"].seeds]
     goal, tokens = statistics.fmean(loss for _, loss in ends), ends[0][0]
-    found = []
-    for entry in NAMES:
-        curves = [test_curve(r) for r in best_runs(results, regime, entry)]
-        shares = [at / tokens for at in (crossing(c, goal) for c in curves) if at is not None]
-        later = [at / tokens for at in (crossing(c, goal + 0.01) for c in curves) if at is not None]
-        if entry != "adamw" and shares and len(shares) == len(curves):
-            slope = statistics.fmean(later) - statistics.fmean(shares) if later else math.nan
-            found.append(Crossing(entry, shares, slope, statistics.fmean(c[-1][1] for c in curves)))
-    return sorted(found, key=lambda c: c.share)
+    found = {}
+    for entry, row in rows.items():
+        at = [crossing(test_curve(r), goal) for r in row.seeds]
+        if entry != "adamw" and None not in at:
+            found[entry] = statistics.fmean(t / tokens for t in at if t is not None)
+    return found
 
 
 # -- time and memory at 1B --------------------------------------------------------------------------------------------
@@ -171,6 +137,15 @@ def described(values: Sequence[float]) -> str:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
+def _lower_than_curves(results: Mapping[str, Result]) -> str:
+    """Return by how much the shares of shorter runs are below those of curves, for optimizers that have both."""
+    protocol = Protocol()
+    rows = best_rows(protocol, "B", results)
+    measured, bounds = token_shares(protocol, "B", rows, results), curve_shares(rows)
+    both = [f"{NAMES[entry]} {bounds[entry]:.2f}" for entry in NAMES if entry in measured and entry in bounds]
+    return f" (the shares by curves would be: {', '.join(both)})" if both else ""
+
+
 def report(results: Mapping[str, Result]) -> str:
     """Return the page: tokens and time to AdamW's loss by regime, step times, and the caveats."""
     cost, (few, longer), protocol = costs(), small_step(), Protocol()
@@ -178,8 +153,8 @@ def report(results: Mapping[str, Result]) -> str:
     for regime, how in protocol.regimes.items():
         if how.like:
             continue  # not run at this size
-        adamw = best_runs(results, regime, "adamw")
-        if not adamw:
+        rows = {entry: row for entry, row in best_rows(protocol, regime, results).items() if entry in NAMES}
+        if "adamw" not in rows:
             lines += [f"Regime {regime} ({how.steps} x {how.batch} x {how.seq_len}): no run of AdamW yet.", ""]
             continue
         lines += [
@@ -187,28 +162,36 @@ def report(results: Mapping[str, Result]) -> str:
             "| optimizer | rates | test perplexity | seeds | search | tokens to AdamW's loss | time at 1B |",
             "|---|---|---|---|---|---|---|",
         ]  # fmt: skip
-        reached = {c.entry: c for c in crossings(results, regime)}
-        rows = [(entry, runs) for entry in NAMES if (runs := best_runs(results, regime, entry))]
-        for entry, runs in sorted(rows, key=lambda row: statistics.fmean(r["test_loss"] for r in row[1])):
+        measured, bounds = token_shares(protocol, regime, rows, results), curve_shares(rows)
+        for entry, row in sorted(rows.items(), key=lambda item: item[1].test_loss):
             _, open_, _ = protocol.best(regime, entry, losses(results))
-            ppl = statistics.fmean(r["test_ppl"] for r in runs)
             search = f"{', '.join(open_)} open" if open_ else "done"
+            ppl = f"{statistics.fmean(r['test_ppl'] for r in row.seeds):.2f}"
+            if len(row.seeds) > 1:
+                ppl += f" (sd {statistics.stdev(r['test_ppl'] for r in row.seeds):.2f})"
             share = time = "1" if entry == "adamw" else "not reached"
-            if entry in reached:
-                c = reached[entry]
-                share = f"{c.share:.2f} ({c.uncertainty})"
-                time = f"{c.share * cost[entry].step_s / cost['adamw'].step_s:.2f}"
-            rates = f"{runs[0]['lr']:g}, {runs[0]['adam_lr']:g}"
-            lines.append(f"| {NAMES[entry]} | {rates} | {ppl:.2f} | {len(runs)} | {search} | {share} | {time} |")
+            slower = cost[entry].step_s / cost["adamw"].step_s
+            if entry in measured:
+                share, time = str(measured[entry]), f"{measured[entry].share * slower:.2f}"
+            elif entry in bounds:
+                share, time = f"at most {bounds[entry]:.2f}", f"at most {bounds[entry] * slower:.2f}"
+            rates = f"{row.run['lr']:g}, {row.run['adam_lr']:g}"
+            lines.append(f"| {NAMES[entry]} | {rates} | {ppl} | {len(row.seeds)} | {search} | {share} | {time} |")
         lines.append("")
+        for target in ("muon", "normuon"):
+            if ours := token_shares(protocol, regime, rows, results, target).get("cosmos"):
+                lines += [f"COSMOS reaches the loss of {NAMES[target]} with {ours} of the tokens.", ""]
     lines += [
         "- **Rates**: of the hidden matrices, and of embedding, head and norms.",
-        "- **Tokens**: the share of AdamW's tokens at which the curve of the best run so far falls to AdamW's last "
-        "test loss.",
-        "- **Schedules**: the rate decays to 0 at the end of each run, so a point on a curve is not a run of that "
-        "length. A run planned to end there would have decayed by then and should be lower, so these shares are "
-        "probably too high. Complete shorter runs will tell.",
-        "- **Searches that are open**: an optimizer may still improve; if AdamW does, the shares rise.",
+        "- **Tokens**: the share of AdamW's tokens with which an optimizer reaches AdamW's final test loss. It comes "
+        "from shorter runs with complete schedules (0.45, 0.6 and 0.75 of the steps, seed 0), by interpolation. Their "
+        "rates are those tuned for the full length.",
+        "- **Interval**: 95 %, from the differences to AdamW at the full length over three seeds. AdamW's own spread "
+        "is part of every interval and moves all shares together, so compare two optimizers by their losses.",
+        "- **At most**: there are no shorter runs, so the share is where the curve of the full run falls to AdamW's "
+        "loss. Rates decay until the end of a run, so a run planned to end there should be lower"
+        f"{_lower_than_curves(results)}.",
+        "- **Searches that are open**: an optimizer may still improve.",
         "- **Time at 1B**: the share times the time of a training step of 256,000 tokens at LLaMA-1B over AdamW's, "
         "composed from measured parts (below). It assumes that the share at 60M, from steps of 16,384 tokens, holds "
         f"at 1B, which is not known. Small steps cost more: one of {few:,} tokens took {longer:.2f} times as long with "
@@ -257,10 +240,10 @@ def picture(target: Path, **layout: Any) -> Iterator[Any]:
 
 def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
     """Draw loss against tokens for the best runs so far, one line for each seed, and bars of step time and state."""
-    cost = costs()
+    cost, rows = costs(), best_rows(Protocol(), regime, results)
     with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
         for entry in NAMES:
-            for run in best_runs(results, regime, entry):
+            for run in rows[entry].seeds:
                 tokens, loss = zip(*test_curve(run), strict=True)
                 label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
                 left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=label)
@@ -279,7 +262,7 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
 
 def outer_rates(results: Mapping[str, Result], regime: str, entry: str) -> list[tuple[float, float]]:
     """Return (rate, validation perplexity) of the runs that differ from an entry's best in the outer rate alone."""
-    best = best_runs(results, regime, entry)[0]
+    best = best_rows(Protocol(), regime, results)[entry].run
     same = ("model", "regime", "entry", "lr", "beta2", "seed", "share")
     found = [r for r in results.values() if not r.get("variant") and all(r[name] == best[name] for name in same)]
     return sorted((r["adam_lr"], r["val_ppl"]) for r in found if r["val_ppl"] is not None)

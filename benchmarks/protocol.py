@@ -332,18 +332,13 @@ class Row:
         """Return the mean test loss over seeds."""
         return statistics.fmean(r["test_loss"] for r in self.seeds)
 
-    @property
-    def deviation(self) -> float | None:
-        """Return the standard deviation of the test loss over seeds."""
-        return statistics.stdev(r["test_loss"] for r in self.seeds) if len(self.seeds) > 1 else None
-
 
 def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
     """Return what is known: the best setting of each optimizer, differences, token shares, and every run."""
     mine = {name: r for name, r in results.items() if r["model"] == protocol.model}
     lines = list(_cautions(mine.values()))
     for name, regime in protocol.regimes.items():
-        rows = {entry: row for entry in protocol.entries if (row := _row(protocol, name, entry, results))}
+        rows = best_rows(protocol, name, results)
         if not any(r["regime"] == name for r in mine.values()):
             continue
         lines += ["", f"{protocol.model}, regime {name}: {regime.steps} steps of {regime.batch} x {regime.seq_len}"]
@@ -358,7 +353,9 @@ def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
                 f"{entry:13}{r['lr']:9.3g}{r['adam_lr']:9.3g}{r['beta2']:7g}{row.tuned:6d}{r['val_ppl']:9.3f}{ppl:10.3f}"
                 f"  {over}; {row.status}"
             )
-        lines += [*_differences(rows), *_token_shares(protocol, name, rows, results), *_variants(protocol, name, mine)]
+        shares = token_shares(protocol, name, rows, results)
+        lines += [*_differences(rows), *_variants(protocol, name, mine)]
+        lines += [f"  {e} reaches AdamW's mean test loss with a share of the tokens of {s}" for e, s in shares.items()]
         lines.append("  all runs: validation and test perplexity")
         for run_id, r in sorted(mine.items()):
             if r["regime"] == name:
@@ -372,6 +369,11 @@ def _cautions(results: Collection[Result]) -> Iterator[str]:
     for what, found in (("texts", texts), ("commits", {r["commit"] for r in results})):
         if len(found) > 1:
             yield f"CAUTION: these are runs of {len(found)} {what}"
+
+
+def best_rows(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> dict[str, Row]:
+    """Return the row of each entry that has a finished run at its best point."""
+    return {entry: row for entry in protocol.entries if (row := _row(protocol, regime, entry, results))}
 
 
 def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Result]) -> Row | None:
@@ -440,28 +442,51 @@ def run_of(result: Result) -> Run:
     return Run(**{name: result[name] for name in Run.__dataclass_fields__ if name in result})
 
 
-def _token_shares(
-    protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result]
-) -> Iterator[str]:
-    """Yield the share of the tokens with which each optimizer reaches AdamW's test loss, from its shorter runs."""
-    if "adamw" not in rows:
-        return
-    goal, goal_deviation = rows["adamw"].test_loss, rows["adamw"].deviation
+@dataclass(frozen=True)
+class TokenShare:
+    """The share of the tokens with which an optimizer reaches another one's test loss, from runs of several lengths.
+
+    half_width: half of its 95 % interval, from the differences of the full runs, paired by seed; None with one seed.
+    outside: "less than" or "more than" if no two lengths enclose the loss.
+    """
+
+    share: float
+    half_width: float | None = None
+    outside: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.outside} {self.share:.2f}".strip()
+        return text if self.half_width is None else f"{text} +- {self.half_width:.2f}"
+
+
+def token_shares(
+    protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result], target: str = "adamw"
+) -> dict[str, TokenShare]:
+    """Return the shares to the loss of `target`, of the optimizers with shorter runs; linear in loss by log tokens."""
+    if target not in rows:
+        return {}
+    goal, theirs = rows[target].test_loss, {r["seed"]: r["test_loss"] for r in rows[target].seeds}
+    found = {}
     for entry, row in rows.items():
+        if entry == target:
+            continue
         point, _, _ = protocol.best(regime, entry, losses(results))
         ids = {share: protocol.at(regime, entry, point, 0, share).id for share in protocol.shares}
-        found = {share: results[i]["test_loss"] for share, i in ids.items() if i in results}
-        points = sorted((s, loss) for s, loss in found.items() if loss is not None)
-        if not points:
-            continue
-        points.append((1.0, row.test_loss))
-        answer = f"less than {points[0][0]:g}" if points[0][1] <= goal else "more than 1"
-        for (s0, l0), (s1, l1) in zip(points, points[1:], strict=False):
-            if l1 <= goal < l0:
-                slope = (l0 - l1) / math.log(s1 / s0)  # decrease of the loss per unit of log tokens
-                share = s0 * math.exp((l0 - goal) / slope)
-                answer = f"{share:.3f}"
-                if goal_deviation is not None and row.deviation is not None:
-                    answer += f" +- {share * math.hypot(goal_deviation, row.deviation) / slope:.3f}"
-                break
-        yield f"  {entry} reaches AdamW's test loss of {goal:.4f} with a share of the tokens of {answer}"
+        shorter = [(share, results[i]["test_loss"]) for share, i in ids.items() if i in results]
+        points = [*sorted((share, loss) for share, loss in shorter if loss is not None), (1.0, row.test_loss)]
+        if len(points) > 1:
+            gaps = [theirs[r["seed"]] - r["test_loss"] for r in row.seeds if r["seed"] in theirs]
+            found[entry] = _token_share(points, goal, gaps)
+    return found
+
+
+def _token_share(points: Sequence[tuple[float, float]], goal: float, gaps: Sequence[float]) -> TokenShare:
+    """Return the share at which (share, loss) points fall to the goal; `gaps` are losses to it at share 1, by seed."""
+    if points[0][1] <= goal:
+        return TokenShare(points[0][0], outside="less than")
+    for (s0, l0), (s1, l1) in zip(points, points[1:], strict=False):
+        if l1 <= goal:
+            slope = (l0 - l1) / math.log(s1 / s0)  # decrease of the loss per unit of log tokens
+            share = s0 * math.exp((l0 - goal) / slope)
+            return TokenShare(share, share * half_width(gaps) / slope if len(gaps) > 1 else None)
+    return TokenShare(1.0, outside="more than")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.rate_runs [RESULTS...]              # the cells, expected seconds, and the commands
     python -m benchmarks.sweep --rates llama-10m --parallel 4 --mps --data DATA --out rates \\
-        --known results/protocol-60m.json --seconds 580      # one size; all sizes into the same folder
-    python -m benchmarks.rate_fit results/protocol-60m.json rates/bundle.json                    # the rule
+        --known results/protocol-*.json --seconds 580        # one size; all sizes into the same folder
+    python -m benchmarks.rate_fit results/protocol-*.json rates/bundle.json                      # the rule
 
 Why these cells: a log-linear rule has four numbers for each rate, so a full grid (4 sizes x 8) is not needed. Every
 size has 400 and 1,600 steps of 8 sequences, and one batch that is larger. The cheap sizes and 60M also have 6,400
@@ -270,8 +270,8 @@ def table(loss: Losses) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the list, less the runs that the named results have."""
     paths = sys.argv[1:] if arguments is None else arguments
-    default = Path(__file__).resolve().parents[1] / "results" / "protocol-60m.json"
-    print(table(losses(read_results([Path(path) for path in paths] or [default]))))
+    default = (Path(__file__).resolve().parents[1] / "results").glob("protocol-*.json")
+    print(table(losses(read_results([Path(path) for path in paths] or default))))
     return 0
 
 

@@ -1,7 +1,7 @@
 """Run the comparison of docs/protocol.md as a queue: several runs at a time, until a deadline.
 
     python -m benchmarks.sweep --data data/wiki_t5 --out sweep --seconds 3600 --parallel 2
-    python -m benchmarks.sweep --table results/protocol-60m.json
+    python -m benchmarks.sweep --table results/protocol-*.json
 
 Every finished run is one file, OUT/runs/ID.json, with all its settings. OUT/bundle.json has all of them, those of
 --known included. A run that is finished in either place is not trained again; one that the deadline cuts off is.

@@ -3,12 +3,13 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import evidence
-from benchmarks.protocol import Protocol, Result
+from benchmarks.protocol import Protocol, Result, Row, best_rows, half_width, token_shares
 from cosmos_lab.report.style import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,26 +17,50 @@ KEPT = ROOT / "results" / "protocol-60m.json"
 POINT = {"lr": 0.0, "adam_lr": 0.0, "beta2": 0.98}
 
 
-def invented(entry: str, seed: int, offset: float) -> Result:
-    """Return a run whose test loss is 5 - log10(tokens / 1e6) - offset."""
-    run = Protocol().at("B", entry, POINT, seed)
-    curve = [[i, i * 10**6, 0.0, 5 - math.log10(i) - offset] for i in range(1, 26)]
+def invented(entry: str, seed: int, offset: float, share: float = 1.0) -> Result:
+    """Return a run whose test loss is 5 - log10(tokens / 1e6) - offset, with 25 million tokens at share 1."""
+    run = Protocol().at("B", entry, POINT, seed, share)
+    curve = [[i, i * share * 10**6, 0.0, 5 - math.log10(i * share) - offset] for i in range(1, 26)]
     last = curve[-1][3]
-    return {"id": run.id, "seed": seed, "lr": run.lr, "val_loss": last, "test_loss": last, "test_ppl": math.exp(last),
-            "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve": curve}  # fmt: skip
+    return {"id": run.id, "seed": seed, "share": share, "lr": run.lr, "val_loss": last, "test_loss": last,
+            "test_ppl": math.exp(last), "curve_columns": ["step", "tokens", "val_loss", "test_loss"],
+            "curve": curve}  # fmt: skip
 
 
-def test_a_curve_lower_by_log10_of_2_needs_half_of_the_tokens() -> None:
-    runs = [invented("adamw", 0, 0.0), *(invented("cosmos", s, math.log10(2) + 0.01 * (s - 1)) for s in (0, 1, 2))]
-    (found,) = evidence.crossings({r["id"]: r for r in runs}, "B")
-    expected = [0.5 * 10 ** (0.01 * (1 - s)) for s in (0, 1, 2)]
-    assert found.entry == "cosmos" and found.shares == pytest.approx(expected, rel=1e-6)
-    assert found.uncertainty.endswith("3 seeds") and found.slope == pytest.approx(0.5 * (10**-0.01 - 1), rel=1e-2)
+def rows_of(*runs: Result) -> tuple[dict[str, Row], dict[str, Result]]:
+    results = {r["id"]: r for r in runs}
+    return best_rows(Protocol(), "B", results), results
 
 
-def test_an_optimizer_that_never_reaches_the_loss_has_no_share() -> None:
-    runs = [invented("adamw", 0, 0.0), invented("muon", 0, -0.1)]
-    assert evidence.crossings({r["id"]: r for r in runs}, "B") == []
+def test_a_curve_lower_by_log10_of_2_crosses_at_half_of_the_tokens() -> None:
+    rows, _ = rows_of(invented("adamw", 0, 0.0), *(invented("cosmos", s, math.log10(2)) for s in (0, 1, 2)))
+    assert evidence.curve_shares(rows) == {"cosmos": pytest.approx(0.5, rel=1e-6)}
+
+
+def test_shorter_runs_give_the_share_and_paired_seeds_its_interval() -> None:
+    offsets = [math.log10(1.5) + 0.01 * (s - 1) for s in (0, 1, 2)]
+    full = [invented("cosmos", s, offset) for s, offset in enumerate(offsets)]
+    short = [invented("cosmos", 0, math.log10(1.5), share) for share in (0.45, 0.6, 0.75)]
+    rows, results = rows_of(*(invented("adamw", s, 0.0) for s in (0, 1, 2)), *full, *short)
+    (found,) = token_shares(Protocol(), "B", rows, results).values()
+    assert found.share == pytest.approx(1 / 1.5, rel=1e-6) and not found.outside
+    # The loss falls by log10(e) per unit of log tokens.
+    assert found.half_width == pytest.approx(half_width(offsets) / math.log10(math.e) / 1.5, rel=1e-6)
+
+
+def test_a_share_outside_of_the_lengths_that_ran_is_called_so() -> None:
+    fast, slow = [invented("cosmos", 0, 1.0), invented("cosmos", 0, 1.0, 0.45)], invented("muon", 0, -0.1)
+    rows, results = rows_of(invented("adamw", 0, 0.0), *fast, slow, invented("muon", 0, -0.1, 0.75))
+    shares = token_shares(Protocol(), "B", rows, results)
+    assert {entry: str(share) for entry, share in shares.items()} == {
+        "cosmos": "less than 0.45",
+        "muon": "more than 1.00",
+    }
+
+
+def test_an_optimizer_that_never_reaches_the_loss_has_no_share_by_its_curve() -> None:
+    rows, _ = rows_of(invented("adamw", 0, 0.0), invented("muon", 0, -0.1))
+    assert evidence.curve_shares(rows) == {}
 
 
 def test_a_coarse_curve_is_refused_with_what_to_store() -> None:
@@ -50,9 +75,10 @@ def test_every_kept_run_has_a_curve_that_is_fine_enough() -> None:
         assert evidence.test_curve(run)[-1][0] == run["tokens"]
 
 
-def test_time_counts_the_step_and_one_seed_is_called_one_seed() -> None:
+def test_time_counts_the_step_and_shares_by_curves_are_called_bounds() -> None:
     page = evidence.report(evidence.read_results([KEPT]))
-    assert "one seed" in page and "is not a run of that length" in page
+    assert re.search(r"\| COSMOS \|.*\| 0\.\d\d \+- 0\.\d\d \|", page)
+    assert re.search(r"\| SOAP, frequency 10 \|.*\| at most 0\.\d\d \|", page)
     cost = evidence.costs()
     assert cost["adamw"].step_s < cost["cosmos"].step_s < cost["soap-f10"].step_s
     assert cost["cosmos"].state_gib == pytest.approx(5.59, abs=0.01)

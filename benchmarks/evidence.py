@@ -239,16 +239,28 @@ def picture(target: Path, **layout: Any) -> Iterator[Any]:
 
 
 def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
-    """Draw loss against tokens for the best runs so far, one line for each seed, and bars of step time and state."""
-    cost, rows = costs(), best_rows(Protocol(), regime, results)
+    """Draw test loss against tokens at the best setting of each optimizer, and bars of step time and state.
+
+    Lines are means over seeds, dots are the ends of shorter runs, and the dashed line is AdamW's last loss.
+    """
+    protocol, cost = Protocol(), costs()
+    rows = best_rows(protocol, regime, results)
     with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
         for entry in NAMES:
-            for run in rows[entry].seeds:
-                tokens, loss = zip(*test_curve(run), strict=True)
-                label = f"{NAMES[entry]}, {math.exp(run['test_loss']):.1f}" if run["seed"] == 0 else None
-                left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=label)
-        left.set(ylim=(None, 4.5), title="LLaMA-60M (last perplexity)", xlabel="million tokens", ylabel="test loss")
-        left.legend(frameon=False)
+            tokens, *_ = zip(*test_curve(rows[entry].run), strict=True)
+            losses_by_seed = [[loss for _, loss in test_curve(run)] for run in rows[entry].seeds]
+            loss = [statistics.fmean(values) for values in zip(*losses_by_seed, strict=True)]
+            ppl = statistics.fmean(run["test_ppl"] for run in rows[entry].seeds)
+            left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=f"{NAMES[entry]}: {ppl:.1f}")
+            if entry == "adamw":
+                left.axhline(loss[-1], color=COLORS[entry], linestyle="--", linewidth=0.8)
+            point, _, _ = protocol.best(regime, entry, losses(results))
+            ids = (protocol.at(regime, entry, point, 0, share).id for share in protocol.shares)
+            for t, last in (test_curve(results[i])[-1] for i in ids if i in results):
+                left.plot(t / 1e6, last, "o", markersize=4, color=COLORS[entry])
+        title = f"LLaMA-60M, {protocol.regimes[regime].steps:,} steps (last perplexity)"
+        left.set(xlim=(12, None), ylim=(3.3, 4.2), title=title, xlabel="million tokens", ylabel="test loss")
+        left.legend(frameon=False, loc="upper right")
         for axes, title, values in (
             (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in WITH_BARS}),
             (right, "optimizer state, 1B, GiB", {e: cost[e].state_gib for e in WITH_BARS}),

@@ -31,9 +31,9 @@ class CharacterModel(nn.Module):
 def build_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     """Return AdamW or Cosmos; only the constructor differs."""
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
-    print(plan(model, lr=5e-4, adam_lr=2e-3))  # rule, rate and memory of each parameter
-    return Cosmos(param_groups(model), lr=5e-4, adam_lr=2e-3)
+        return torch.optim.AdamW(model.parameters(), lr=1.6e-2, betas=(0.9, 0.98))  # the best of five rates
+    print(plan(model, lr=1e-3, adam_lr=1.6e-2))  # rule, rate and memory of each parameter
+    return Cosmos(param_groups(model), lr=1e-3, adam_lr=1.6e-2)
 
 
 def main(name: str = "cosmos") -> float:

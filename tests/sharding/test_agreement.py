@@ -160,6 +160,56 @@ def test_with_missing_zero_experts_without_tokens_may_have_the_gradient_none(
         assert float((found - expected).abs().max()) < CLOSE_64
 
 
+def local_experts(rank: int, idle: str, nonfinite: str, expert: int | None = None) -> list[Any]:
+    """Train a sharded matrix beside an expert that only this rank has; the last expert has no tokens for two steps.
+
+    expert: train this one without a mesh.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if expert is None else None
+    number = rank if expert is None else expert
+    start = gradient(0, SHAPE, 0, torch.float64)
+    dense = nn.Parameter(start if mesh is None else placed(start, mesh, (Shard(0),)))
+    local = nn.Parameter(gradient(number, SHAPE, 1, torch.float64))
+    groups = [{"params": [("dense", dense)]}, {"params": [(f"experts.{number}", local)]}]
+    opt = Cosmos(groups, lr=0.01, rank=2, gamma=0.25, ns_dtype=torch.float64, nonfinite=nonfinite)
+    for step in range(4):
+        G = gradient(0, SHAPE, step, torch.float64)
+        dense.grad = G if mesh is None else placed(G, mesh, (Shard(0),))
+        local.grad = gradient(1 + number, SHAPE, step, torch.float64)
+        if number == 1 and step < 2:
+            local.grad = None if idle == "none" else torch.zeros_like(local)
+        opt.step()
+    return [full(dense), local.detach(), opt.state[local]["step"]]
+
+
+@pytest.mark.parametrize(("idle", "nonfinite"), [("none", "skip"), ("zero", "skip"), ("zero", "raise")])
+def test_experts_of_single_ranks_that_start_late_train_as_without_a_mesh(idle: str, nonfinite: str) -> None:
+    """Each starts with its own first gradient, and no rank waits for a gradient that it does not share."""
+    for rank, found in enumerate(run_ranks(2, local_experts, idle, nonfinite)):
+        for x, expected in zip(found, local_experts(0, idle, nonfinite, expert=rank), strict=True):
+            assert float((x - expected).abs().max()) < CLOSE_64
+
+
+def nan_in_a_local_expert(rank: int) -> tuple[float, float]:
+    """Take a step in which only the expert of rank 1 has a NaN, then one without."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dense, local = matrix(mesh), nn.Parameter(gradient(rank, SHAPE, 0, torch.float64))
+    opt = Cosmos([("dense", dense), (f"experts.{rank}", local)], rank=2)
+    counts = []
+    for step in range(2):
+        dense.grad = placed(gradient(0, SHAPE, step, torch.float64), mesh, (Shard(0),))
+        local.grad = gradient(rank, SHAPE, step, torch.float64)
+        if rank == 1 and step == 0:
+            local.grad[0, 0] = float("nan")
+        opt.step()
+        counts.append(float(opt.state[dense]["step"]))
+    return counts[0], counts[1]
+
+
+def test_a_nan_in_an_expert_of_one_rank_skips_the_step_of_all() -> None:
+    assert run_ranks(2, nan_in_a_local_expert) == [(0.0, 1.0)] * 2
+
+
 def one_overflow(rank: int, shape: torch.Size) -> list[float]:
     """Take three steps; in the second, the gradient is inf on the first rank alone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -69,24 +69,21 @@ def check_gradients(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
-    # Until all parameters have started, ranks must agree on each maximum; later only on the largest.
-    if not all(old) or raising:
-        worst = entry_max(entries, grad_max)
-    else:
-        worst = grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
+    largest = grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
+    each = entry_max(entries, grad_max) if raising or not all(old) else None
     if max_over_ranks is not None:
-        worst, grad_max = agree(entries, worst, grad_max, max_over_ranks)
+        largest, each, grad_max = agree(entries, old, largest, each, grad_max, max_over_ranks)
     limit = largest_allowed(entries)
-    bad = worst > limit
+    bad = largest > limit
     none = [False] * len(entries)
     if not on_host:
         return GradientCheck(entries, False, bad.any(), old, none, grad_max)
-    flags = bad.tolist()
-    if any(flags):
-        _raise_if_asked(itertools.compress(entries, flags))
+    if bool(bad):
+        if each is not None:
+            _raise_if_asked(itertools.compress(entries, (each > limit).tolist()))
         first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
         return GradientCheck(entries, True, None, old, none, grad_max, first)
-    fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
+    fresh = none if each is None else [n and not o for n, o in zip((each > 0).tolist(), old, strict=True)]
     return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
 
 
@@ -125,26 +122,36 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
     """Return the largest |g| of each entry, from that of each block."""
     counts = [e.layout.count for e in entries]
     if all(count == 1 for count in counts):
-        return grad_max.clone()  # a collective may overwrite its input
+        return grad_max
     zero = grad_max.new_zeros(())
     return torch.stack([part.amax() if len(part) else zero for part in grad_max.split(counts)])
 
 
 def agree(
-    entries: Sequence[Entry], worst: Tensor, grad_max: Tensor, max_over_ranks: MaxOverRanks
-) -> tuple[Tensor, Tensor]:
-    """Return the maximum of both over all processes, in one message. In `grad_max`, only shared blocks change."""
+    entries: Sequence[Entry], old: Sequence[bool], largest: Tensor, each: Tensor | None, grad_max: Tensor,
+    max_over_ranks: MaxOverRanks,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return the maximum of all three over all processes, in one message. In the last two, only shards change.
+
+    The message has the largest |g| of all, of each sharded entry until all of these have started, and of each block
+    that processes share. Its length does not depend on entries that are not sharded: each process may have its own,
+    such as experts that get their first tokens at different steps.
+    """
     layouts = [e.layout for e in entries]
+    sharded = [i for i, layout in enumerate(layouts) if layout.is_sharded]
+    if all(old[i] and entries[i].group["nonfinite"] != "raise" for i in sharded):
+        sharded = []
     shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.cut_sides]
-    if not shared:
-        return max_over_ranks(worst), grad_max
+    maxima = [] if each is None else list(each.unbind())
     parts = list(grad_max.split([layout.count for layout in layouts]))
     blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
-    agreed = max_over_ranks(torch.cat([worst, *blocks]))
-    worst, *blocks = agreed.split([len(worst), *map(len, blocks)])
+    agreed = max_over_ranks(torch.cat([largest, *(maxima[i].view(1) for i in sharded), *blocks]))
+    largest, of_entries, *blocks = agreed.split([1, len(sharded), *map(len, blocks)])
+    for i, value in zip(sharded, of_entries.unbind(), strict=True):
+        maxima[i] = value
     for i, block in zip(shared, blocks, strict=True):
         parts[i] = layouts[i].select_local_blocks(block)
-    return worst, torch.cat(parts)
+    return largest, torch.stack(maxima) if maxima else each, torch.cat(parts)
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cosmos_optim import OPTIMIZERS, Cosmos
@@ -187,6 +187,44 @@ def test_experts_of_single_ranks_that_start_late_train_as_without_a_mesh(idle: s
     """Each starts with its own first gradient, and no rank waits for a gradient that it does not share."""
     for rank, found in enumerate(run_ranks(2, local_experts, idle, nonfinite)):
         for x, expected in zip(found, local_experts(0, idle, nonfinite, expert=rank), strict=True):
+            assert float((x - expected).abs().max()) < CLOSE_64
+
+
+def experts_on_half_of_the_ranks(rank: int, idle: str, half: int | None = None) -> list[Any]:
+    """Train a matrix on four ranks, and two experts on each half of them. Some experts have no tokens in some steps.
+
+    half: train those of this half without a mesh.
+    """
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])] if half is None else []
+    number = rank // 2 if half is None else half
+    shape = torch.Size((2, *SHAPE))
+
+    def divided(whole: torch.Tensor, mesh: Any, dim: int) -> torch.Tensor:
+        return whole if half is not None else placed(whole, mesh, (Shard(dim),))
+
+    everywhere, here = (init_device_mesh("cpu", (4,)), meshes[number]) if half is None else (None, None)
+    dense = nn.Parameter(divided(gradient(0, SHAPE, 0, torch.float64), everywhere, 0))
+    experts = nn.Parameter(divided(gradient(1 + number, shape, 0, torch.float64), here, 1))
+    opt = Cosmos([("dense", dense), ("experts", experts)], lr=0.01, rank=2, gamma=0.25, ns_dtype=torch.float64)
+    for step in range(5):
+        dense.grad = divided(gradient(0, SHAPE, step, torch.float64), everywhere, 0)
+        G = gradient(1 + number, shape, step, torch.float64)
+        if number == 1 and step < 2:
+            G.zero_()
+        elif step == 3:
+            G[number] = 0  # an expert that had tokens before
+        experts.grad = divided(G, here, 1)
+        if idle == "none" and number == 1 and step < 2:
+            experts.grad = None
+        opt.step()
+    return [full(dense), full(experts), opt.state[experts]["step"]]
+
+
+@pytest.mark.parametrize("idle", ["none", "zero"])
+def test_experts_on_a_part_of_the_ranks_do_not_follow_those_on_another_part(idle: str) -> None:
+    """Both have the same name and place in the optimizer, but only their own gradients start and move them."""
+    for rank, found in enumerate(run_ranks(4, experts_on_half_of_the_ranks, idle)):
+        for x, expected in zip(found, experts_on_half_of_the_ranks(0, idle, half=rank // 2), strict=True):
             assert float((x - expected).abs().max()) < CLOSE_64
 
 

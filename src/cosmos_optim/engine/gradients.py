@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cosmos_optim.engine.batching import Entry, by_group
 
-# Takes the elementwise maximum of a vector over all processes that share the parameters.
-MaxOverRanks = Callable[[Tensor], Tensor]
+# Positions of entries, and a function: the elementwise maximum of a vector over the processes that share these entries.
+# The first function is over all processes that share any.
+MaxOverRanks = Sequence[tuple[list[int], Callable[[Tensor], Tensor]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ def check_gradients(
 
     Args:
         started: parameters that have had a non-zero gradient before; `has_started` may add others.
-        max_over_ranks: maximum over the processes that share parameters; None for a single process.
+        max_over_ranks: maxima over the processes that share parameters; None for a single process.
     """
     old = has_started(entries, started)
     grad_max = block_max(entries)
@@ -131,27 +132,30 @@ def agree(
     entries: Sequence[Entry], old: Sequence[bool], largest: Tensor, each: Tensor | None, grad_max: Tensor,
     max_over_ranks: MaxOverRanks,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return the maximum of all three over all processes, in one message. In the last two, only shards change.
+    """Return the maximum of all three over the processes that share them. In the last two, only shards change.
 
-    The message has the largest |g| of all, of each sharded entry until all of these have started, and of each block
-    that processes share. Its length does not depend on entries that are not sharded: each process may have its own,
-    such as experts that get their first tokens at different steps.
+    A message has the largest |g| of all, of each of its entries until these have started, and of each block that
+    processes share. Its length is the same on all of its processes, because it depends only on entries that they share.
+    Others may differ: experts of other processes get tokens at other steps.
     """
     layouts = [e.layout for e in entries]
-    sharded = [i for i, layout in enumerate(layouts) if layout.is_sharded]
-    if all(old[i] and entries[i].group["nonfinite"] != "raise" for i in sharded):
-        sharded = []
-    shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.cut_sides]
-    maxima = [] if each is None else list(each.unbind())
+    maxima = [] if each is None else list(each.split(1))
     parts = list(grad_max.split([layout.count for layout in layouts]))
-    blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
-    agreed = max_over_ranks(torch.cat([largest, *(maxima[i].view(1) for i in sharded), *blocks]))
-    largest, of_entries, *blocks = agreed.split([1, len(sharded), *map(len, blocks)])
-    for i, value in zip(sharded, of_entries.unbind(), strict=True):
-        maxima[i] = value
-    for i, block in zip(shared, blocks, strict=True):
-        parts[i] = layouts[i].select_local_blocks(block)
-    return largest, torch.stack(maxima) if maxima else each, torch.cat(parts)
+    for k, (members, maximum) in enumerate(max_over_ranks):
+        known = all(old[i] and entries[i].group["nonfinite"] != "raise" for i in members)
+        asked = [] if known else members
+        shared = [i for i in members if entries[i].rule.constant_size and layouts[i].cut_sides]
+        if k and not asked and not shared:
+            continue
+        blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
+        numbers = [largest, *(maxima[i] for i in asked), *blocks]
+        agreed = maximum(torch.cat(numbers)).split([len(x) for x in numbers])
+        largest = agreed[0]
+        for i, value in zip(asked, agreed[1:], strict=False):
+            maxima[i] = value
+        for i, block in zip(shared, agreed[1 + len(asked) :], strict=True):
+            parts[i] = layouts[i].select_local_blocks(block)
+    return largest, torch.cat(maxima) if maxima else each, torch.cat(parts)
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

@@ -102,10 +102,11 @@ def is_first(text: str) -> bool:
 
 
 def warn_without_gradients() -> None:
-    """Warn once that an optimizer of a distributed job has never had a gradient: FSDP1 may own its parameters."""
-    if is_distributed() and is_first("no gradients"):
+    """Warn that an optimizer has never had a gradient: other code may have frozen or replaced its parameters."""
+    if is_first("no gradients"):
         warnings.warn(
-            "no parameter of the optimizer has a gradient, so nothing is trained. If other code has replaced the "
-            "model's parameters since (FSDP1 with use_orig_params=False, for example), build the optimizer after that",
+            "no parameter of the optimizer has a gradient, so nothing is trained. If other code has frozen or replaced "
+            "the model's parameters since (peft, load_state_dict(assign=True), FSDP1 with use_orig_params=False), "
+            "build the optimizer after that",
             stacklevel=2,
         )

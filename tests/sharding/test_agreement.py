@@ -248,6 +248,25 @@ def test_a_nan_in_an_expert_of_one_rank_skips_the_step_of_all() -> None:
     assert run_ranks(2, nan_in_a_local_expert) == [(0.0, 1.0)] * 2
 
 
+def limits_that_differ(rank: int) -> list[float]:
+    """Take a step with a gradient of 1e18, which is too large for a matrix of the size of rank 0's expert alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dense = nn.Parameter(placed(torch.ones(SHAPE), mesh, (Shard(0),)))
+    local = nn.Parameter(torch.ones(200, 200))
+    opt = Cosmos([("dense", dense), (f"experts.{rank}", local)], rank=2)
+    counts = []
+    for size in (1e18, 1.0):
+        dense.grad = placed(torch.full(SHAPE, size), mesh, (Shard(0),))
+        local.grad = torch.ones(200, 200) if rank == 0 else None
+        opt.step()
+        counts.append(float(opt.state[dense]["step"]))
+    return counts
+
+
+def test_ranks_skip_together_if_the_largest_allowed_gradient_differs() -> None:
+    assert run_ranks(2, limits_that_differ) == [[0.0, 1.0]] * 2
+
+
 def one_overflow(rank: int, shape: torch.Size) -> list[float]:
     """Take three steps; in the second, the gradient is inf on the first rank alone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -70,15 +70,14 @@ def check_gradients(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
-    largest = grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
+    limit = largest_allowed(entries)
+    bad = (grad_max.amax() if len(grad_max) else grad_max.new_zeros(())) > limit
     each = entry_max(entries, grad_max) if raising or not all(old) else None
     if max_over_ranks is not None:
-        largest, each, grad_max = agree(entries, old, largest, each, grad_max, max_over_ranks)
-    limit = largest_allowed(entries)
-    bad = largest > limit
+        bad, each, grad_max = agree(entries, old, bad, each, grad_max, max_over_ranks)
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad.any(), old, none, grad_max)
+        return GradientCheck(entries, False, bad, old, none, grad_max)
     if bool(bad):
         if each is not None:
             _raise_if_asked(itertools.compress(entries, (each > limit).tolist()))
@@ -129,14 +128,15 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
 
 
 def agree(
-    entries: Sequence[Entry], old: Sequence[bool], largest: Tensor, each: Tensor | None, grad_max: Tensor,
+    entries: Sequence[Entry], old: Sequence[bool], bad: Tensor, each: Tensor | None, grad_max: Tensor,
     max_over_ranks: MaxOverRanks,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return the maximum of all three over the processes that share them. In the last two, only shards change.
+    """Return whether any process has a bad gradient, and the maximum of the others over the processes that share them.
 
-    A message has the largest |g| of all, of each of its entries until these have started, and of each block that
-    processes share. Its length is the same on all of its processes, because it depends only on entries that they share.
-    Others may differ: experts of other processes get tokens at other steps.
+    `each` and `grad_max` change only for shards. A message has a 1 for a bad gradient, the largest |g| of each of its
+    entries until these have started, and that of each block that processes share. Its length is the same on all of its
+    processes, because it depends only on entries that they share. Others may differ: experts of other processes get
+    tokens at other steps.
     """
     layouts = [e.layout for e in entries]
     maxima = [] if each is None else list(each.split(1))
@@ -148,14 +148,14 @@ def agree(
         if k and not asked and not shared:
             continue
         blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
-        numbers = [largest, *(maxima[i] for i in asked), *blocks]
+        numbers = [bad.to(grad_max.dtype).view(1), *(maxima[i] for i in asked), *blocks]
         agreed = maximum(torch.cat(numbers)).split([len(x) for x in numbers])
-        largest = agreed[0]
+        bad = agreed[0].view(()) > 0
         for i, value in zip(asked, agreed[1:], strict=False):
             maxima[i] = value
         for i, block in zip(shared, agreed[1 + len(asked) :], strict=True):
             parts[i] = layouts[i].select_local_blocks(block)
-    return largest, torch.cat(maxima) if maxima else each, torch.cat(parts)
+    return bad, torch.cat(maxima) if maxima else each, torch.cat(parts)
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

@@ -8,7 +8,7 @@
     location           where a stack of sharded matrices is, and how its rule runs
     sharded_layout     views and state of a sharded parameter
     agreement          do all ranks build the same optimizer?
-    other_engines      what FSDP1, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
+    other_engines      what FSDP, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
 
 No file in this folder depends on a particular rule.
 """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos
 from cosmos_optim.optimizer import MatrixOptimizer
-from tests.optim.helpers import decoder, gradient, loss_of, matrix, same, small_rank, snapshot, train
+from tests.optim.helpers import backward, decoder, gradient, loss_of, matrix, same, small_rank, snapshot, train
 
 ALL = pytest.mark.parametrize("name", OPTIMIZERS)
 SMALLEST_LOSS = 0.7  # of the loss before training: each optimizer learns something in a few steps
@@ -143,6 +143,20 @@ def test_a_step_without_a_gradient_changes_nothing(name: str, kind: str) -> None
     opt.step()
     opt.step()
     assert same(before, snapshot(model, opt))
+
+
+@pytest.mark.parametrize("how", ["frozen", "replaced"])
+def test_an_optimizer_that_never_had_a_gradient_warns(how: str) -> None:
+    """Its parameters are not those that the model trains; nothing else would say so."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    if how == "frozen":
+        model.requires_grad_(False)  # as peft does, which then adds its own parameters
+    else:
+        model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+        backward(model, 0)
+    with pytest.warns(UserWarning, match="no parameter of the optimizer has a gradient, so nothing is trained"):
+        opt.step()
 
 
 @ALL

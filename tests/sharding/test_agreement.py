@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cosmos_optim import OPTIMIZERS, Cosmos
@@ -158,6 +158,113 @@ def test_with_missing_zero_experts_without_tokens_may_have_the_gradient_none(
     expected = without_tokens(0, placements, bad_step, nonfinite)
     for found in run_ranks(4, without_tokens, placements, bad_step, nonfinite):
         assert float((found - expected).abs().max()) < CLOSE_64
+
+
+def local_experts(rank: int, idle: str, nonfinite: str, expert: int | None = None) -> list[Any]:
+    """Train a sharded matrix beside an expert that only this rank has; the last expert has no tokens for two steps.
+
+    expert: train this one without a mesh.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if expert is None else None
+    number = rank if expert is None else expert
+    start = gradient(0, SHAPE, 0, torch.float64)
+    dense = nn.Parameter(start if mesh is None else placed(start, mesh, (Shard(0),)))
+    local = nn.Parameter(gradient(number, SHAPE, 1, torch.float64))
+    groups = [{"params": [("dense", dense)]}, {"params": [(f"experts.{number}", local)]}]
+    opt = Cosmos(groups, lr=0.01, rank=2, gamma=0.25, ns_dtype=torch.float64, nonfinite=nonfinite)
+    for step in range(4):
+        G = gradient(0, SHAPE, step, torch.float64)
+        dense.grad = G if mesh is None else placed(G, mesh, (Shard(0),))
+        local.grad = gradient(1 + number, SHAPE, step, torch.float64)
+        if number == 1 and step < 2:
+            local.grad = None if idle == "none" else torch.zeros_like(local)
+        opt.step()
+    return [full(dense), local.detach(), opt.state[local]["step"]]
+
+
+@pytest.mark.parametrize(("idle", "nonfinite"), [("none", "skip"), ("zero", "skip"), ("zero", "raise")])
+def test_experts_of_single_ranks_that_start_late_train_as_without_a_mesh(idle: str, nonfinite: str) -> None:
+    """Each starts with its own first gradient, and no rank waits for a gradient that it does not share."""
+    for rank, found in enumerate(run_ranks(2, local_experts, idle, nonfinite)):
+        for x, expected in zip(found, local_experts(0, idle, nonfinite, expert=rank), strict=True):
+            assert float((x - expected).abs().max()) < CLOSE_64
+
+
+def experts_on_half_of_the_ranks(rank: int, idle: str, half: int | None = None) -> list[Any]:
+    """Train a matrix on four ranks, and two experts on each half of them. Some experts have no tokens in some steps.
+
+    half: train those of this half without a mesh.
+    """
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])] if half is None else []
+    number = rank // 2 if half is None else half
+    shape = torch.Size((2, *SHAPE))
+
+    def divided(whole: torch.Tensor, mesh: Any, dim: int) -> torch.Tensor:
+        return whole if half is not None else placed(whole, mesh, (Shard(dim),))
+
+    everywhere, here = (init_device_mesh("cpu", (4,)), meshes[number]) if half is None else (None, None)
+    dense = nn.Parameter(divided(gradient(0, SHAPE, 0, torch.float64), everywhere, 0))
+    experts = nn.Parameter(divided(gradient(1 + number, shape, 0, torch.float64), here, 1))
+    opt = Cosmos([("dense", dense), ("experts", experts)], lr=0.01, rank=2, gamma=0.25, ns_dtype=torch.float64)
+    for step in range(5):
+        dense.grad = divided(gradient(0, SHAPE, step, torch.float64), everywhere, 0)
+        G = gradient(1 + number, shape, step, torch.float64)
+        if number == 1 and step < 2:
+            G.zero_()
+        elif step == 3:
+            G[number] = 0  # an expert that had tokens before
+        experts.grad = divided(G, here, 1)
+        if idle == "none" and number == 1 and step < 2:
+            experts.grad = None
+        opt.step()
+    return [full(dense), full(experts), opt.state[experts]["step"]]
+
+
+@pytest.mark.parametrize("idle", ["none", "zero"])
+def test_experts_on_a_part_of_the_ranks_do_not_follow_those_on_another_part(idle: str) -> None:
+    """Both have the same name and place in the optimizer, but only their own gradients start and move them."""
+    for rank, found in enumerate(run_ranks(4, experts_on_half_of_the_ranks, idle)):
+        for x, expected in zip(found, experts_on_half_of_the_ranks(0, idle, half=rank // 2), strict=True):
+            assert float((x - expected).abs().max()) < CLOSE_64
+
+
+def nan_in_a_local_expert(rank: int) -> tuple[float, float]:
+    """Take a step in which only the expert of rank 1 has a NaN, then one without."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dense, local = matrix(mesh), nn.Parameter(gradient(rank, SHAPE, 0, torch.float64))
+    opt = Cosmos([("dense", dense), (f"experts.{rank}", local)], rank=2)
+    counts = []
+    for step in range(2):
+        dense.grad = placed(gradient(0, SHAPE, step, torch.float64), mesh, (Shard(0),))
+        local.grad = gradient(rank, SHAPE, step, torch.float64)
+        if rank == 1 and step == 0:
+            local.grad[0, 0] = float("nan")
+        opt.step()
+        counts.append(float(opt.state[dense]["step"]))
+    return counts[0], counts[1]
+
+
+def test_a_nan_in_an_expert_of_one_rank_skips_the_step_of_all() -> None:
+    assert run_ranks(2, nan_in_a_local_expert) == [(0.0, 1.0)] * 2
+
+
+def limits_that_differ(rank: int) -> list[float]:
+    """Take a step with a gradient of 1e18, which is too large for a matrix of the size of rank 0's expert alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dense = nn.Parameter(placed(torch.ones(SHAPE), mesh, (Shard(0),)))
+    local = nn.Parameter(torch.ones(200, 200))
+    opt = Cosmos([("dense", dense), (f"experts.{rank}", local)], rank=2)
+    counts = []
+    for size in (1e18, 1.0):
+        dense.grad = placed(torch.full(SHAPE, size), mesh, (Shard(0),))
+        local.grad = torch.ones(200, 200) if rank == 0 else None
+        opt.step()
+        counts.append(float(opt.state[dense]["step"]))
+    return counts
+
+
+def test_ranks_skip_together_if_the_largest_allowed_gradient_differs() -> None:
+    assert run_ranks(2, limits_that_differ) == [[0.0, 1.0]] * 2
 
 
 def one_overflow(rank: int, shape: torch.Size) -> list[float]:

@@ -3,7 +3,7 @@
 The definitions are `rules.cosmos.direction`, `rules.muon.direction` and `direction_normuon`; tests compare
 these schedules with them. The letters are the same. A step on a batch of matrices (m, n) reads and writes:
 
-    G  read 3 times            project, project_transposed, momentum_ (with M)
+    G  read 3 or 4 times       project, project_transposed, momentum_ (with M), residual (with Nesterov's momentum)
     M  read twice, written     momentum_, residual
     X  written                 residual, in half precision; Newton-Schulz turns it into B
     B  read twice              overlap, update_

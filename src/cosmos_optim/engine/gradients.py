@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cosmos_optim.engine.batching import Entry, by_group
 
-# Takes the elementwise maximum of a vector over all processes that share the parameters.
-MaxOverRanks = Callable[[Tensor], Tensor]
+# Positions of entries, and a function: the elementwise maximum of a vector over the processes that share these entries.
+# The first function is over all processes that share any.
+MaxOverRanks = Sequence[tuple[list[int], Callable[[Tensor], Tensor]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ def check_gradients(
 
     Args:
         started: parameters that have had a non-zero gradient before; `has_started` may add others.
-        max_over_ranks: maximum over the processes that share parameters; None for a single process.
+        max_over_ranks: maxima over the processes that share parameters; None for a single process.
     """
     old = has_started(entries, started)
     grad_max = block_max(entries)
@@ -69,24 +70,20 @@ def check_gradients(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
-    # Until all parameters have started, ranks must agree on each maximum; later only on the largest.
-    if not all(old) or raising:
-        worst = entry_max(entries, grad_max)
-    else:
-        worst = grad_max.amax().view(1) if len(grad_max) else grad_max.new_zeros(1)
-    if max_over_ranks is not None:
-        worst, grad_max = agree(entries, worst, grad_max, max_over_ranks)
     limit = largest_allowed(entries)
-    bad = worst > limit
+    bad = (grad_max.amax() if len(grad_max) else grad_max.new_zeros(())) > limit
+    each = entry_max(entries, grad_max) if raising or not all(old) else None
+    if max_over_ranks is not None:
+        bad, each, grad_max = agree(entries, old, bad, each, grad_max, max_over_ranks)
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad.any(), old, none, grad_max)
-    flags = bad.tolist()
-    if any(flags):
-        _raise_if_asked(itertools.compress(entries, flags))
+        return GradientCheck(entries, False, bad, old, none, grad_max)
+    if bool(bad):
+        if each is not None:
+            _raise_if_asked(itertools.compress(entries, (each > limit).tolist()))
         first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
         return GradientCheck(entries, True, None, old, none, grad_max, first)
-    fresh = none if all(old) else [n and not o for n, o in zip((worst > 0).tolist(), old, strict=True)]
+    fresh = none if each is None else [n and not o for n, o in zip((each > 0).tolist(), old, strict=True)]
     return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
 
 
@@ -125,26 +122,40 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
     """Return the largest |g| of each entry, from that of each block."""
     counts = [e.layout.count for e in entries]
     if all(count == 1 for count in counts):
-        return grad_max.clone()  # a collective may overwrite its input
+        return grad_max
     zero = grad_max.new_zeros(())
     return torch.stack([part.amax() if len(part) else zero for part in grad_max.split(counts)])
 
 
 def agree(
-    entries: Sequence[Entry], worst: Tensor, grad_max: Tensor, max_over_ranks: MaxOverRanks
-) -> tuple[Tensor, Tensor]:
-    """Return the maximum of both over all processes, in one message. In `grad_max`, only shared blocks change."""
+    entries: Sequence[Entry], old: Sequence[bool], bad: Tensor, each: Tensor | None, grad_max: Tensor,
+    max_over_ranks: MaxOverRanks,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return whether any process has a bad gradient, and the maximum of the others over the processes that share them.
+
+    `each` and `grad_max` change only for shards. A message has a 1 for a bad gradient, the largest |g| of each of its
+    entries until these have started, and that of each block that processes share. Its length is the same on all of its
+    processes, because it depends only on entries that they share. Others may differ: experts of other processes get
+    tokens at other steps.
+    """
     layouts = [e.layout for e in entries]
-    shared = [i for i, e in enumerate(entries) if e.rule.constant_size and e.layout.cut_sides]
-    if not shared:
-        return max_over_ranks(worst), grad_max
+    maxima = [] if each is None else list(each.split(1))
     parts = list(grad_max.split([layout.count for layout in layouts]))
-    blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
-    agreed = max_over_ranks(torch.cat([worst, *blocks]))
-    worst, *blocks = agreed.split([len(worst), *map(len, blocks)])
-    for i, block in zip(shared, blocks, strict=True):
-        parts[i] = layouts[i].select_local_blocks(block)
-    return worst, torch.cat(parts)
+    for k, (members, maximum) in enumerate(max_over_ranks):
+        known = all(old[i] and entries[i].group["nonfinite"] != "raise" for i in members)
+        asked = [] if known else members
+        shared = [i for i in members if entries[i].rule.constant_size and layouts[i].cut_sides]
+        if k and not asked and not shared:
+            continue
+        blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
+        numbers = [bad.to(grad_max.dtype).view(1), *(maxima[i] for i in asked), *blocks]
+        agreed = maximum(torch.cat(numbers)).split([len(x) for x in numbers])
+        bad = agreed[0].view(()) > 0
+        for i, value in zip(asked, agreed[1:], strict=False):
+            maxima[i] = value
+        for i, block in zip(shared, agreed[1 + len(asked) :], strict=True):
+            parts[i] = layouts[i].select_local_blocks(block)
+    return bad, torch.cat(maxima) if maxima else each, torch.cat(parts)
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

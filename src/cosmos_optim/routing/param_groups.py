@@ -21,7 +21,7 @@ from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
 from cosmos_optim.routing.words import layer_pattern, matches
 from cosmos_optim.rules import RULES
-from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat
+from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat, return_to_shards
 
 Overrides = Mapping[str, str | Mapping[str, Any]]
 DECAYS = ("matrices", "all")
@@ -118,6 +118,7 @@ def routes(
         if not isinstance(settings, Mapping):
             wanted = "neither a rule's name nor a mapping of hyper-parameters"
             raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
+    return_to_shards(model)
     used: set[str] = set()
     output_heads = find_output_heads(model, head)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}

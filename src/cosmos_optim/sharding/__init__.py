@@ -8,7 +8,7 @@
     location           where a stack of sharded matrices is, and how its rule runs
     sharded_layout     views and state of a sharded parameter
     agreement          do all ranks build the same optimizer?
-    other_engines      what FSDP1, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
+    other_engines      what FSDP, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
 
 No file in this folder depends on a particular rule.
 """
@@ -76,12 +76,15 @@ def prepare(layouts: Sequence[Layout]) -> None:
         sharded_layout.prepare(layouts)
 
 
-def max_over_ranks(layouts: Sequence[Layout]) -> Callable[[Tensor], Tensor]:
-    """Return a function that takes the elementwise maximum over all processes that share these parameters.
+def max_over_ranks(layouts: Sequence[Layout]) -> list[tuple[list[int], Callable[[Tensor], Tensor]]]:
+    """Return the positions of layouts on the same ranks, and a function: the elementwise maximum over these ranks.
 
-    At least one parameter must be sharded. Replicas without a mesh (DDP) have equal gradients and need no message.
+    The first function is over the ranks of all layouts. At least one layout must be sharded; positions of others are
+    left out: replicas without a mesh (DDP) have equal gradients and need no message.
     """
     from cosmos_optim.sharding import collectives, sharded_layout
 
-    groups = sharded_layout.groups_of_all_ranks(layouts)
-    return lambda values: reduce(collectives.maximum, groups, values)
+    def over(groups: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+        return lambda values: reduce(collectives.maximum, groups, values)
+
+    return [(members, over(groups)) for members, groups in sharded_layout.by_ranks(layouts)]

@@ -1,4 +1,4 @@
-"""What other code does to the parameters and groups of an optimizer: FSDP1, DeepSpeed, ZeroRedundancyOptimizer.
+"""What other code does to the parameters and groups of an optimizer: FSDP, DeepSpeed, ZeroRedundancyOptimizer.
 
 Flat vectors made of matrices are refused. Also here: which process of a job prints a warning.
 """
@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosmos_optim.engine.layout import Layout
 from cosmos_optim.rules.rule import Rule
@@ -23,6 +23,18 @@ REMEDY = (
     "whole: DDP, FSDP1 with ShardingStrategy.NO_SHARD and use_orig_params=True, or DeepSpeed ZeRO stage 0"
 )
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def return_to_shards(model: nn.Module) -> None:
+    """Let FSDP2 put shards back into the model where it left whole parameters, which it would not train.
+
+    After a forward pass without a backward pass, such as an evaluation, the root module still has them.
+    """
+    # Importing it takes seconds; if nothing has imported it, no module is sharded.
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
 
 
 def refuse_flat(name: str, p: Tensor, *, is_piece: bool) -> None:
@@ -102,10 +114,11 @@ def is_first(text: str) -> bool:
 
 
 def warn_without_gradients() -> None:
-    """Warn once that an optimizer of a distributed job has never had a gradient: FSDP1 may own its parameters."""
-    if is_distributed() and is_first("no gradients"):
+    """Warn that an optimizer has never had a gradient: other code may have frozen or replaced its parameters."""
+    if is_first("no gradients"):
         warnings.warn(
-            "no parameter of the optimizer has a gradient, so nothing is trained. If other code has replaced the "
-            "model's parameters since (FSDP1 with use_orig_params=False, for example), build the optimizer after that",
+            "no parameter of the optimizer has a gradient, so nothing is trained. If other code has frozen or replaced "
+            "the model's parameters since (peft, load_state_dict(assign=True), FSDP1 with use_orig_params=False), "
+            "build the optimizer after that",
             stacklevel=2,
         )

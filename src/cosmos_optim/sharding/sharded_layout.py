@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -299,9 +300,18 @@ def prepare(layouts: Sequence[Layout]) -> None:
             _ = layout.locations
 
 
-def groups_of_all_ranks(layouts: Sequence[Layout]) -> list[dist.ProcessGroup]:
-    """Return groups that together connect all ranks that share these parameters."""
-    return groups_covering(_on_largest_mesh(_sharded(layouts)).mesh)
+def by_ranks(layouts: Sequence[Layout]) -> list[tuple[list[int], list[dist.ProcessGroup]]]:
+    """Return the positions of sharded layouts on the same ranks, and groups that together connect these ranks.
+
+    The ranks of the first are those of all others too (`prepare`).
+    """
+    largest = _on_largest_mesh(_sharded(layouts)).mesh
+    found: dict[DeviceMesh, list[int]] = {largest: []}
+    for i, layout in enumerate(layouts):
+        if isinstance(layout, ShardedLayout):
+            on_all = layout.mesh is largest or layout.mesh.size() == largest.size()
+            found.setdefault(largest if on_all else layout.mesh, []).append(i)
+    return [(members, groups_covering(mesh)) for mesh, members in found.items()]
 
 
 def _sharded(layouts: Sequence[Layout]) -> list[ShardedLayout]:

@@ -27,7 +27,7 @@ from cosmos_lab.io import explained, write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
-from cosmos_lab.run import checkpoint
+from cosmos_lab.run import build, checkpoint
 from cosmos_lab.run.run_folder import check_unfinished, finished
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped, watch
 from cosmos_lab.run.train import train
@@ -153,22 +153,38 @@ def _write_report(runs: Sequence[RunConfig], show: bool) -> None:
 
 
 def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
-    """Return the summary of each finished run; one ValueError names every run that is wrong or in another's folder."""
-    summaries, conflicts = [], []
+    """Return the summary of each finished run, after a check of all runs.
+
+    One ValueError names every run with a wrong option, model or text, or with a folder that holds another run.
+    """
+    summaries: list[dict[str, Any] | None] = []
+    problems: dict[str, list[str]] = {}  # the names of the runs that have each
+    opened: set[Any] = set()  # most runs share model and text
     for run in runs:
         try:
-            settings(run.check())  # find a wrong option before anything is trained
+            settings(run.check())
+            build.model_config(run)  # a wrong size, before any data is unpacked
             summaries.append(finished(run))
             if summaries[-1] is None:
                 check_unfinished(run)
-        except ValueError as conflict:
-            conflicts.append(f"{run.run_name}: {conflict}")
-    if conflicts:
+                if (run.model, run.data) not in opened:
+                    build.open_text(run)
+                    opened.add((run.model, run.data))
+        except ValueError as problem:
+            problems.setdefault(str(problem), []).append(run.run_name)
+    if problems:
+        count = sum(map(len, problems.values()))
         found = "a run is invalid or its folder holds another run"
-        if len(conflicts) > 1:
-            found = f"{len(conflicts)} of {len(runs)} runs are invalid or their folders hold other runs"
-        raise ValueError("\n  ".join([f"no run was started because {found}:", *conflicts]))
+        if count > 1:
+            found = f"{count} of {len(runs)} runs are invalid or their folders hold other runs"
+        lines = (f"{_some(names)}: {problem}" for problem, names in problems.items())
+        raise ValueError("\n  ".join([f"no run was started because {found}:", *lines]))
     return summaries
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first name, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _one_by_one(

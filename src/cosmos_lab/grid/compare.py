@@ -99,7 +99,10 @@ def compare(
     names = [run.run_name for run in runs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two runs are called {twice[0]!r}; give each optimizer, rate and seed once, or other names")
-    budget, summaries = Budget(minutes), _finished(runs)
+    budget = Budget(minutes)
+    if show:
+        print(f"checking settings and data of {len(runs)} run{'s' * (len(runs) > 1)}", flush=True)  # may take minutes
+    summaries = _finished(runs)
     gpus = torch.cuda.device_count() if any(run.training.device != "cpu" for run in runs) else 0
     if gpus and parallel > gpus:
         if show:
@@ -272,15 +275,16 @@ def _in_processes(
 
 def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
     folder = run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "asked.json").write_text(json.dumps(run.flat()))
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "asked.json").write_text(json.dumps(run.flat()))
+        log = (folder / "output.txt").open("a")
     # The workers import what this process imported, installed or not.
     places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     if gpu:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot] if visible else str(slot)
-    log = (folder / "output.txt").open("a")
     command = [sys.executable, "-m", "cosmos_lab.grid.compare", str(folder / "asked.json")]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     return _Job(row, run, process, log, slot)

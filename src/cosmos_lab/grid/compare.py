@@ -6,9 +6,11 @@ SIGTERM and Ctrl-C end all runs after the current step, with checkpoints. Needs 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -315,6 +317,8 @@ def _poll(job: _Job, display: TableDisplay, failures: dict[str, str], signum: in
 
 def _work(asked: Path) -> int:
     """Train the run of a file in this process, which ``_start`` made; return the exit code."""
+    if sys.platform == "linux":  # SIGTERM if the comparison is killed: nothing else would end this run
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
     try:
         train(RunConfig.from_flat(json.loads(asked.read_text())))
     except (Stopped, ValueError, OSError) as error:

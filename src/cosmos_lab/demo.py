@@ -60,10 +60,12 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     config = config or DemoConfig()
     start = time.perf_counter()
     runs = {name: demo_run(name, *rates, config) for name, rates in RATES.items()}
+    text = "the source text of this machine's Python" if config.data == "embedded" else config.data
+    minutes = max(1, round(config.steps / 100))
     print(
-        f"Trains a tiny LLaMA on the source text of this machine's Python, {len(runs)} times: with "
-        f"{', '.join(NAMES.values())}.\n{config.steps} steps each, about 3 minutes in all on two cores; the "
-        f"first run prepares the text.\nWrites about 70 MB into {config.out}: logs, weights and a report.",
+        f"Trains a tiny LLaMA on {text}, {len(runs)} times: with {', '.join(NAMES.values())}.\n"
+        f"{config.steps} steps each, about {minutes} minute{'s' * (minutes > 1)} in all on two cores.\n"
+        f"Writes about 70 MB into {config.out}: logs, weights and a report.",
         flush=True,
     )
     if config.fresh:

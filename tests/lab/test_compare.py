@@ -12,6 +12,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
 from cosmos_lab.grid.compare import Budget
 from cosmos_lab.grid.table import format_result, table_of
+from tests.lab.conftest import VOCAB, write_text
 
 compare = functools.partial(module.compare, report=False)  # drawing its figures takes a second
 quietly = functools.partial(compare, show=False)
@@ -57,7 +58,8 @@ def test_a_comparison_ends_with_a_report_and_says_where(
     runs = grid(tiny_run, {**ADAM, "lr": 1e-2}, {**COSMOS, "lr": 2e-3})
     page = Path(tiny_run.logging.out) / "report" / "index.html"
     compare(runs)
-    assert not page.exists() and str(page) not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert not page.exists() and str(page) not in out and out.startswith("checking settings and data of 2 runs\n")
     compare(runs, report=True)
     assert "Of 2 optimizers, " in page.read_text()
     said = capsys.readouterr().out.splitlines()
@@ -142,7 +144,7 @@ def test_a_run_without_a_folder_stops_neither_the_others_nor_the_table(tiny_run:
     runs[0].folder.touch()  # a file where the folder should be
     rows = compare(runs, parallel=parallel, show=False, report=False)["rows"]
     assert [row["status"] for row in rows] == [["failed"], ["done"]]
-    assert str(runs[0].folder) in rows[0]["failures"][0]
+    assert rows[0]["failures"][0].startswith(f"cannot write {runs[0].folder}: ")
     assert (Path(tiny_run.logging.out) / "compare.json").exists()
 
 
@@ -188,11 +190,12 @@ def test_finished_runs_are_skipped_and_unfinished_ones_resumed(
 
 
 def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = grid(tiny_run, {**ADAM, "lr": 1e-2, "adam_lr": 1e-2}, {**COSMOS, "data": "nowhere/at/all"})
+    runs = grid(tiny_run, {**ADAM, "lr": 1e-2, "adam_lr": 1e-2}, COSMOS)
+    (runs[1].folder / "checkpoints" / "step_000002").mkdir(parents=True)  # damaged: it is empty
     result = compare(runs, parallel=2)
     assert "failed" in capsys.readouterr().out
     assert [row["status"] for row in result["rows"]] == [["done"], ["failed"]]
-    assert "missing shard" in result["rows"][1]["failures"][0]
+    assert "step_000002" in result["rows"][1]["failures"][0]
     here = quietly([runs[0].replace(name="here")])
     assert here["rows"][0]["values"] == result["rows"][0]["values"]
 
@@ -258,6 +261,40 @@ def test_a_wrong_option_is_found_before_anything_is_trained(tiny_run: RunConfig)
         quietly(grid(tiny_run, ADAM, *wrong))
     assert all(word in str(error.value) for word in ("run1: ", "ns_stepz", "run2: unknown optimizer", "no preset"))
     assert not Path(tiny_run.logging.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 96}, "width 96 is not a multiple of head_dim 64"),
+        ({"data": "nowhere/at/all"}, "missing shard: no .bin or .bin.xz file matches 'nowhere/at/all'"),
+        ({"seq_len": 2000}, r"\(val\) has 2000 tokens; a window of seq_len 2000 needs 2001"),
+        ({"vocab_size": VOCAB - 1}, f"is beyond the vocabulary of {VOCAB - 1} ids"),
+    ],
+)
+def test_a_wrong_model_or_text_of_the_last_run_is_found_before_anything_is_trained(
+    tiny_run: RunConfig, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"no run was started because a run is invalid(.|\n)*run1: .*{message}"):
+        quietly(grid(tiny_run, ADAM, {**COSMOS, **change}))
+    assert not Path(tiny_run.logging.out).exists()
+
+
+def test_a_problem_of_many_runs_is_told_once(tiny_run: RunConfig) -> None:
+    with pytest.raises(ValueError, match="because 3 of 3 runs are invalid") as error:
+        quietly(grid(tiny_run.replace(data="nowhere"), ADAM, COSMOS, {**COSMOS, "lr": 1e-2}))
+    (problem,) = str(error.value).splitlines()[1:]
+    assert problem.startswith("  run0 and 2 more: missing shard")
+
+
+def test_a_finished_comparison_is_shown_even_if_its_text_is_gone(tiny_run: RunConfig, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    runs = grid(tiny_run.replace(data=str(tmp_path / "toy")), ADAM)
+    before = quietly(runs)
+    for path in tmp_path.glob("toy_*"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="cannot check that the text is still the one trained on"):
+        assert quietly(runs) == before
 
 
 def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

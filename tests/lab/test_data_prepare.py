@@ -213,6 +213,13 @@ def test_a_glob_is_not_part_of_the_prefix(tmp_path: Path, texts: str, tokenizer:
     assert len(open_data(made.spec, "val", cache_dir=tmp_path / "cache")) == made.tokens["val"]
 
 
+def test_the_tokenizer_of_other_data_is_named_after_that_data(tmp_path: Path, texts: str, tokenizer: str) -> None:
+    first = prepare(texts, tmp_path, tokenizer, SETTINGS, prefix="mine")
+    second = prepare(texts, tmp_path, f"{first.spec}.tokenizer.json", SETTINGS)
+    assert second.spec == str(tmp_path / "docs_mine")
+    assert Path(f"{second.spec}.tokenizer.json").read_bytes() == Path(f"{first.spec}.tokenizer.json").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -243,10 +243,12 @@ def test_find_shards_returns_the_files_of_one_split(folder: Path, spec: str, spl
         ("c_t5", "train", r"missing shard.*c_t5.*holds a_t5_train_000\.bin"),
         ("a_t5_train_007.bin", "train", r"missing shard.*a_t5_train_007\.bin"),
         ("../nowhere/x*", "train", "there is no folder"),
+        ("empty", "train", "holds no token shard .*`cosmos-lab data prepare .*empty` makes shards of the text in it"),
         ("a_t5", "test", "split is 'test'"),
     ],
 )
 def test_errors_of_find_shards_say_what_to_do(folder: Path, spec: str, split: str, message: str) -> None:
+    (folder / "empty").mkdir()
     with pytest.raises(ValueError, match=message):
         find_shards(str(folder / spec), split)  # type: ignore[arg-type]
 

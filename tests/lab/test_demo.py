@@ -41,7 +41,8 @@ def test_the_demo_ends_with_table_link_sentence_and_commands_that_work(
     result = demo(config)
     assert log_of(adam.folder)[0]["step"] == 1  # a fresh demo does not continue one that was stopped
     out = capsys.readouterr().out
-    assert out.splitlines()[0].startswith("Trains a tiny LLaMA") and "minutes" in out.splitlines()[1]
+    assert out.startswith(f"Trains a tiny LLaMA on {lab_data}, 4 times")
+    assert out.splitlines()[1] == f"{VALIDATIONS} steps each, about 1 minute in all on two cores."
     assert list(result["best"]) == ["adam", "muon", "soap", "cosmos"]
     assert "run 2 of 4" in out and "left" in out
     (link,) = [line.removeprefix("Report: ") for line in out.splitlines() if line.startswith("Report: ")]

@@ -1,6 +1,7 @@
 """Exported folders load in transformers and compute the same function."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -178,6 +179,24 @@ def test_a_full_disk_is_one_line_that_names_the_folder(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_full_disk_is_named_if_safetensors_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors = pytest.importorskip("safetensors")
+
+    def full_disk(*args: object, **kwargs: object) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    with pytest.raises(OSError, match="no space left on the disk; free some space"):
+        export_model(build("tiny"), tmp_path / "out")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have other rights")
+def test_whoever_may_read_an_exported_config_may_read_its_weights(tmp_path: Path) -> None:
+    export_model(build("tiny"), tmp_path)
+    config, weights = ((tmp_path / name).stat().st_mode for name in ("config.json", "model.safetensors"))
+    assert config == weights
 
 
 @pytest.fixture(scope="module")

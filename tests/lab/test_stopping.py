@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as comparison
 from cosmos_lab.grid.compare import compare
+from cosmos_lab.io import locked
 from cosmos_lab.results.reading import read_metrics
-from cosmos_lab.run import stopping
+from cosmos_lab.run import checkpoint, stopping
 from cosmos_lab.run.stopping import Stopped, watch
 from cosmos_lab.run.train import train
 from tests.lab.outcomes import assert_same, at_step, log_of, outcome, send, start, wait_until
@@ -196,6 +198,21 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
         lines = [record["step"] for record in log_of(out / name) if "loss" in record]
         assert lines == sorted({1, 1149, *range(10, 1211, 10)})  # from 1149 on the final training loss is counted
         assert not (out / name / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_the_processes_of_a_killed_comparison_end_with_a_checkpoint(tiny_run: RunConfig) -> None:
+    """Otherwise they would train on, unseen, on GPUs that the next comparison uses."""
+    run = tiny_run.replace(steps=5000, val_every=0, diagnostics_every=0, checkpoint_every=0)
+    code = "from cosmos_lab.grid.compare import compare; from cosmos_lab.config import RunConfig; import json, sys; "
+    code += "compare([RunConfig.from_flat(json.loads(sys.argv[1]))], parallel=2)"
+    process = start("-c", code, json.dumps(run.flat()))
+    wait_until(lambda: any(read_metrics(run.folder)), process)
+    process.kill()
+    process.wait()
+    with locked(run.folder / ".lock"):  # waits for the end of the run
+        assert checkpoint.latest(run.folder / "checkpoints") is not None
 
 
 # -- the watch itself -------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def load_encoder(name: str) -> Encoder:
     path = Path(name).expanduser()
     if path.is_file():
         try:
-            return encoder_of(path.stem, Tokenizer.from_file(str(path)))
+            return encoder_of(path.stem.removesuffix(".tokenizer"), Tokenizer.from_file(str(path)))
         except Exception as error:  # The Rust side raises a bare Exception.
             if isinstance(error, ValueError):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -75,7 +76,10 @@ def _candidates(spec: str) -> list[Path]:
 
 def _one_prefix(spec: str, folder: Path, found: list[Path]) -> list[Path]:
     if not found:
-        raise ValueError(f'data {spec!r} holds no token shard (.bin, .bin.xz); "embedded" is data that needs none')
+        raise ValueError(
+            f"data {spec!r} holds no token shard (.bin, .bin.xz); `cosmos-lab data prepare {shlex.quote(spec)}` makes "
+            "shards of the text in it, --data embedded needs none"
+        )
     prefixes = sorted({label(path)[0] for path in found})
     if len(prefixes) > 1:
         names = ", ".join(str(folder / prefix) for prefix in prefixes[:6])

@@ -6,9 +6,11 @@ SIGTERM and Ctrl-C end all runs after the current step, with checkpoints. Needs 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +29,7 @@ from cosmos_lab.io import explained, write_json
 from cosmos_lab.optimizers import settings
 from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
-from cosmos_lab.run import checkpoint
+from cosmos_lab.run import build, checkpoint
 from cosmos_lab.run.run_folder import check_unfinished, finished
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped, watch
 from cosmos_lab.run.train import train
@@ -99,7 +101,10 @@ def compare(
     names = [run.run_name for run in runs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two runs are called {twice[0]!r}; give each optimizer, rate and seed once, or other names")
-    budget, summaries = Budget(minutes), _finished(runs)
+    budget = Budget(minutes)
+    if show:
+        print(f"checking settings and data of {len(runs)} run{'s' * (len(runs) > 1)}", flush=True)  # may take minutes
+    summaries = _finished(runs)
     gpus = torch.cuda.device_count() if any(run.training.device != "cpu" for run in runs) else 0
     if gpus and parallel > gpus:
         if show:
@@ -153,22 +158,38 @@ def _write_report(runs: Sequence[RunConfig], show: bool) -> None:
 
 
 def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
-    """Return the summary of each finished run; one ValueError names every run that is wrong or in another's folder."""
-    summaries, conflicts = [], []
+    """Return the summary of each finished run, after a check of all runs.
+
+    One ValueError names every run with a wrong option, model or text, or with a folder that holds another run.
+    """
+    summaries: list[dict[str, Any] | None] = []
+    problems: dict[str, list[str]] = {}  # the names of the runs that have each
+    opened: set[Any] = set()  # most runs share model and text
     for run in runs:
         try:
-            settings(run.check())  # find a wrong option before anything is trained
+            settings(run.check())
+            build.model_config(run)  # a wrong size, before any data is unpacked
             summaries.append(finished(run))
             if summaries[-1] is None:
                 check_unfinished(run)
-        except ValueError as conflict:
-            conflicts.append(f"{run.run_name}: {conflict}")
-    if conflicts:
+                if (run.model, run.data) not in opened:
+                    build.open_text(run)
+                    opened.add((run.model, run.data))
+        except ValueError as problem:
+            problems.setdefault(str(problem), []).append(run.run_name)
+    if problems:
+        count = sum(map(len, problems.values()))
         found = "a run is invalid or its folder holds another run"
-        if len(conflicts) > 1:
-            found = f"{len(conflicts)} of {len(runs)} runs are invalid or their folders hold other runs"
-        raise ValueError("\n  ".join([f"no run was started because {found}:", *conflicts]))
+        if count > 1:
+            found = f"{count} of {len(runs)} runs are invalid or their folders hold other runs"
+        lines = (f"{_some(names)}: {problem}" for problem, names in problems.items())
+        raise ValueError("\n  ".join([f"no run was started because {found}:", *lines]))
     return summaries
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first name, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _one_by_one(
@@ -256,15 +277,16 @@ def _in_processes(
 
 def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
     folder = run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "asked.json").write_text(json.dumps(run.flat()))
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "asked.json").write_text(json.dumps(run.flat()))
+        log = (folder / "output.txt").open("a")
     # The workers import what this process imported, installed or not.
     places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     if gpu:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot] if visible else str(slot)
-    log = (folder / "output.txt").open("a")
     command = [sys.executable, "-m", "cosmos_lab.grid.compare", str(folder / "asked.json")]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     return _Job(row, run, process, log, slot)
@@ -295,6 +317,8 @@ def _poll(job: _Job, display: TableDisplay, failures: dict[str, str], signum: in
 
 def _work(asked: Path) -> int:
     """Train the run of a file in this process, which ``_start`` made; return the exit code."""
+    if sys.platform == "linux":  # SIGTERM if the comparison is killed: nothing else would end this run
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
     try:
         train(RunConfig.from_flat(json.loads(asked.read_text())))
     except (Stopped, ValueError, OSError) as error:

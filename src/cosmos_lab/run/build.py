@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data import Split, TokenSource, open_data
+from cosmos_lab.data import Split, TokenSource, open_data, validation_windows
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
 from cosmos_lab.optimizers import WEIGHTS
 from cosmos_lab.run import launch
@@ -52,6 +52,17 @@ def model_config(config: RunConfig, *sources: TokenSource) -> ModelConfig:
 def load_source(config: RunConfig, split: Split) -> TokenSource:
     """Open the tokens of one split."""
     return open_data(config.data.data, split, cache_dir=config.data.cache_dir)
+
+
+def open_text(config: RunConfig) -> tuple[TokenSource, TokenSource, ModelConfig]:
+    """Open the tokens to train on and to validate with, and return them with the shape of the model that reads them.
+
+    A missing or damaged shard, a text shorter than a sequence and a vocabulary that is too small are ValueErrors.
+    """
+    train, val = load_source(config, "train"), load_source(config, "val")
+    for source in (train, val):
+        validation_windows(source, config.data.seq_len)
+    return train, val, model_config(config, train, val)
 
 
 def build_model(config: RunConfig, shape: ModelConfig, device: torch.device) -> Decoder:

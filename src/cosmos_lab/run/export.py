@@ -10,6 +10,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -189,6 +191,7 @@ def _write(target: Path, tensors: dict[str, Tensor], files: dict[str, str]) -> N
         weights = _save_weights(tensors, Path(scratch))
         for name, text in files.items():
             (Path(scratch) / name).write_text(text, encoding="utf-8")
+        shutil.copymode(Path(scratch) / "config.json", Path(scratch) / weights)  # safetensors lets only the owner read
         # config.json last: a reader who sees it finds its weights.
         for name in [weights, *sorted(set(files) - {"config.json"}), "config.json"]:
             os.replace(Path(scratch) / name, target / name)
@@ -236,5 +239,6 @@ def _save_weights(tensors: dict[str, Tensor], folder: Path) -> str:
     try:
         save_file(tensors, folder / _WEIGHTS[0], metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(errno.EIO, first_line(error)) from error
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]) if code else errno.EIO, first_line(error)) from error
     return _WEIGHTS[0]

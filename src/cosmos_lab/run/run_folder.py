@@ -33,6 +33,11 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
         raise ValueError(f"{config.folder} holds a run already; choose another --name, or --resume auto to continue it")
     summary = read_summary(config.folder)
     if summary is not None:
+        if not isinstance(read_json(config.folder / CONFIG), dict):
+            raise ValueError(
+                f"{config.folder} has a result, but no readable {CONFIG}, which says of what: remove the folder, or "
+                "choose another --name or --out"
+            )
         _check_same(config)
     return summary
 

@@ -80,6 +80,12 @@ class RunLog:
 
     def __init__(self, config: RunConfig, header: Mapping[str, Any], *, resumed_at: int = 0) -> None:
         self.folder = config.folder
+        board = wandb = None
+        if config.logging.tensorboard:
+            message = "--tensorboard needs the package tensorboard: pip install tensorboard"
+            board = require("torch.utils.tensorboard", message)
+        if config.logging.wandb:
+            wandb = require("wandb", "--wandb needs the package wandb: pip install wandb")
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / CONFIG, header)
@@ -87,11 +93,9 @@ class RunLog:
             self._truncate(resumed_at)
             self._file = (self.folder / METRICS).open("a", encoding="utf-8")
         self._board = self._wandb = None
-        if config.logging.tensorboard:
-            message = "--tensorboard needs the package tensorboard: pip install tensorboard"
-            self._board = require("torch.utils.tensorboard", message).SummaryWriter(str(self.folder / "tensorboard"))
-        if config.logging.wandb:
-            wandb = require("wandb", "--wandb needs the package wandb: pip install wandb")
+        if board is not None:
+            self._board = board.SummaryWriter(str(self.folder / "tensorboard"))
+        if wandb is not None:
             project, name, folder = config.logging.wandb, config.run_name, str(self.folder)
             self._wandb = wandb.init(project=project, name=name, dir=folder, config=config.flat(), resume="allow")
 

@@ -64,9 +64,7 @@ class Trainer:
         check = checkpoint.start_check(self.checkpoints, world)  # takes no time while the model is built
         self.bf16 = launch.pick_bf16(config.training.precision, world.device)
         self.micro = build.micro_batch(config, world.size)
-        source, self.val_source = build.load_source(config, "train"), build.load_source(config, "val")
-        validation_windows(self.val_source, config.data.seq_len)  # a text that is too short is an error now, not later
-        shape = build.model_config(config, source, self.val_source)
+        source, self.val_source, shape = build.open_text(config)
         self.network = model_cache.network(config, shape, world, self.bf16)
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)

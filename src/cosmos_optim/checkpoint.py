@@ -107,7 +107,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     _check_groups(optimizer, ours_now, saved)
     saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
     _check_names(ours_now, saved)
-    state = _with_dtypes_that_fit(optimizer, ours_now, saved, state_dict["state"])
+    saved, state = _with_dtypes_that_fit(optimizer, ours_now, saved, state_dict["state"])
     _warn_of_dtypes(ours_now, saved)
     _keep_corrections(ours_now, saved, state)
     loaded: dict[Tensor, dict[str, Any]] = {}
@@ -196,8 +196,8 @@ def _split_by_dtype(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> 
 def _regrouped(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return our groups, or our parameters in the groups of the checkpoint if both name the same parameters.
 
-    Version 0.1 made one group for AdamW, often the first. Our groups change, not the saved ones, because schedulers
-    save their rates by position.
+    Older checkpoints have one group for AdamW, often the first. Our groups change, not the saved ones, because
+    schedulers save their rates by position.
     """
     ours = optimizer.param_groups
     theirs = [_names(group) for group in saved]
@@ -289,32 +289,43 @@ def _is_wrapped(a: str, b: str) -> bool:
 
 def _with_dtypes_that_fit(
     optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved: list[dict[str, Any]], state: Mapping[Any, Any]
-) -> dict[Any, Any]:
-    """Return the saved state, with 8-bit state that our shards cannot hold converted to our dtype.
+) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    """Return the saved groups and state, with 8-bit state that our shards cannot hold converted to our dtype.
 
-    That dtype is removed from the saved group, so that ours stays. Raise ValueError if the user did not choose one.
+    That dtype is left out of the saved group, so that ours stays. Raise ValueError if the user did not choose one.
     """
-    found = dict(state)
+    groups, found = [], dict(state)
     for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
         layouts = [optimizer._layouts[p] for p in a["params"]]
+        kept = dict(b)
         for key in differing(a, b, DTYPES):
-            try:
-                for layout in layouts:
-                    layout.check_dtypes(a | b)
-            except ValueError as error:
-                if a[key] is None:  # `layout` is the one that was refused
-                    override = f"overrides={{{layout.name!r}: {{{key!r}: torch.float32}}}}"
-                    raise ValueError(
-                        f"group {i} was saved with {key}={b[key]}, which cannot be loaded here: {error}. To convert "
-                        f"what was saved, build the optimizer with {key}=torch.float32, or only for such parameters: "
-                        f"param_groups(model, {override})"
-                    ) from None
-                theirs = a | b
-                del b[key]
-                for at, layout in zip(b["params"], layouts, strict=True):
-                    if at in state:
-                        found[at] = _dequantized(layout, theirs, state[at])
-    return found
+            theirs = a | kept
+            refused = next(((x, error) for x in layouts if (error := _dtype_error(x, theirs))), None)
+            if refused is None:
+                continue
+            if a[key] is None:
+                layout, error = refused
+                override = f"overrides={{{layout.name!r}: {{{key!r}: torch.float32}}}}"
+                raise ValueError(
+                    f"group {i} was saved with {key}={b[key]}, which cannot be loaded here: {error}. To convert "
+                    f"what was saved, build the optimizer with {key}=torch.float32, or only for such parameters: "
+                    f"param_groups(model, {override})"
+                )
+            del kept[key]
+            for at, layout in zip(b["params"], layouts, strict=True):
+                if at in state:
+                    found[at] = _dequantized(layout, theirs, state[at])
+        groups.append(kept)
+    return groups, found
+
+
+def _dtype_error(layout: Layout, settings: Mapping[str, Any]) -> str:
+    """Return why a layout cannot hold state of these dtypes, or "" if it can."""
+    try:
+        layout.check_dtypes(settings)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         adam_lr = hyperparameters.adam_rate(lr, adam_lr, self.adam_ratio)
         self._options = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
-        self._begin()
+        self._reset_unsaved()
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
         groups = as_groups(params, self.rule)
@@ -83,7 +83,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._is_built = True
         self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
 
-    def _begin(self) -> None:
+    def _reset_unsaved(self) -> None:
         """Create the attributes that are not saved with the optimizer, and those that older pickles lack."""
         self._layouts: dict[Tensor, Layout] = {}
         self._not_compared: list[Description] = []  # groups that wait for other ranks
@@ -299,7 +299,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
-        self._refuse_one_rate()
+        self._check_one_rate()
         self._shared_lr = self._one_value("lr")
         entries = self._collect()
         if not entries:
@@ -387,8 +387,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for name in ("step", *e.layout.rule_slots(e.group)):
                 e.layout.local(e.state[name]).zero_()
 
-    def _refuse_one_rate(self) -> None:
-        """Raise a ValueError if a scheduler gave all groups one rate, although they were built with two.
+    def _check_one_rate(self) -> None:
+        """Check that groups built with two rates still have two; raise a ValueError if a scheduler gave all the same.
 
         The error lists one value for each group. It is not repaired here: schedulers also keep rates themselves. A
         loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
@@ -545,7 +545,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin()
+        self._reset_unsaved()
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
         self._shared_lr = self._one_value("lr") or math.nan

@@ -230,7 +230,7 @@ def test_a_plan_of_a_frozen_model_says_that_nothing_trains() -> None:
 
 
 def test_a_plan_says_that_the_default_adam_lr_is_low_for_training_from_scratch() -> None:
-    hint = "hint: adam_lr was not given, so it is 4 times lr. To train from scratch, try adam_lr=1.6e-2"
+    hint = "hint: adam_lr was not given, so it is 4 times lr. To train from scratch, try 1.6e-2 (measured up to 130M"
     assert hint in str(plan(Tied()))
     assert "it is 2 times lr" in str(plan(Tied(), "muon"))
     frozen = Tied()

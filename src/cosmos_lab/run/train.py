@@ -1,7 +1,7 @@
 """One training run, from a config to a run folder.
 
-The host never waits for the device between log lines: losses add up on the device, the optimizer is timed by events,
-and a background thread prepares the batches. Needs neither tyro nor rich.
+The host waits for the device only for log lines, validations and checkpoints: losses add up on the device, the
+optimizer is timed by events, and a background thread prepares the batches. Needs neither tyro nor rich.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Trainer:
             self.progress(record)
 
     def _log(self) -> None:
-        """Write one line of the training log, the only place in the loop where the host waits for the device."""
+        """Write one line of the training log; the host waits for the device."""
         c, timed = self.config, self.state.step - max(self.state.logged, self.timed)
         loss = self.world.mean(self.loss_sum / (self.state.step - self.state.logged)).item()
         self.world.synchronize()

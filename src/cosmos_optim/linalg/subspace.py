@@ -1,4 +1,4 @@
-"""The tracked eigenbasis of G'G: the first basis, and one power step.
+"""The tracked eigenbasis of the moving average of G'G: the first basis, and one power step.
 
 Shapes: G (..., m, n) gradient, U (..., n, r) basis, S (..., r, r) the second moment in it. Everything uses sums over
 rows or columns, so the same code runs on whole matrices and on shards.

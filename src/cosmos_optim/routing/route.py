@@ -1,7 +1,8 @@
 """Say what one parameter is, and so which rule it gets.
 
-Evidence, in this order: the type of its module, the sizes that the module declares (`in_features`, `num_experts`), its
-own shape, and whole words of its name. Names of classes are never searched.
+Evidence: the type of its module, the sizes that the module declares (`in_features`, `num_experts`), its own shape, and
+whole words of its name. What AdamW should train is looked for first, then matrices. No part of a class name is
+searched; a few classes of transformers are known by their whole name.
 """
 
 from __future__ import annotations

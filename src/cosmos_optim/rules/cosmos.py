@@ -3,7 +3,7 @@
 Letters, for each matrix, all with any leading batch dimensions:
 
     G (m, n)  gradient                       M (m, n)  momentum: its moving average
-    U (n, r)  leading eigenbasis of G'G      S (r, r)  second moment G'G in that basis
+    U (n, r)  leading eigenbasis of H        S (r, r)  H in that basis; H: the moving average of G'G, never formed
     C (r, r)  U'U_old, its rotation          E (r, r)  what this gradient adds to S
     V (m, r)  second moment of G U           P (m, r)  SOAP half in the basis: A = P U'
     N (m, n)  M, or Nesterov's form of it    X (m, n)  residual: N without its part in the basis
@@ -75,6 +75,8 @@ def direction(
 ) -> tuple[Tensor, CosmosState]:
     """Return the direction D of W <- W - lr D, and the new state: Algorithm 1. t counts steps from 1.
 
+    gamma weighs the Muon half against the SOAP half: the paper's is lr / adam_lr, here 5e-4 / 2e-3.
+
     >>> G = torch.randn(6, 4)
     >>> zeros = CosmosState(*(torch.zeros(shape) for shape in ((6, 4), (4, 2), (2, 2), (6, 2), (6, 1))))
     >>> D, state = direction(G, take_first_bases(G, zeros), torch.tensor(1.0))
@@ -97,7 +99,7 @@ def direction(
     root = ((V + e_in) / c2).sqrt() + e_out                             #      Paper: sqrt((V + eps) / (1 - b2^t))
     P = quotient(NU / c1, root) * resolved(V, GU, residual_guard)       # L8   A = P U'
     P = P * tracked(S, E, residual_guard)                               #      Not in the paper
-    X = N - NU @ U.mT                                                   #      M - M U U'
+    X = N - NU @ U.mT                                                   #      Paper: M - M U U'
     X_sq = alg.norm_sq(X)
     B = unit_rms(alg.polar(X, X_sq, ns), alg)                           # L9   NORM(NS5(X / |X|)) sqrt(m)
     B = B * above_noise(X_sq, alg.norm_sq_m(NU), residual_guard)        #      Not in the paper

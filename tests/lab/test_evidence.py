@@ -84,6 +84,15 @@ def test_time_counts_the_step_and_shares_by_curves_are_called_bounds() -> None:
     assert cost["cosmos"].state_gib == pytest.approx(5.59, abs=0.01)
 
 
+def test_the_ratio_of_steps_reads_full_runs_of_one_regime_without_variants() -> None:
+    def run(entry: str, step_ms: float, **more: object) -> Result:
+        return {"model": "llama-60m", "regime": "B", "entry": entry, "share": 1.0, "step_ms": step_ms, **more}
+
+    others = [run("cosmos", 99.0, share=0.6), run("cosmos", 99.0, regime="A"), run("cosmos", 99.0, variant="heads")]
+    runs = [run("adamw", 20.0), run("cosmos", 21.0), run("cosmos", 22.0), run("cosmos", 90.0), *others]
+    assert evidence.step_ratio({str(i): r for i, r in enumerate(runs)}, "B") == pytest.approx(1.1)
+
+
 def test_step_times_tell_the_defaults_from_the_papers_settings() -> None:
     times = evidence.step_times()
     assert len(times["cosmos"]) >= 4 and len(times["cosmos-paper"]) >= 3

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.variants import LEVERS, MEMORY, VARIANTS
 from cosmos_lab.config import RunConfig
@@ -29,9 +29,9 @@ MOST = {"lr": 6, "adam_lr": 8}  # most values tried for each rate, including the
 POWERS = range(-12, 13)  # Rates are the starting ones times 2 to these powers.
 RATES = ("lr", "adam_lr")
 TUNING = (*RATES, "lr", "beta2")  # The second "lr" is left out if the outer rate has not moved far.
-FAR = 1  # power of 2
-ALL = (*RATES, "beta2", "seeds")
-STAGES = (*ALL, "short", "levers", "memory")
+FAR = 1  # powers of 2 that the outer rate may move without tuning the hidden rate again
+SEARCH = (*RATES, "beta2", "seeds")  # the search of a row, and three seeds at its best setting
+STAGES = (*SEARCH, "more-seeds", "short", "levers", "memory")
 POINTS = 25  # number of points of each curve
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by number of seeds
 
@@ -84,6 +84,20 @@ class Run:
         return replace(self, variant="")
 
 
+class Tuned(NamedTuple):
+    """What the search knows about one coordinate.
+
+    point: the best point so far, with all coordinates.
+    following: the point to try next; None if this coordinate is finished.
+    bracketed: whether the best value has a worse one on either side.
+    """
+
+    name: str
+    point: dict[str, float]
+    following: dict[str, float] | None
+    bracketed: bool
+
+
 Phase = tuple[str, tuple[str, ...], tuple[str, ...]]  # regime, entries, stages
 
 # The first searches, in regime B, began at an outer rate of 2e-3 and found the best near 1.6e-2. Others begin there.
@@ -119,26 +133,27 @@ class Protocol:
         }
     )
     phases: Sequence[Phase] = (  # In this order; in a phase, the entry with the fewest runs goes first.
-        ("A", ("cosmos",), ALL),  # a chain of single runs that decides a default, so it begins early
         ("B", _MAIN, RATES),
-        ("B", _MAIN, ALL),
+        ("B", _MAIN, SEARCH),
         ("A", _MAIN, RATES),
-        ("A", _MAIN, ALL),
-        ("B", ("soap-f10",), ALL),
-        ("A", ("soap-f1",), ALL),
+        ("A", _MAIN, SEARCH),
+        ("B", ("cosmos-paper", "soap-f10"), SEARCH),
+        ("B", _MAIN, ("more-seeds",)),
+        ("A", ("soap-f1",), SEARCH),
         ("B", _MAIN[1:], ("short",)),
         ("A", _MAIN[1:], ("short",)),
         ("B", ("muon-eq", "soap-polar", "cosmos-paper"), RATES),
         ("B", ("cosmos",), ("levers",)),
         ("B", (*_MAIN, "soap-f10"), ("levers",)),
         ("A", _MAIN, ("levers",)),
-        ("B", ("cosmos-paper", "soap-f1", "muon-eq", "soap-polar"), ALL),
-        ("A", ("cosmos-paper", "soap-f10", "muon-eq", "soap-polar"), ALL),
+        ("B", ("cosmos-paper", "soap-f1", "muon-eq", "soap-polar"), SEARCH),
+        ("A", ("cosmos-paper", "soap-f10", "muon-eq", "soap-polar"), SEARCH),
         ("B", ("cosmos",), ("memory",)),
         ("A", ("cosmos",), ("memory",)),
         ("long", _MAIN, ("seeds",)),
     )
     seeds: tuple[int, ...] = (0, 1, 2)
+    more_seeds: tuple[int, ...] = (3, 4)
     shares: tuple[float, ...] = (0.45, 0.6, 0.75)  # Lengths of the shorter runs.
     cut: int = 1_048_577  # The validation text ends with the first document that ends at this token or after it.
     block: int = 65_536  # Final losses are also kept as means over blocks of this many tokens.
@@ -178,13 +193,8 @@ class Protocol:
         lr, adam_lr = lr * 2.0 ** point["lr"], adam_lr * 2.0 ** point["adam_lr"]
         return Run(self.model, regime, entry, lr, adam_lr, point["beta2"], seed, share)
 
-    def tune(
-        self, regime: str, entry: str, name: str, point: Mapping[str, float], loss: Losses
-    ) -> tuple[dict[str, float], dict[str, float] | None, bool]:
-        """Tune one coordinate: return the best point so far, the point to try next, and whether the best is bracketed.
-
-        The next point is None if the coordinate is finished. It may end without a bracket, after MOST values.
-        """
+    def tune(self, regime: str, entry: str, name: str, point: Mapping[str, float], loss: Losses) -> Tuned:
+        """Tune one coordinate, starting from a point. It may end without a bracket, after MOST values."""
 
         def moved(value: float) -> dict[str, float]:
             return {**point, name: value}
@@ -193,14 +203,14 @@ class Protocol:
         known = {value: loss[run] for value, run in ids.items() if run in loss}
         first = point[name]
         if first not in known:
-            return dict(point), moved(first), False
+            return Tuned(name, dict(point), moved(first), False)
         best = min(known, key=lambda value: (known[value], abs(value - first)))
         if name == "beta2":
             missing = [value for value in BETA2S if value not in known]
-            return moved(best), moved(missing[0]) if missing else None, not missing
+            return Tuned(name, moved(best), moved(missing[0]) if missing else None, not missing)
         missing = [value for value in (best + 1, best - 1) if value not in known]
         more = bool(missing) and len(known) < MOST[name]
-        return moved(best), moved(missing[0]) if more else None, not missing
+        return Tuned(name, moved(best), moved(missing[0]) if more else None, not missing)
 
     def source(self, regime: str) -> tuple[Protocol, str] | None:
         """Return the comparison and the regime from which the settings come; None if a search finds them here."""
@@ -216,38 +226,37 @@ class Protocol:
         tuned, like = source
         return tuned.at(like, entry, tuned.best(like, entry, loss)[0]).id in loss
 
-    def search(
-        self, regime: str, entry: str, loss: Losses
-    ) -> Iterator[tuple[str, dict[str, float], dict[str, float] | None, bool]]:
-        """Yield the name of each coordinate in order, with what `tune` returns for it."""
+    def search(self, regime: str, entry: str, loss: Losses) -> Iterator[Tuned]:
+        """Yield the coordinates in the order in which they are tuned, each from the best point of those before it."""
         if source := self.source(regime):
             tuned, like = source
-            yield TUNING[-1], tuned.best(like, entry, loss)[0], None, True
+            yield Tuned(TUNING[-1], tuned.best(like, entry, loss)[0], None, True)
             return
         point: dict[str, float] = {"lr": 0, "adam_lr": 0, "beta2": BETA2}
         for i, name in enumerate(TUNING):
             if name in TUNING[:i] and abs(point["adam_lr"]) <= FAR:
                 continue
-            point, following, bracketed = self.tune(regime, entry, name, point, loss)
-            yield name, point, following, bracketed
+            one = self.tune(regime, entry, name, point, loss)
+            point = one.point
+            yield one
 
     def best(self, regime: str, entry: str, loss: Losses) -> tuple[dict[str, float], list[str], list[str]]:
         """Return the best point so far, the coordinates still to tune, and those ended without a bracket."""
         found = list(self.search(regime, entry, loss))
-        unfinished = [name for name, _, following, _ in found if following]
-        at_the_end = [name for name, _, following, bracketed in found if not following and not bracketed]
-        return found[-1][1], list(dict.fromkeys(unfinished)), list(dict.fromkeys(at_the_end))
+        unfinished = [one.name for one in found if one.following]
+        at_the_end = [one.name for one in found if not one.following and not one.bracketed]
+        return found[-1].point, list(dict.fromkeys(unfinished)), list(dict.fromkeys(at_the_end))
 
     def wanted(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
         """Return the runs that an entry can begin now; none if these stages are done or must wait."""
         if "levers" in stages or "memory" in stages:
             return self.changed(regime, entry, stages, loss)
         found = list(self.search(regime, entry, loss))
-        for name, _, following, _ in found:
-            if following:
-                return [self.at(regime, entry, following)] if name in stages else []
-        point = found[-1][1]
-        seeds = self.seeds if "seeds" in stages else ()
+        for one in found:
+            if one.following:
+                return [self.at(regime, entry, one.following)] if one.name in stages else []
+        point = found[-1].point
+        seeds = (self.seeds if "seeds" in stages else ()) + (self.more_seeds if "more-seeds" in stages else ())
         shares = self.shares if "short" in stages else ()
         runs = [self.at(regime, entry, point, seed) for seed in seeds]
         runs += [self.at(regime, entry, point, 0, share) for share in shares]
@@ -382,7 +391,8 @@ def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Resu
     begin = f"{protocol.model}-{regime}-{entry}-lr"
     mine = [r for name, r in results.items() if name.startswith(begin) and not r.get("variant")]
     tuned = sum(r["seed"] == 0 and r["share"] == 1 for r in mine)
-    seeds = [results[i] for s in protocol.seeds if (i := protocol.at(regime, entry, point, s).id) in results]
+    seeds = [results[i] for s in (*protocol.seeds, *protocol.more_seeds)
+             if (i := protocol.at(regime, entry, point, s).id) in results]  # fmt: skip
     seeds = [r for r in seeds if r["test_loss"] is not None]
     if not seeds or seeds[0]["seed"] != protocol.seeds[0]:
         return None

@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from benchmarks import BEGAN, rate_runs, trials
-from benchmarks.protocol import STAGES, Protocol, Result, Run, losses, read_results, table
+from benchmarks.protocol import STAGES, Phase, Protocol, Result, Run, losses, read_results, table
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write, read_json
@@ -481,8 +481,8 @@ def runs_at(model: str, a: argparse.Namespace) -> tuple[Run, ...]:
     )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None, began: float | None = None) -> int:
-    """Do what the command line says; `began` is when --seconds begin to count, usually now."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print the bundles or folders, by model")
     p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
@@ -507,41 +507,54 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     p.add_argument("--compiled", type=Path, help="archive (.tar.gz) of compiled code: read if it exists, then written")
     p.add_argument("--rates", choices=list(rate_runs.SIZES), help="run the list of benchmarks/rate_runs.py for a size")
     p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
+    return p
+
+
+def check_names(a: argparse.Namespace, protocol: Protocol) -> None:
+    """Raise a ValueError if a flag names something that the comparison does not have."""
+    known: dict[str, Iterable[Any]] = {
+        "variants": ("none", *VARIANTS), "regimes": protocol.regimes, "only": protocol.entries,
+        "seeds": (*protocol.seeds, *protocol.more_seeds),
+    }  # fmt: skip
+    for flag, values in known.items():
+        names = [str(value) for value in values]
+        if unknown := [str(value) for value in getattr(a, flag) or () if str(value) not in names]:
+            raise ValueError(f"--{flag}: unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+
+
+def chosen_phases(a: argparse.Namespace, protocol: Protocol) -> list[Phase]:
+    """Return the phases that --regimes, --only and --stages leave; a ValueError if nothing is left."""
+    phases = []
+    for regime, entries, stages in protocol.phases:
+        entries = tuple(entry for entry in entries if entry in (a.only or protocol.entries))
+        stages = tuple(stage for stage in stages if stage in (a.stages or STAGES))
+        if regime in (a.regimes or protocol.regimes) and entries and stages:
+            phases.append((regime, entries, stages))
+    if not phases and not a.at:
+        raise ValueError("no phase of the comparison has these --only, --regimes and --stages; --at needs no phase")
+    return phases
+
+
+def main(arguments: list[str] | None = None, began: float | None = None) -> int:
+    """Do what the command line says; `began` is when --seconds begin to count, usually now."""
+    p = parser()
     a = p.parse_args(arguments)
     trials.register()
     protocol = rate_runs.protocol(a.rates) if a.rates else Protocol(model=a.model, tuned_on=a.tuned_on)
-    regimes = a.regimes or list(protocol.regimes)
-    if unknown := set(a.variants) - {"none", *VARIANTS}:
-        p.error(f"unknown variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    known = {"regimes": protocol.regimes, "only": protocol.entries, "seeds": protocol.seeds}
-    for flag, found in known.items():
-        names = [str(name) for name in found]
-        if wrong := [str(name) for name in getattr(a, flag) or () if str(name) not in names]:
-            p.error(f"--{flag}: unknown: {', '.join(wrong)}; there are {', '.join(names)}")
-    if a.table:
-        results = read_results(a.table)
-        for model in sorted({result["model"] for result in results.values()}):
-            print(table(dataclasses.replace(protocol, model=model), results), end="\n\n")
-        return 0
-    if not a.out or not (a.data or a.plan):
-        p.error("--out and --data are needed, or --table")
-    only = a.only or tuple(protocol.entries)
-    kept = [(r, tuple(e for e in names if e in only), s) for r, names, s in protocol.phases if r in regimes]
-    if a.stages:
-        kept = [(r, names, some) for r, names, s in kept if (some := tuple(x for x in s if x in a.stages))]
-    if not a.at and not any(names for _, names, _ in kept):
-        p.error("no phase of the comparison has these --only, --regimes and --stages together; --at needs no phase")
-    protocol = dataclasses.replace(protocol, phases=kept)
     try:
-        runs = runs_at(protocol.model, a) if a.at else ()
-    except ValueError as error:
-        p.error(str(error))
-    options = Options(
-        data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, mps=a.mps,
-        device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
-        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)), runs=runs,
-    )  # fmt: skip
-    try:
+        check_names(a, protocol)
+        if a.table:
+            print_tables(protocol, a.table)
+            return 0
+        if not a.out or not (a.data or a.plan):
+            raise ValueError("--out and --data are needed, or --table")
+        protocol = dataclasses.replace(protocol, phases=chosen_phases(a, protocol))
+        options = Options(
+            data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, mps=a.mps,
+            device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
+            keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
+            runs=runs_at(protocol.model, a) if a.at else (),
+        )  # fmt: skip
         queue = Queue(protocol, options, began)
     except ValueError as error:
         p.error(str(error))
@@ -553,6 +566,13 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
         good = queue.work()
     print(table(protocol, queue.results))
     return 0 if good else 1
+
+
+def print_tables(protocol: Protocol, paths: Sequence[Path]) -> None:
+    """Print the table of each model in the results."""
+    results = read_results(paths)
+    for model in sorted({result["model"] for result in results.values()}):
+        print(table(dataclasses.replace(protocol, model=model), results), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ LEVERS = (  # In the order in which they should be tried.
     Variant("decay", "weight decay 0.1 on everything", fields={"weight_decay": 0.1}),
     _lever("cautious", "weight decay 0.1 on hidden matrices, for elements for which it does not oppose the update",
            "cautious_decay=0.1"),
+    Variant("momentum-0.95", "momentum of hidden matrices 0.95 instead of 0.9, as published", ("muon", "normuon"),
+            options=("momentum=0.95",)),
     Variant("heads", "each head of attention its own matrix", MATRIX, options=("split_heads=True",)),
     _lever("gamma-attention-half", "half of gamma in attention", "gamma_attention=0.5", rows=("cosmos",)),
     _lever("gamma-mlp-half", "half of gamma in the MLP", "gamma_mlp=0.5", rows=("cosmos",)),

@@ -17,7 +17,7 @@ import pytest
 
 import benchmarks.protocol as protocol_module
 from benchmarks import sweep, trials
-from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, losses, read_results, run_of, table
+from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, best_rows, losses, read_results, run_of, table
 from benchmarks.sweep import CLOSING, Filters, Options, Queue, compile_cache, main, split, train
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
@@ -395,6 +395,16 @@ def test_a_plan_lists_what_comes_next_with_seconds_and_names_what_cannot_run(
     first = next(line for line in printed if "llama-60m" in line and line not in skipped)
     seconds, total, name = first.split()
     assert 60 < int(seconds) < 200 and int(total) < int(seconds) and name not in read_results([BUNDLE])
+
+
+def test_further_seeds_run_after_the_search_and_count_in_the_table() -> None:
+    results = read_results([BUNDLE])
+    asked = Protocol().wanted("B", "cosmos", ("more-seeds",), losses(results))
+    assert [run.seed for run in asked] == [3, 4]
+    assert Protocol().wanted("B", "soap-f10", ("more-seeds",), losses(results)) == []  # its search is not finished
+    first = results[dataclasses.replace(asked[0], seed=0).id]
+    results |= {run.id: {**first, "id": run.id, "seed": run.seed} for run in asked}
+    assert len(best_rows(Protocol(), "B", results)["cosmos"].seeds) == 5
 
 
 def test_a_row_without_runs_is_expected_to_take_the_longest_time_times_its_cost(options: Options) -> None:

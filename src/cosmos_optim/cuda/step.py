@@ -77,8 +77,9 @@ def cosmos_step_(
         M_done: called when M has been read for the last time; state in host memory goes back there.
         momentum_dtype: not read, because M has it.
     """
-    (b1, b2), (M, U_old, S, V, v), r = betas, state, state.U.shape[-1]
-    (m, n), guard, a = W.shape, residual_guard, b1 if nesterov else 1.0
+    (b1, b2), (M, U_old, S, V, v) = betas, state
+    (m, n), r, guard = W.shape, U_old.shape[-1], residual_guard
+    a = b1 if nesterov else 1.0                                                             # N = a M + (1 - a) G
     unit = math.sqrt(m * n)                                                                 # |D| if its RMS is 1
 
     GU = project(G, split(U_old), r, grad_max)                                              # L5   G U
@@ -102,17 +103,18 @@ def cosmos_step_(
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products
     X_sq = total(X_sq)
     B, norm_sq = newton_schulz_in_place(X, X_sq, ns)                                        # L9
-    BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      rounding inside U
+    BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      B U: noise, taken out
     B_sq, P_sq = total(B_sq), total(P_sq)
     b = muon_gain(X_sq, X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)          #      gamma NORM sqrt(m)
 
-    rows = D_sq = None                                                                      #      None: |b B|^2 + |P|^2
+    D_sq: tuple[Tensor | None, Tensor] = B_sq, P_sq                                         #      |b B|^2 + |P|^2
+    rows = None
     if row_beta2 is not None:                                                               #      Not in the paper
-        v, rows, D_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
-        D_sq = total(D_sq)
+        v, rows, rows_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
+        D_sq = None, total(rows_sq)                                                         #      |D|^2 in one number
     factors, thin = update_coefficients(
-        b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, B_sq=B_sq if D_sq is None else None,
-        other_sq=P_sq if D_sq is None else D_sq, target_norm=unit)                          # L10, L11
+        b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, B_sq=D_sq[0], other_sq=D_sq[1],
+        target_norm=unit)                                                                   # L10, L11
     update_(W, B, thin, U_bf16, factors, skip, seeds, rows)                                 #      W <- decay W - lr D
     return CosmosState(M, U, S, V, v)
 

@@ -95,11 +95,13 @@ class Run:
     optimizer: str
     lr: float
     seed: int = 0
+    outer_times: float | None = None  # The outer rate as a multiple of lr; None: the scale's, the same for all lr.
 
     @property
     def id(self) -> str:
         """Return the name of the result file."""
-        return f"{self.base}-{self.method}-{self.optimizer}-lr{self.lr:g}-s{self.seed}"
+        name = f"{self.base}-{self.method}-{self.optimizer}-lr{self.lr:g}-s{self.seed}"
+        return name if self.outer_times is None else f"{name}-outer{self.outer_times:g}"
 
 
 # -- LoRA for the lab's decoder ---------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class Bench:
         began = time.monotonic()
         weights = self.base(run.base)
         model = self.model(run.method, weights, run.seed)
-        outer = self.scale.outer_lr
+        outer = self.scale.outer_lr if run.outer_times is None else run.outer_times * run.lr
         optimizer = make_optimizer(model, run.optimizer, run.lr, outer)
         about = {**dataclasses.asdict(run), "outer_lr": outer, "steps": self.scale.steps, "weights": digest(weights),
                  "groups": group_settings(optimizer)}  # fmt: skip
@@ -312,7 +314,10 @@ def table(results: Mapping[str, Result]) -> str:
         if start := results.get(f"base-{base}"):
             lines.append(f"{base:8}{'none':8}{'':11}{'':9}{start['test_loss']:8.4f}{'':9}{start['base_loss']:10.4f}")
         for method in METHODS:
-            lines += _rows([r for r in results.values() if (r["base"], r.get("method")) == (base, method)])
+            own = [r for r in results.values() if (r["base"], r.get("method")) == (base, method)]
+            for times in dict.fromkeys(r.get("outer_times") for r in own):
+                lines += [f"embedding, head and norms at {times:g} times lr:"] if times is not None else []
+                lines += _rows([r for r in own if r.get("outer_times") == times])
         if len({r["weights"] for r in results.values() if r["base"] == base and "weights" in r}) > 1:
             lines.append(f"! the runs on base {base} started from different weights: remove OUT and begin again")
     lines += ["", "loss: test half of the new text at the rate that is best on its validation half; old text: loss on",
@@ -351,6 +356,7 @@ def verdict(results: Mapping[str, Result]) -> str:
             gaps = {}
             for base in ("adamw", name):
                 runs = [r for r in results.values() if (r["base"], r.get("method")) == (base, method)]
+                runs = [r for r in runs if r.get("outer_times") is None]
                 mine, theirs = (best_of([r for r in runs if r["optimizer"] == o]) for o in (name, "adamw"))
                 if mine and theirs:
                     gaps[base] = mine["test_loss"] - theirs["test_loss"]
@@ -390,6 +396,8 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     p.add_argument("--optimizers", nargs="+", default=OPTIMIZER_NAMES, choices=OPTIMIZER_NAMES)
     p.add_argument("--rates", nargs="+", type=float, help="instead of the three rates of each optimizer")
+    p.add_argument("--outer-times", nargs="+", type=float, default=[None], metavar="FACTOR",
+                   help="rates of embedding, head and norms as multiples of lr, instead of one for all lr")  # fmt: skip
     p.add_argument("--seeds", nargs="+", type=int, default=[0])
     p.add_argument("--seconds", type=float, default=math.inf, help="begin no run that may end after this time")
     p.add_argument("--toy", action="store_true", help="a tiny model and few steps")
@@ -409,9 +417,9 @@ def main(arguments: list[str] | None = None) -> int:
     scale, given = TOY if a.toy else Scale(), {"steps": a.steps, "pretrain_steps": a.pretrain_steps}
     scale = dataclasses.replace(scale, **{key: value for key, value in given.items() if value is not None})
     runs = [
-        Run(base, method, name, lr, seed)
+        Run(base, method, name, lr, seed, outer_times)
         for base in a.bases for seed in a.seeds for method in a.methods for name in a.optimizers
-        for lr in a.rates or scale.rates[method][name]
+        for lr in a.rates or scale.rates[method][name] for outer_times in a.outer_times
     ]  # fmt: skip
     bench = Bench(scale, a.base_data, a.data, a.out, a.device, a.cache)
     done = work(bench, runs, a.seconds)

@@ -108,6 +108,15 @@ def test_finished_runs_are_skipped_and_a_repeated_one_is_the_same(shards: dict[s
     assert "full: cosmos minus AdamW is" in text and "lora: muon minus AdamW is" in text
 
 
+def test_the_outer_rate_may_be_a_multiple_of_lr(shards: dict[str, str], tmp_path: Path) -> None:
+    runs = [Run("adamw", "full", "cosmos", 1e-4, outer_times=times) for times in (4.0, 16.0)]
+    one = bench(shards, tmp_path)
+    assert work(one, runs, seconds=600.0)
+    results = read(one.out)
+    assert [results[run.id]["outer_lr"] for run in runs] == [pytest.approx(4e-4), pytest.approx(1.6e-3)]
+    assert "norms at 4 times lr" in table(results) and "norms at 16 times lr" in table(results)
+
+
 def result(base: str, name: str, lr: float, loss: float | None) -> finetune.Result:
     return {"base": base, "method": "full", "optimizer": name, "lr": lr, "val_loss": loss, "test_loss": loss,
             "base_loss": 1.0, "weights": base}  # fmt: skip

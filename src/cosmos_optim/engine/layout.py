@@ -46,8 +46,7 @@ Job = Callable[[], None]
 class Location:
     """Where the matrices of a stack are: whole, on one device. Blocks of equal location and shape may share a stack."""
 
-    # Bytes of gradients in a stack; None for the device's default.
-    stack_bytes: int | None = None
+    stack_bytes: int | None = None  # bytes of gradients in a stack; None for the device's default
     team: object = None  # the processes with which a stack exchanges messages
 
     def after(self, others: int) -> Location:
@@ -79,11 +78,9 @@ class Layout:
     """Matrix views of one whole parameter, according to its group's settings.
 
     Settings:
-        layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened
-            to (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
-        side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input
-            side, but the rows if there are fewer of them than the basis would have columns (and the rule asks for
-            that). It has no effect on rules that do not track one side (`Rule.one_sided`).
+        layout: "matrix" (out, in), with any batch in the dimensions before these; "conv", which is flattened to
+            (out, in * kernel); or "in_out", which stores the transpose.
+        side: the side of the tracked basis: "input" (columns), "smaller" (the shorter side), or "auto" (see `flips`).
         split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
         split_side: the side that `split_sizes` cuts, in any `layout`: "output" (rows) or "input" (columns).
 
@@ -101,12 +98,11 @@ class Layout:
     offloads = False  # whether large state is in host memory if the parameter is on a GPU
     cut_sides: Set[str] = frozenset()  # the sides, "m" or "n", that are cut over processes
     largest_whole_state = 0  # elements of the largest state tensor of a matrix that is replicated
-    first_element = (0, 0)  # this process's first element: (row, column) of the parameter as rows of `width` elements
+    first_element = (0, 0)  # (row, column) where this process's part begins; a row is along the last dimension
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
-        self.name, self.rule, self.shape = name, rule, tuple(p.shape)
+        self.name, self.rule, self.shape, self.dtype = name, rule, tuple(p.shape), p.dtype
         self.kind: str = group.get("layout", "matrix")
-        self.dtype = p.dtype
         check_trainable(name, p)
         check_correction(name, p, group)
         if rule.elementwise:
@@ -129,14 +125,13 @@ class Layout:
     def flips(self, group: Settings) -> bool:
         """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
 
-        "auto" does if the rule says so (`Rule.transposes_few_rows`). Blocks of different sizes are never transposed,
-        because their bases could differ in width, and neither is a matrix of a rule without such a basis.
+        "auto" does if there are fewer rows than the basis would have columns, and the rule asks for it
+        (`Rule.transposes_few_rows`). A rule that does not track one side never gets the transpose, nor do blocks of
+        different sizes, because their bases could differ in width.
         """
-        if not self.rule.one_sided:
+        if not self.rule.one_sided or len(set(self._block_sizes())) > 1:
             return False
-        (rows, columns), *other_sizes = set(self._block_sizes())
-        if other_sizes:
-            return False
+        rows, columns = self._block_sizes()[0]
         side = group.get("side", "auto")
         if side == "auto":
             return self.rule.transposes_few_rows and rows < min(group["rank"], columns)
@@ -215,10 +210,7 @@ class Layout:
         return list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
 
     def stacked_blocks(self, tensor: Tensor) -> Tensor | None:
-        """Return the blocks of a fused weight as one view (blocks, rows, columns).
-
-        Return None if they differ in size, or if this process has no element of them.
-        """
+        """Return the blocks of a fused weight as one view (blocks, rows, columns); None if they differ or are empty."""
         (x,), dim = self._matrices(tensor), self.split_dim
         shapes = {block.shape for block in self.split(x, dim)}
         if len(shapes) > 1 or not x.numel():
@@ -265,7 +257,7 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """The elements of a row, if the parameter is read as rows along its last dimension."""
+        """The elements of a row; a row is along the last dimension."""
         return self.shape[-1] if self.shape else 1
 
     def _elementwise_slot(self, slot: Slot) -> Slot:
@@ -279,15 +271,13 @@ class Layout:
         return Slot(axes, shape, dtype or torch.promote_types(self.dtype, torch.float32))
 
     def _slot_of_all(self, name: str, slots: list[Slot], settings: Settings) -> Slot:
-        """Return the slot for the state `name` of all blocks, given the slot of each block of one matrix.
+        """Return the slot of the state `name` of all blocks, given the slot of each block of a matrix.
 
-        For example, COSMOS has M of axes "mn" and a basis U (n, r) of axes "nr". All of U is then:
+        M (m, n) of COSMOS has the parameter's shape, "*". Its basis U (n, r), axes "nr", becomes
 
-            4 experts                                    "bnr"    (4, n, r)
-            3 blocks of rows, each with its own basis    "knr"    (3, n, r)
-            3 blocks of columns, concatenated            "nr"     (n1 + n2 + n3, r)
-
-        M has the parameter's shape, "*".
+            4 experts               "bnr"    (4, n, r)
+            3 blocks of rows        "knr"    (3, n, r)               each has its own basis
+            3 blocks of columns     "nr"     (n1 + n2 + n3, r)       concatenated
         """
         first = slots[0]
         if first.axes == "mn":
@@ -306,10 +296,7 @@ class Layout:
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
 
     def _is_concatenated(self, slot: Slot) -> bool:
-        """Return whether the blocks of a fused weight have their state one after the other along its first dimension.
-
-        That is so if this dimension is the side that `splits` cuts. Other state has a dimension that counts the blocks.
-        """
+        """Return whether blocks of a fused weight have concatenated state: its first axis is what `splits` cuts."""
         return slot.axes.startswith(self.split_axis)
 
     def _advice(self, name: str, settings: Settings) -> str:
@@ -347,10 +334,7 @@ class Layout:
         return torch.contiguous_format if self.flattens else torch.preserve_format
 
     def _is_offloaded(self, p: Tensor, slot: Slot) -> bool:
-        """Return whether a state tensor is in host memory: a large one, with blocks that can be copied in one piece.
-
-        The blocks of a weight that is cut into columns have gaps in memory.
-        """
+        """Return whether a state tensor is in host memory: a large one, with blocks (not of columns) without gaps."""
         if not self.offloads or p.device.type not in OFFLOADED_FROM:
             return False
         like = torch.empty(slot.shape, dtype=slot.dtype, device="meta")

@@ -43,6 +43,14 @@ class ShardedLayout(Layout):
 
     Every state tensor is a DTensor on the parameter's mesh. Dimensions that are rows or columns of the parameter are
     cut like them; the others are replicated. If the rule needs whole matrices, all state is cut over all ranks.
+
+    A `Cut` divides a dimension over ranks; `splits` divide a fused weight into blocks, which a cut may divide further.
+
+    cuts: the cut of each dimension of the parameter.
+    roles: the role of each dimension: "m" rows, "n" columns, "b" a batch.
+    batch_cuts, matrix_cuts: the cuts of the dimensions "b", and the cut of the side "m" and of the side "n".
+    state_cuts: the slot and the cuts of each state tensor.
+    needs_owners: whether a side is cut that the rule needs whole, so that one rank must get the matrix.
     """
 
     is_sharded = True
@@ -83,6 +91,7 @@ class ShardedLayout(Layout):
             raise self._with_placements(error) from None
 
     def _check_local_part(self, p: DTensor) -> None:
+        """Raise ValueError if this rank's part has another shape than its cuts, or is where the mesh sends nothing."""
         held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
         if held != expected:
             raise ValueError(
@@ -146,16 +155,14 @@ class ShardedLayout(Layout):
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
     def _assign_roles(self) -> None:
-        """Assign a role to each dimension of the stored tensor: "m" rows, "n" columns, "b" a batch of matrices.
-
-        For example, the roles of experts are "bmn", and those of a 2-D convolution "mnnn".
-        """
+        """Assign a role to each dimension: "bmn" to experts, "mnnn" to a 2-D convolution. Cut batch and matrices."""
         if self.kind == "conv":
             roles = "m" + "n" * (len(self.shape) - 1)
         else:
             roles = "b" * (len(self.shape) - 2) + ("nm" if self.kind == "in_out" else "mn")
         self.roles = self._as_rule_sees(roles)
         self.batch_cuts = [cut for cut, role in zip(self.cuts, self.roles, strict=True) if role == "b"]
+        self.batch_is_cut = any(cut.mesh_dims for cut in self.batch_cuts)
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
         self.matrix_cuts = self._cut_matrices()
         self.cut_sides = {side for side, cut in self.matrix_cuts.items() if cut.mesh_dims}
@@ -197,6 +204,7 @@ class ShardedLayout(Layout):
         return replace(whole, low=low, high=low + self.splits[i])
 
     def _location_of_block(self, i: int) -> ShardedLocation:
+        """Return where block i of a matrix is, with the cuts of its state if an owner needs it."""
         sides = self.matrix_cuts | {self.split_axis: self._block_of(self.matrix_cuts[self.split_axis], i)}
         rows, cols = sides["m"], sides["n"]
         if not self.needs_owners:
@@ -236,7 +244,7 @@ class ShardedLayout(Layout):
     # -- one number for each block ------------------------------------------------------------------------------------
 
     def expand_to_all_blocks(self, values: Tensor) -> Tensor:
-        if not any(cut.mesh_dims for cut in self.batch_cuts):
+        if not self.batch_is_cut:
             return values
         expanded = values.new_zeros([cut.size for cut in self.batch_cuts])
         local = self._narrow(expanded, self.batch_cuts)
@@ -244,7 +252,7 @@ class ShardedLayout(Layout):
         return expanded.flatten()
 
     def select_local_blocks(self, values: Tensor) -> Tensor:
-        if not any(cut.mesh_dims for cut in self.batch_cuts):
+        if not self.batch_is_cut:
             return values
         return self._narrow(values.view([cut.size for cut in self.batch_cuts]), self.batch_cuts).flatten()
 
@@ -284,7 +292,7 @@ class ShardedLayout(Layout):
 
         It is the dimension with the same role. If there is none, the state is replicated (None), because every rank
         computes with all of it. Only owners compute if the rule needs whole matrices. All state is then cut, to save
-        memory: if possible in a dimension that is neither rows nor columns, which other ranks may cut.
+        memory: if possible in a dimension that is neither "m" nor "n", because another mesh dimension may cut those.
         """
         role, lead = self.roles[dim], self._lead(slot)
         if role == "b":

@@ -105,7 +105,10 @@ def _reason(kind: str, dim: int) -> str:
 
 
 def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head: bool) -> str:
-    """Return what a parameter is if AdamW should train it; otherwise "" (also if nothing is known)."""
+    """Return what a parameter is if AdamW should train it; otherwise "" (also if nothing is known).
+
+    The first question with the answer yes decides, so their order matters.
+    """
     p, own = parameter.p, own_name(parameter)
     if is_embedding or _declares_embedding(parameter):
         return "embedding"
@@ -129,8 +132,8 @@ def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head
         return ""
     if _has_word(own, SCALE):
         return "scale"
-    is_one_table = p.dim() > 2 and p.shape[0] == 1  # for the whole batch
-    return "embedding" if is_one_table or holds_table(_owner_path(parameter)) else ""
+    is_for_whole_batch = p.dim() > 2 and p.shape[0] == 1
+    return "embedding" if is_for_whole_batch or holds_table(_owner_path(parameter)) else ""
 
 
 def _vector_kind(parameter: ModelParameter) -> str:

@@ -72,7 +72,8 @@ def check_gradients(
         )
     limit = largest_allowed(entries)
     bad = (grad_max.amax() if len(grad_max) else grad_max.new_zeros(())) > limit
-    each = entry_max(entries, grad_max) if may_raise or not all(old) else None
+    host_asks = may_raise or not all(old)  # which entry is not finite, or which has its first gradient
+    each = entry_max(entries, grad_max) if host_asks else None
     if max_over_ranks is not None:
         bad, each, grad_max = agree(entries, old, bad, each, grad_max, max_over_ranks)
     none = [False] * len(entries)
@@ -143,7 +144,7 @@ def agree(
 
         [bad | each, for the entries in `asked` | grad_max, for the blocks of the entries in `shared`]
 
-    asked: all entries of the message as long as the host needs `each` of one of them, otherwise none.
+    asked: all entries of the message if the host asks for `each` of one of them, as in `check_gradients`; else none.
     shared: entries with matrices that are cut over processes, if their rule must know which gradients are zero.
 
     The length is equal on all processes of a message, because it depends only on entries that they share. Their other

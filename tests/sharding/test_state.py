@@ -30,6 +30,7 @@ def describe(rank: int) -> dict[str, Any]:
         "rows": {k: v.placements for k, v in by_rows.state[rows[0]].items() if isinstance(v, DTensor)},
         "both": {k: v.placements for k, v in by_both.state[both[0]].items() if isinstance(v, DTensor)},
         "owned": owned.state_bytes(),
+        "owned placements": {k: v.placements for k, v in next(iter(owned.state.values())).items() if k != "step"},
         "keys": [list(state) for state in by_rows.state.values()],
     }
 
@@ -44,7 +45,9 @@ def test_a_rank_holds_its_share_of_the_state_and_no_more() -> None:
         assert one["keys"] == found[0]["keys"]
         share = 4 * COUNT * ((M * N + M * RANK + M) / 4 + N * RANK + RANK * RANK)
         assert share <= one["bytes"] <= SLACK * share
-        # A rule that runs on owners has all of its state divided: M V (m n), L U (n n), K O (m m).
+        # A rule that runs on owners has all of its state divided: M V (m n), L U (n n), K O (m m). The rows m
+        # are cut; L and U have none, so their second dimension is cut.
+        assert one["owned placements"] == dict.fromkeys("MVKO", (S(0),)) | dict.fromkeys("LU", (S(1),))
         assert one["owned"] <= SLACK * 4 * (2 * M * N + 2 * N * N + 2 * M * M) / 4
 
 

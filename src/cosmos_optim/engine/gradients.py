@@ -62,9 +62,9 @@ def check_gradients(
     old = has_started(entries, started)
     grad_max = block_max(entries)
     device = grad_max.device
-    raising = any(e.group["nonfinite"] == "raise" for e in entries)
-    several = any(e.p.device != device for e in entries)  # kernels on one device cannot read a flag on another
-    on_host = device.type != "cuda" or not all(old) or raising or several
+    may_raise = any(e.group["nonfinite"] == "raise" for e in entries)
+    on_several_devices = any(e.p.device != device for e in entries)  # kernels cannot read a flag on another device
+    on_host = device.type != "cuda" or not all(old) or may_raise or on_several_devices
     if on_host and is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
@@ -72,19 +72,25 @@ def check_gradients(
         )
     limit = largest_allowed(entries)
     bad = (grad_max.amax() if len(grad_max) else grad_max.new_zeros(())) > limit
-    each = entry_max(entries, grad_max) if raising or not all(old) else None
+    host_asks = may_raise or not all(old)  # which entry is not finite, or which has its first gradient
+    each = entry_max(entries, grad_max) if host_asks else None
     if max_over_ranks is not None:
         bad, each, grad_max = agree(entries, old, bad, each, grad_max, max_over_ranks)
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, False, bad, old, none, grad_max)
+        return GradientCheck(entries, skip_on_host=False, skip=bad, started=old, fresh=none, grad_max=grad_max)
     if bool(bad):
         if each is not None:
             _raise_if_asked(itertools.compress(entries, (each > limit).tolist()))
         first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
-        return GradientCheck(entries, True, None, old, none, grad_max, first)
-    fresh = none if each is None else [n and not o for n, o in zip((each > 0).tolist(), old, strict=True)]
-    return GradientCheck(entries, False, None, [o or f for o, f in zip(old, fresh, strict=True)], fresh, grad_max)
+        return GradientCheck(
+            entries, skip_on_host=True, skip=None, started=old, fresh=none, grad_max=grad_max, bad=first
+        )
+    fresh = none
+    if each is not None:
+        fresh = [is_nonzero and not was for is_nonzero, was in zip((each > 0).tolist(), old, strict=True)]
+    now = [was or is_fresh for was, is_fresh in zip(old, fresh, strict=True)]
+    return GradientCheck(entries, skip_on_host=False, skip=None, started=now, fresh=fresh, grad_max=grad_max)
 
 
 def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
@@ -131,31 +137,38 @@ def agree(
     entries: Sequence[Entry], old: Sequence[bool], bad: Tensor, each: Tensor | None, grad_max: Tensor,
     max_over_ranks: MaxOverRanks,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return whether any process has a bad gradient, and the maximum of the others over the processes that share them.
+    """Return `bad`, `each` and `grad_max` as all processes that share an entry see them: the maximum over them.
 
-    `each` and `grad_max` change only for shards. A message has a 1 for a bad gradient, the largest |g| of each of its
-    entries until these have started, and that of each block that processes share. Its length is the same on all of its
-    processes, because it depends only on entries that they share. Others may differ: experts of other processes get
-    tokens at other steps.
+    `bad` is over all processes; `each` (the largest |g| of each entry) and `grad_max` change only for shards. There is
+    one message for each item of `max_over_ranks`, a vector of which the processes get the maximum:
+
+        [bad | each, for the entries in `asked` | grad_max, for the blocks of the entries in `shared`]
+
+    asked: all entries of the message if the host asks for `each` of one of them, as in `check_gradients`; else none.
+    shared: entries with matrices that are cut over processes, if their rule must know which gradients are zero.
+
+    The length is equal on all processes of a message, because it depends only on entries that they share. Their other
+    entries may differ: experts of other processes get tokens at other steps.
     """
     layouts = [e.layout for e in entries]
     maxima = [] if each is None else list(each.split(1))
     parts = list(grad_max.split([layout.count for layout in layouts]))
-    for k, (members, maximum) in enumerate(max_over_ranks):
-        known = all(old[i] and entries[i].group["nonfinite"] != "raise" for i in members)
-        asked = [] if known else members
+    flag = bad.to(grad_max.dtype).view(1)
+    for number, (members, maximum) in enumerate(max_over_ranks):
+        host_asks = any(not old[i] or entries[i].group["nonfinite"] == "raise" for i in members)
+        asked = members if host_asks else []
         shared = [i for i in members if entries[i].rule.constant_size and layouts[i].cut_sides]
-        if k and not asked and not shared:
+        is_to_all = number == 0  # all processes learn `bad` from it
+        if not is_to_all and not asked and not shared:
             continue
         blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
-        numbers = [bad.to(grad_max.dtype).view(1), *(maxima[i] for i in asked), *blocks]
-        agreed = maximum(torch.cat(numbers)).split([len(x) for x in numbers])
-        bad = agreed[0].view(()) > 0
-        for i, value in zip(asked, agreed[1:], strict=False):
+        message = [flag, *(maxima[i] for i in asked), *blocks]
+        flag, *agreed = maximum(torch.cat(message)).split([len(x) for x in message])
+        for i, value in zip(asked, agreed[: len(asked)], strict=True):
             maxima[i] = value
-        for i, block in zip(shared, agreed[1 + len(asked) :], strict=True):
-            parts[i] = layouts[i].select_local_blocks(block)
-    return bad, torch.cat(maxima) if maxima else each, torch.cat(parts)
+        for i, value in zip(shared, agreed[len(asked) :], strict=True):
+            parts[i] = layouts[i].select_local_blocks(value)
+    return flag.view(()) > 0, torch.cat(maxima) if maxima else each, torch.cat(parts)
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

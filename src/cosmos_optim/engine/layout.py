@@ -1,9 +1,17 @@
 """Cut a parameter into matrices (its blocks), and allocate its state.
 
-A parameter is one matrix, a stack of them (3-D experts), a flattened convolution, a transposed weight (stored as
-(in, out)), or blocks of rows or columns (parts of a fused weight, heads of attention). A `Layout` cuts any tensor
-shaped like the parameter into 2-D views, and allocates and cuts the state that a rule asks for. A `Location` says where
-the matrices of a stack are, and runs a rule there. These classes handle whole tensors; `sharding` has those for shards.
+A `Layout` cuts any tensor shaped like the parameter into 2-D views, and allocates and cuts the state that a rule asks
+for. A `Location` says where the matrices of a stack are, and runs a rule there. These classes handle whole tensors;
+`sharding` has those for shards. Examples of how a parameter is cut:
+
+    stored shape    group settings                       matrices (out, in)    blocks (m, n), as the rule gets them
+    (6, 8)                                               (6, 8)                (6, 8)
+    (4, 6, 8)       (a stack, such as experts)           4 of (6, 8)           4 of (6, 8)
+    (6, 2, 3, 3)    layout="conv"                        (6, 18)               (6, 18)
+    (8, 6)          layout="in_out"                      (6, 8)                (6, 8)
+    (6, 8)          split_sizes=(3, 2, 1)                (6, 8)                (3, 8), (2, 8), (1, 8)
+    (6, 8)          split_sizes=4, split_side="input"    (6, 8)                2 of (6, 4)
+    (6, 8)          side="smaller"                       (6, 8)                (8, 6), transposed ("flipped")
 """
 
 from __future__ import annotations
@@ -38,8 +46,7 @@ Job = Callable[[], None]
 class Location:
     """Where the matrices of a stack are: whole, on one device. Blocks of equal location and shape may share a stack."""
 
-    # Bytes of gradients in a stack; None for the device's default.
-    stack_bytes: int | None = None
+    stack_bytes: int | None = None  # bytes of gradients in a stack; None for the device's default
     team: object = None  # the processes with which a stack exchanges messages
 
     def after(self, others: int) -> Location:
@@ -70,26 +77,32 @@ LOCAL = Location()
 class Layout:
     """Matrix views of one whole parameter, according to its group's settings.
 
-    layout: "matrix" (rows are outputs; leading dimensions of a 3-D or larger tensor are a batch), "conv" (flattened to
-    (out, in * kernel)), or "in_out" (the stored matrix is the transpose).
-    side: the side of the tracked basis: "input" (columns), "smaller" for the shorter side, or "auto": the input side,
-        but the rows if there are fewer of them than the basis would have columns (and the rule asks for that). It has
-        no effect on rules that do not track one side (`Rule.one_sided`).
-    split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
-    split_side: the side that `split_sizes` cuts: "output" (rows) or "input" (columns), however the weight is stored.
-    split_axis: that side of the matrices that the rule gets, "m" or "n".
+    Settings:
+        layout: "matrix" (out, in), with any batch in the dimensions before these; "conv", which is flattened to
+            (out, in * kernel); or "in_out", which stores the transpose.
+        side: the side of the tracked basis: "input" (columns), "smaller" (the shorter side), or "auto" (see `flips`).
+        split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
+        split_side: the side that `split_sizes` cuts, in any `layout`: "output" (rows) or "input" (columns).
+
+    Attributes:
+        batch: the number of (out, in) matrices.
+        splits: the size of each block; None if a matrix is one block.
+        split_dim: the dimension of the (out, in) matrix that `splits` cuts: 0 or 1.
+        flipped: whether the rule gets each block transposed, because of `side`.
+        split_axis: the side that `splits` cuts in the blocks that the rule gets, "m" or "n".
+        sizes_mn: (m, n) of each block of one matrix, as the rule gets it.
+        blocks_mn: (m, n) of each block of all matrices on this process.
     """
 
     is_sharded = False
     offloads = False  # whether large state is in host memory if the parameter is on a GPU
     cut_sides: Set[str] = frozenset()  # the sides, "m" or "n", that are cut over processes
     largest_whole_state = 0  # elements of the largest state tensor of a matrix that is replicated
-    first_element = (0, 0)  # row and column of this process's first element; the last dimension is a row
+    first_element = (0, 0)  # (row, column) where this process's part begins; a row is along the last dimension
 
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
-        self.name, self.rule, self.shape = name, rule, tuple(p.shape)
+        self.name, self.rule, self.shape, self.dtype = name, rule, tuple(p.shape), p.dtype
         self.kind: str = group.get("layout", "matrix")
-        self.dtype = p.dtype
         check_trainable(name, p)
         check_correction(name, p, group)
         if rule.elementwise:
@@ -100,40 +113,46 @@ class Layout:
                 f"parameter {name!r} of shape {self.shape} is not a matrix, so rule {rule.name!r} cannot update it: "
                 "use param_groups(model), which gives vectors to Adam, or put it in a group with rule='adam'"
             )
-        rows, n = self._matrix_shape()
         self.batch = 1 if self.kind == "conv" else math.prod(self.shape[:-2])
         self.split_dim = int(group.get("split_side", "output") == "input")
-        self.splits = self._check_splits(group.get("split_sizes"), (rows, n)[self.split_dim])
+        self.splits = self._check_splits(group.get("split_sizes"), self._matrix_shape()[self.split_dim])
         self.flipped = self.flips(group)
-        self.split_axis = "mn"[self.split_dim ^ self.flipped]
-        sizes = self._stored_sizes()
+        self.split_axis = self._as_rule_sees("n" if self.split_dim else "m")
+        sizes = self._block_sizes()
         self.sizes_mn = [(columns, rows) for rows, columns in sizes] if self.flipped else sizes
         self.blocks_mn = self.sizes_mn * self.batch
 
     def flips(self, group: Settings) -> bool:
         """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
 
-        "auto" does if the rule says so (`Rule.transposes_few_rows`). Blocks of different sizes are never transposed,
-        because their bases could differ in width, and neither is a matrix of a rule without such a basis.
+        "auto" does if there are fewer rows than the basis would have columns, and the rule asks for it
+        (`Rule.transposes_few_rows`). A rule that does not track one side never gets the transpose, nor do blocks of
+        different sizes, because their bases could differ in width.
         """
-        if not self.rule.one_sided or len(sizes := set(self._stored_sizes())) > 1:
+        if not self.rule.one_sided or len(set(self._block_sizes())) > 1:
             return False
-        (rows, n), side = sizes.pop(), group.get("side", "auto")
+        rows, columns = self._block_sizes()[0]
+        side = group.get("side", "auto")
         if side == "auto":
-            return self.rule.transposes_few_rows and rows < min(group["rank"], n)
-        return side == "smaller" and rows < n
+            return self.rule.transposes_few_rows and rows < min(group["rank"], columns)
+        return side == "smaller" and rows < columns
+
+    def _as_rule_sees(self, axes: str) -> str:
+        """Return axes of an (out, in) matrix, "m" for rows and "n" for columns, as axes of what the rule gets."""
+        return axes.translate(str.maketrans("mn", "nm")) if self.flipped else axes
 
     def _matrix_shape(self) -> tuple[int, int]:
+        """Return (out, in), the shape of each matrix before it is cut into blocks."""
         if self.kind == "conv":
             return self.shape[0], math.prod(self.shape[1:])
         return (self.shape[-1], self.shape[-2]) if self.kind == "in_out" else (self.shape[-2], self.shape[-1])
 
-    def _stored_sizes(self) -> list[tuple[int, int]]:
-        """Return the rows and columns of each block of a matrix, before any transpose for `side`."""
-        rows, n = self._matrix_shape()
+    def _block_sizes(self) -> list[tuple[int, int]]:
+        """Return the rows and columns of each block of an (out, in) matrix."""
+        rows, columns = self._matrix_shape()
         if self.splits is None:
-            return [(rows, n)]
-        return [(rows, size) if self.split_dim else (size, n) for size in self.splits]
+            return [(rows, columns)]
+        return [(rows, size) if self.split_dim else (size, columns) for size in self.splits]
 
     def _check_splits(self, sizes: int | Sequence[int] | None, length: int) -> tuple[int, ...] | None:
         side = "input columns" if self.split_dim else "output rows"
@@ -184,17 +203,19 @@ class Layout:
         return [x.mT for x in cut] if self.flipped else cut
 
     def _matrices(self, tensor: Tensor) -> list[Tensor]:
-        """Return the matrices of a local tensor, rows by columns, before they are cut into blocks."""
+        """Return the (out, in) matrices of a local tensor, before they are cut into blocks."""
         if self.kind == "conv":
             return [tensor.flatten(1)]
         x = tensor.mT if self.kind == "in_out" else tensor
         return list(x.flatten(0, -3).unbind(0)) if x.dim() > 2 else [x]
 
     def stacked_blocks(self, tensor: Tensor) -> Tensor | None:
-        """Return the blocks of a fused weight as one tensor (blocks, rows, columns); None if they differ in size."""
+        """Return the blocks of a fused weight as one view (blocks, rows, columns); None if they differ or are empty."""
         (x,), dim = self._matrices(tensor), self.split_dim
         shapes = {block.shape for block in self.split(x, dim)}
-        return x.unflatten(dim, (len(self.sizes_mn), -1)).movedim(dim, 0) if len(shapes) == 1 and x.numel() else None
+        if len(shapes) > 1 or not x.numel():
+            return None
+        return x.unflatten(dim, (len(self.sizes_mn), -1)).movedim(dim, 0)
 
     def split(self, x: Tensor, dim: int) -> list[Tensor]:
         """Return the blocks of a fused weight, or of its state, that this process stores, whole or in part."""
@@ -232,11 +253,11 @@ class Layout:
             slots = self.rule.slots(math.prod(self.shape[:-1]), self.width, settings)
             return {name: self._elementwise_slot(slot) for name, slot in slots.items()}
         each = [self.rule.slots(m, n, settings) for m, n in self.sizes_mn]
-        return {name: self._widen(name, [slots[name] for slots in each], settings) for name in each[0]}
+        return {name: self._slot_of_all(name, [slots[name] for slots in each], settings) for name in each[0]}
 
     @property
     def width(self) -> int:
-        """The elements of a row, which is the last dimension of the parameter."""
+        """The elements of a row; a row is along the last dimension."""
         return self.shape[-1] if self.shape else 1
 
     def _elementwise_slot(self, slot: Slot) -> Slot:
@@ -249,22 +270,34 @@ class Layout:
     def _slot(self, axes: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Slot:
         return Slot(axes, shape, dtype or torch.promote_types(self.dtype, torch.float32))
 
-    def _widen(self, name: str, slots: list[Slot], settings: Settings) -> Slot:
+    def _slot_of_all(self, name: str, slots: list[Slot], settings: Settings) -> Slot:
+        """Return the slot of the state `name` of all blocks, given the slot of each block of a matrix.
+
+        M (m, n) of COSMOS has the parameter's shape, "*". Its basis U (n, r), axes "nr", becomes
+
+            4 experts               "bnr"    (4, n, r)
+            3 blocks of rows        "knr"    (3, n, r)               each has its own basis
+            3 blocks of columns     "nr"     (n1 + n2 + n3, r)       concatenated
+        """
         first = slots[0]
         if first.axes == "mn":
             return self._slot("*", self.shape, first.dtype)
         if self.splits is None:
             lead = () if self.kind == "conv" else self.shape[:-2]
             return self._slot("b" * len(lead) + first.axes, (*lead, *first.shape), first.dtype)
-        is_cut = first.axes.startswith(self.split_axis)
-        if any(s.shape[1:] != first.shape[1:] or (not is_cut and s.shape != first.shape) for s in slots):
+        concatenated = self._is_concatenated(first)
+        if len({s.shape[1:] if concatenated else s.shape for s in slots}) > 1:
             raise ValueError(
                 f"parameter {self.name!r}: split_sizes={list(self.splits)} give its blocks state {name!r} of different "
                 f"widths; {self._advice(name, settings)}"
             )
-        if is_cut:
+        if concatenated:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)
         return self._slot("k" + first.axes, (len(slots), *first.shape), first.dtype)
+
+    def _is_concatenated(self, slot: Slot) -> bool:
+        """Return whether blocks of a fused weight have concatenated state: its first axis is what `splits` cuts."""
+        return slot.axes.startswith(self.split_axis)
 
     def _advice(self, name: str, settings: Settings) -> str:
         """Return how to keep a weight with blocks of different sizes, if their state does not fit together."""
@@ -301,10 +334,7 @@ class Layout:
         return torch.contiguous_format if self.flattens else torch.preserve_format
 
     def _is_offloaded(self, p: Tensor, slot: Slot) -> bool:
-        """Return whether a state tensor is in host memory: a large one, with blocks that can be copied in one piece.
-
-        The blocks of a weight that is cut into columns have gaps in memory.
-        """
+        """Return whether a state tensor is in host memory: a large one, with blocks (not of columns) without gaps."""
         if not self.offloads or p.device.type not in OFFLOADED_FROM:
             return False
         like = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
@@ -329,11 +359,10 @@ class Layout:
             if slot.axes == "*":
                 cut[name] = self.blocks(tensor)
             elif self.splits is None:
-                lead = tensor.dim() - len(slot.axes.lstrip("b"))
+                lead = slot.axes.count("b")
                 cut[name] = list(tensor.flatten(0, lead - 1).unbind(0)) if lead else [tensor]
             else:
-                is_cut = slot.axes.startswith(self.split_axis)
-                cut[name] = self.split(tensor, 0) if is_cut else list(tensor.unbind(0))
+                cut[name] = self.split(tensor, 0) if self._is_concatenated(slot) else list(tensor.unbind(0))
         return [{name: views[i] for name, views in cut.items()} for i in range(len(self.blocks_mn))]
 
     def location(self, i: int) -> Location:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.batching import Batch, Entry, batches, decay_of, signed_lr
+from cosmos_optim.engine.batching import Batch, Entry, Matrix, batches, decay_of, signed_lr
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job, Location, Tensors
@@ -48,8 +48,9 @@ def advance(entries: Sequence[Entry], check: GradientCheck) -> tuple[list[Entry]
     steps = [e.state["step"] for e in live]
     if live and check.skip is None:
         torch._foreach_add_(steps, 1.0)
-    elif live:  # without alpha, torch would read the tensor on the host
-        torch._foreach_add_(steps, 1.0 - check.skip.float(), alpha=1.0)  # type: ignore[union-attr]
+    elif live:
+        zero_if_skipped = 1.0 - check.skip.float()  # type: ignore[union-attr]
+        torch._foreach_add_(steps, zero_if_skipped, alpha=1.0)  # without alpha, torch would read the tensor on the host
     for e, started in zip(entries, check.started, strict=True):
         if not started and e.group["weight_decay"]:
             decay_(e)
@@ -92,10 +93,10 @@ def run_stack(stack: Batch, location: Location, check: GradientCheck, diagnostic
     grad_max = stacked_grad_max(stack, check)
     D, new = direction_of(stack, location, grad_max, diagnostics)
     store_(stack.state(), new, check.skip)
-    still = grad_max if stack.rule.constant_size else None
-    seeds = stack.steps if stack.group["stochastic_rounding"] else None
     apply_(
-        stack.params, D, signed_lr(stack.group), decay_of(stack.group), check.skip, grad_max=still, seeds=seeds,
+        stack.params, D, signed_lr(stack.group), decay_of(stack.group), check.skip,
+        grad_max=grad_max if stack.rule.constant_size else None,
+        seeds=stack.steps if stack.group["stochastic_rounding"] else None,
         corrections=stack.corrections,
     )  # fmt: skip
 
@@ -121,15 +122,25 @@ def direction_of(
         D, new = rule.direction(G, state, t, alg=alg, **arguments)
         if diagnostics is not None:
             values = {} if rule.diagnose is None else rule.diagnose(G, D, state, new, eps=stack.group["eps"], alg=alg)
-            moves = (grad_max[mine] > 0).view(-1, 1, 1) if rule.constant_size else 1.0
-            values["update_rms"] = (alg.norm_sq(D) / (alg.m * alg.n) * moves).sqrt()
-            for key, tensor in values.items():
-                for matrix, value in zip(stack.matrices[mine], tensor.flatten().tolist(), strict=True):
-                    diagnostics.setdefault(matrix.name, {})[key] = value
+            values["update_rms"] = update_rms(D, alg, grad_max[mine] if rule.constant_size else None)
+            record(diagnostics, stack.matrices[mine], values)
         return D, {name: tensor for name, tensor in new._asdict().items() if tensor is not None}
 
     G, state = stacked(stack.grads, dtype), stacked_state(stack.state(), dtype)
     return location.run(take_step, location.algebra(stack.m, stack.n), G, state, t)
+
+
+def update_rms(D: Tensor, alg: Algebra, grad_max: Tensor | None) -> Tensor:
+    """Return the root mean square of each direction as it is applied; `grad_max` as for `apply_`."""
+    moves = 1.0 if grad_max is None else (grad_max > 0).view(-1, 1, 1)
+    return (alg.norm_sq(D) / (alg.m * alg.n) * moves).sqrt()
+
+
+def record(diagnostics: Diagnostics, matrices: Sequence[Matrix], values: Tensors) -> None:
+    """Add the values of each matrix to the diagnostics. The host waits for them."""
+    for key, tensor in values.items():
+        for matrix, value in zip(matrices, tensor.flatten().tolist(), strict=True):
+            diagnostics.setdefault(matrix.name, {})[key] = value
 
 
 def stacked(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -164,13 +175,15 @@ def apply_(
     """Update W <- decay W - lr D for each parameter, unless `skip` is True.
 
     Args:
-        grad_max: the largest |g| of each matrix, (B,). If given, a matrix with a zero gradient is only decayed.
+        grad_max: the largest |g| of each matrix, (B,). If given, a matrix with a zero gradient is only decayed; an
+            update of constant size (`Rule.constant_size`) would move it.
         seeds: step counts. If given, bfloat16 parameters are rounded stochastically.
         corrections: if given, W has the 24 bits of a bfloat16 parameter and its correction.
     """
-    D = D * (lr if grad_max is None else (grad_max > 0).to(D.dtype).view(-1, 1, 1) * lr)
-    exact = all(p.dtype == D.dtype for p in params)
-    if exact and skip is None and seeds is None:
+    rates = lr if grad_max is None else (grad_max > 0).to(D.dtype).view(-1, 1, 1) * lr
+    D = D * rates
+    needs_no_rounding = all(p.dtype == D.dtype for p in params)
+    if needs_no_rounding and skip is None and seeds is None:
         if isinstance(decay, Tensor) or decay != 1.0:
             torch._foreach_mul_(list(params), decay)
         torch._foreach_sub_(list(params), list(D.unbind(0)))

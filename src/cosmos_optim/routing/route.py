@@ -8,7 +8,7 @@ searched; a few classes of transformers are known by their whole name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,45 +105,63 @@ def _reason(kind: str, dim: int) -> str:
 
 
 def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head: bool) -> str:
-    """Return what a parameter is if AdamW should train it; otherwise "" (also if nothing is known)."""
-    p, module, own, path = parameter.p, parameter.module, words(own_name(parameter)), _owner_path(parameter)
-    is_layer = isinstance(module, (nn.Linear, _ConvNd)) and parameter.tensor_name == "weight"
-    is_norm = isinstance(module, NORMS) or (not is_layer and not NORM.isdisjoint(words(path)[-1:]))
-    is_bias = not BIAS.isdisjoint(own)
-    is_state_space = _is_state_space(parameter)
+    """Return what a parameter is if AdamW should train it; otherwise "" (also if nothing is known).
+
+    The first question with the answer yes decides, so their order matters.
+    """
+    p, own = parameter.p, own_name(parameter)
     if is_embedding or _declares_embedding(parameter):
         return "embedding"
     if p.dim() < 2:
-        plain = "vector" if p.dim() else "scalar"
-        return "norm" if is_norm else "bias" if is_bias else "state space" if is_state_space else plain
+        return _vector_kind(parameter)
     if is_head:
         return "output head"
-    if isinstance(module, nn.Linear) and parameter.tensor_name == "weight" and _is_bias_table(path):
-        return "embedding"  # a linear layer of one-hot distances
-    if is_state_space:
-        return "state space"
-    if is_table(own_name(parameter)):
+    if _is_bias_table(parameter):
         return "embedding"
-    if is_bias:  # a row for each expert, head or position
+    if _is_state_space(parameter):
+        return "state space"
+    if is_table(own):
+        return "embedding"
+    if _has_word(own, BIAS):  # a row for each expert, head or position
         return "bias"
-    if is_norm:
+    if _is_norm(parameter):
         return "norm"
-    if p.numel() == max(p.shape) or (1 in p.shape[-2:] and not form):
-        return "vector"  # in effect: one row or one column
+    if _is_vector_in_effect(p, form):
+        return "vector"
     if form:
         return ""
-    if not SCALE.isdisjoint(own):
+    if _has_word(own, SCALE):
         return "scale"
-    if (p.dim() > 2 and p.shape[0] == 1) or holds_table(path):  # one table for the whole batch
-        return "embedding"
-    return ""
+    is_for_whole_batch = p.dim() > 2 and p.shape[0] == 1
+    return "embedding" if is_for_whole_batch or holds_table(_owner_path(parameter)) else ""
+
+
+def _vector_kind(parameter: ModelParameter) -> str:
+    """Return what a parameter with no or one dimension is."""
+    if _is_norm(parameter):
+        return "norm"
+    if _has_word(own_name(parameter), BIAS):
+        return "bias"
+    if _is_state_space(parameter):
+        return "state space"
+    return "vector" if parameter.p.dim() else "scalar"
+
+
+def _has_word(name: str, vocabulary: Set[str]) -> bool:
+    """Return whether a word of the name is in the vocabulary."""
+    return not vocabulary.isdisjoint(words(name))
 
 
 def own_name(parameter: ModelParameter) -> str:
     """Return the name of the parameter itself; in a list or dict of parameters it is that of the list."""
     if isinstance(parameter.module, (nn.ParameterList, nn.ParameterDict)):
-        return _owner_path(parameter).rpartition(".")[2]
+        return _owner_name(parameter)
     return parameter.tensor_name
+
+
+def _owner_name(parameter: ModelParameter) -> str:
+    """Return the name of the module that owns the parameter, without its path."""
+    return _owner_path(parameter).rpartition(".")[2]
 
 
 def _owner_path(parameter: ModelParameter) -> str:
@@ -154,17 +172,41 @@ def _owner_path(parameter: ModelParameter) -> str:
     return path
 
 
-def _is_bias_table(path: str) -> bool:
-    """Return whether a module's name says that it holds biases by relative position."""
-    found = set(words(path.rpartition(".")[2]))
-    return not BIAS.isdisjoint(found) and not {"rel", "relative"}.isdisjoint(found)
+def _is_bias_table(parameter: ModelParameter) -> bool:
+    """Return whether a parameter is a linear layer of one-hot distances: biases by relative position."""
+    owner = _owner_name(parameter)
+    return _is_weight_of(parameter, nn.Linear) and _has_word(owner, BIAS) and _has_word(owner, {"rel", "relative"})
+
+
+def _is_norm(parameter: ModelParameter) -> bool:
+    """Return whether a parameter is a norm's: by the module's type, or by the last word of the module's name."""
+    if isinstance(parameter.module, NORMS):
+        return True
+    last_word = words(_owner_path(parameter))[-1:]
+    return not NORM.isdisjoint(last_word) and not _is_weight_of(parameter, nn.Linear, _ConvNd)
+
+
+def _is_weight_of(parameter: ModelParameter, *kinds: type[nn.Module]) -> bool:
+    """Return whether a parameter is the weight of a module of one of these kinds."""
+    return isinstance(parameter.module, kinds) and parameter.tensor_name == "weight"
+
+
+def _is_vector_in_effect(p: Tensor, form: str) -> bool:
+    """Return whether a parameter with several dimensions is one vector, or has single rows or columns and no form.
+
+    For example, (1, 8) is a vector in effect; (4, 8, 1) is one only if its form is not known.
+    """
+    has_one_long_dimension = p.numel() == max(p.shape)
+    has_thin_matrices = 1 in p.shape[-2:]
+    return has_one_long_dimension or (has_thin_matrices and not form)
 
 
 def _is_state_space(parameter: ModelParameter) -> bool:
     """Return whether a parameter belongs to a state space model's recurrence: A_log, and D and dt beside it."""
-    first, *_ = (*words(parameter.tensor_name), "")
-    beside = any(name.lower().startswith("a_log") for name, _ in parameter.module.named_parameters(recurse=False))
-    return parameter.tensor_name.lower().startswith("a_log") or (beside and first in ("d", "dt"))
+    if parameter.tensor_name.lower().startswith("a_log"):
+        return True
+    is_beside = any(name.lower().startswith("a_log") for name, _ in parameter.module.named_parameters(recurse=False))
+    return is_beside and words(parameter.tensor_name)[:1] in (("d",), ("dt",))
 
 
 def _declares_embedding(parameter: ModelParameter) -> bool:
@@ -179,37 +221,59 @@ def _declares_embedding(parameter: ModelParameter) -> bool:
 
 
 def matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
-    """Return the form of a hidden matrix and its settings; "" and {} if the parameter is not known to be one.
-
-    A convolution is flattened to (out, in * kernel), one block for each group; a depthwise one is not a matrix.
-    """
-    p, module, name = parameter.p, parameter.module, parameter.tensor_name
+    """Return the form of a hidden matrix and its settings; "" and {} if the parameter is not known to be one."""
+    p, module = parameter.p, parameter.module
     if isinstance(module, _ConvNd) and p.dim() > 2:
-        if module.groups == 1:
-            return "convolution", {"layout": "conv"}
-        if p.shape[1] == 1 or p.shape[0] == module.groups:
-            return "depthwise convolution", {"layout": "conv"}
-        return "grouped convolution", {"layout": "conv", "split_sizes": (p.shape[0] // module.groups,) * module.groups}
-    if "Conv1D" in _class_names(module) and p.dim() == 2 and p.shape[1] == getattr(module, "nf", None):
-        return "Conv1D, stored (in, out)", {"layout": "in_out"}
-    if isinstance(module, nn.MultiheadAttention) and p.dim() == 2 and name.endswith("proj_weight"):
-        fused = name == "in_proj_weight"
-        return ("fused query, key, value", {"split_sizes": (p.shape[0] // 3,) * 3}) if fused else ("projection", {})
-    recurrent = next((count for own, count in RECURRENT_BLOCKS.items() if isinstance(module, own)), 0)
-    if recurrent and p.dim() == 2 and name.startswith("weight"):
-        count = 1 if name.startswith("weight_hr") else recurrent
-        return "recurrent", {"split_sizes": (p.shape[0] // count,) * count} if count > 1 else {}
-    in_out = not STORED_IN_OUT.isdisjoint(_class_names(module, qualified=True))
-    if p.dim() == 3 and 1 not in p.shape and (in_out or _is_stack(parameter)):
-        stored = getattr(module, "is_transposed", in_out)
-        return f"{p.shape[0]} stacked matrices", {"layout": "in_out"} if stored else {}
-    if p.dim() == 2 and in_out:
+        return _convolution_form(p, module.groups)
+    is_in_out = not STORED_IN_OUT.isdisjoint(_class_names(module, qualified=True))
+    if p.dim() == 3 and 1 not in p.shape and (is_in_out or _is_stack(parameter)):
+        is_in_out = getattr(module, "is_transposed", is_in_out)
+        return f"{p.shape[0]} stacked matrices", {"layout": "in_out"} if is_in_out else {}
+    if p.dim() != 2:
+        return "", {}
+    known = _form_in_known_module(parameter)
+    if known is not None:
+        return known
+    if is_in_out:
         return "matrix, stored (in, out)", {"layout": "in_out"}
-    if p.dim() == 2 and _is_linear(parameter):
+    if _is_linear(parameter):
         return "linear", {}
-    if p.dim() == 2 and _is_router(parameter):
+    if _is_router(parameter):
         return "router", {}
     return "", {}
+
+
+def _convolution_form(p: Tensor, groups: int) -> tuple[str, dict[str, Any]]:
+    """Return the form of a convolution, which is flattened to (out, in * kernel), one block for each group.
+
+    A depthwise convolution is not a matrix.
+    """
+    settings = {"layout": "conv"}
+    if groups == 1:
+        return "convolution", settings
+    if p.shape[1] == 1 or p.shape[0] == groups:
+        return "depthwise convolution", settings
+    return "grouped convolution", settings | _row_blocks(p, groups)
+
+
+def _form_in_known_module(parameter: ModelParameter) -> tuple[str, dict[str, Any]] | None:
+    """Return the form of a 2-D weight of torch's attention or recurrent layers, or of a Conv1D; None for others."""
+    p, module, name = parameter.p, parameter.module, parameter.tensor_name
+    if "Conv1D" in _class_names(module) and p.shape[1] == getattr(module, "nf", None):
+        return "Conv1D, stored (in, out)", {"layout": "in_out"}
+    if isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight":
+        return "fused query, key, value", _row_blocks(p, 3)
+    if isinstance(module, nn.MultiheadAttention) and name.endswith("proj_weight"):
+        return "projection", {}
+    for kind, blocks in RECURRENT_BLOCKS.items():
+        if isinstance(module, kind) and name.startswith("weight"):
+            return "recurrent", _row_blocks(p, 1 if name.startswith("weight_hr") else blocks)
+    return None
+
+
+def _row_blocks(p: Tensor, count: int) -> dict[str, Any]:
+    """Return the settings of a weight that has `count` equal blocks of rows."""
+    return {"split_sizes": (p.shape[0] // count,) * count} if count > 1 else {}
 
 
 def _class_names(module: nn.Module, qualified: bool = False) -> set[str]:
@@ -224,34 +288,35 @@ def _is_linear(parameter: ModelParameter) -> bool:
     """
     module, (rows, columns) = parameter.module, parameter.p.shape
     is_weight = re.fullmatch(r"weight\d*", parameter.tensor_name) is not None
+    may_be_adapter = not is_weight and not _has_word(parameter.tensor_name, SCALE)
     if isinstance(module, nn.Linear) and is_weight:
         return True
-    for into, out in SIZES:
-        n, m = getattr(module, into, None), getattr(module, out, None)
+    for input_name, output_name in SIZES:
+        n, m = getattr(module, input_name, None), getattr(module, output_name, None)
         if not isinstance(m, int) or not isinstance(n, int):
             continue
         if is_weight and m % max(rows, 1) == 0 and n % max(columns, 1) == 0:
             return True
-        if not is_weight and SCALE.isdisjoint(words(parameter.tensor_name)) and (rows == m or columns == n):
+        if may_be_adapter and (rows == m or columns == n):
             return True
     return False
 
 
 def _is_stack(parameter: ModelParameter) -> bool:
     """Return whether a parameter with three dimensions is a stack of experts: by the count, a mark, or a word."""
-    if is_table(own_name(parameter)) or not BIAS.isdisjoint(words(own_name(parameter))):
+    own = own_name(parameter)
+    if is_table(own) or _has_word(own, BIAS):
         return False
-    named = words(_owner_path(parameter).rpartition(".")[2] + "." + parameter.tensor_name)
     return (
         parameter.p.shape[0] in _declared_experts(parameter.module)
         or hasattr(parameter.module, "is_transposed")
-        or not EXPERT.isdisjoint(named)
+        or _has_word(f"{_owner_name(parameter)}.{parameter.tensor_name}", EXPERT)
     )
 
 
 def _is_router(parameter: ModelParameter) -> bool:
     """Return whether a parameter with two dimensions is the weight of a module with a router's name."""
-    return parameter.tensor_name == "weight" and not ROUTER.isdisjoint(words(_owner_path(parameter).rpartition(".")[2]))
+    return parameter.tensor_name == "weight" and _has_word(_owner_name(parameter), ROUTER)
 
 
 def _declared_experts(module: nn.Module) -> set[int]:

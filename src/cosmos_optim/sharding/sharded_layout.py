@@ -1,4 +1,15 @@
-"""The layout of a DTensor parameter: views of its local part, and state that is sharded like the parameter."""
+"""The layout of a DTensor parameter, as FSDP2, HSDP and tensor parallelism make it.
+
+It returns views of this rank's part, and allocates state that is sharded like the parameter. Example: FSDP2 has cut the
+rows of an (8, 6) weight over two ranks. The basis of COSMOS has two columns; two-sided SOAP needs whole matrices.
+
+    tensor              letters    placement      part of a rank
+    weight (8, 6)       "mn"       Shard(0)       (4, 6)
+    COSMOS, M (8, 6)    "*"        Shard(0)       (4, 6)            like the weight
+    COSMOS, V (8, 2)    "mr"       Shard(0)       (4, 2)            has the rows m, which are cut
+    COSMOS, U (6, 2)    "nr"       Replicate()    (6, 2)            has no rows m
+    SOAP, L (6, 6)      "nk"       Shard(1)       (6, 3)            has no rows m; cut only to save memory
+"""
 
 from __future__ import annotations
 
@@ -32,9 +43,18 @@ class ShardedLayout(Layout):
 
     Every state tensor is a DTensor on the parameter's mesh. Dimensions that are rows or columns of the parameter are
     cut like them; the others are replicated. If the rule needs whole matrices, all state is cut over all ranks.
+
+    A `Cut` divides a dimension over ranks; `splits` divide a fused weight into blocks, which a cut may divide further.
+
+    cuts: the cut of each dimension of the parameter.
+    roles: the role of each dimension: "m" rows, "n" columns, "b" a batch.
+    batch_cuts, matrix_cuts: the cuts of the dimensions "b", and the cut of the side "m" and of the side "n".
+    state_cuts: the slot and the cuts of each state tensor.
+    needs_owners: whether a side is cut that the rule needs whole, so that one rank must get the matrix.
     """
 
     is_sharded = True
+    _locations: list[Location] | None = None
 
     def __init__(self, name: str, p: DTensor, rule: Rule, group: dict[str, Any]) -> None:
         self.mesh, self.placements = p.device_mesh, tuple(p.placements)
@@ -71,6 +91,7 @@ class ShardedLayout(Layout):
             raise self._with_placements(error) from None
 
     def _check_local_part(self, p: DTensor) -> None:
+        """Raise ValueError if this rank's part has another shape than its cuts, or is where the mesh sends nothing."""
         held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
         if held != expected:
             raise ValueError(
@@ -86,13 +107,16 @@ class ShardedLayout(Layout):
 
     def _check_moments(self, settings: Settings) -> None:
         """Raise ValueError if two ranks would share a block of 8-bit moments: their scales could not be placed."""
-        slots = self.slots(settings)
-        if not self.shape or "exp_avg_scale" not in slots or not self.cuts[-1].mesh_dims:
+        scale_slot = self.slots(settings).get("exp_avg_scale")
+        last_is_cut = self.shape and self.cuts[-1].mesh_dims
+        if scale_slot is None or not last_is_cut:
             return
-        scales = cuts_of(slots["exp_avg_scale"].shape, self.mesh, self.placements)[-1]
-        for at in product(*(range(size) for size in self.mesh.shape)):
-            whole, held = self.cuts[-1].part(self.mesh.shape, at), scales.part(self.mesh.shape, at)
-            if whole.length and (whole.start, scale_columns(whole.length)) != (held.start * BLOCK, held.length):
+        scale_cut = cuts_of(scale_slot.shape, self.mesh, self.placements)[-1]
+        for coordinate in product(*(range(size) for size in self.mesh.shape)):
+            elements = self.cuts[-1].part(self.mesh.shape, coordinate)
+            scales = scale_cut.part(self.mesh.shape, coordinate)
+            has_own_scales = (scales.start * BLOCK, scales.length) == (elements.start, scale_columns(elements.length))
+            if elements.length and not has_own_scales:
                 raise ValueError(
                     f"adam_dtype=torch.int8 has a scale for each {BLOCK} elements of the last dimension, but the ranks "
                     f"cut it elsewhere: shard another dimension, Shard(0) of a matrix, or cut at multiples of {BLOCK}, "
@@ -118,7 +142,7 @@ class ShardedLayout(Layout):
         """
         *lead, column = [self._part(cut).start for cut in self.cuts] or [0]
         row = 0
-        for start, size in zip(lead, self.shape, strict=False):
+        for start, size in zip(lead, self.shape[:-1], strict=True):
             row = row * size + start
         return row, column
 
@@ -131,56 +155,71 @@ class ShardedLayout(Layout):
     # -- roles of the parameter's dimensions --------------------------------------------------------------------------
 
     def _assign_roles(self) -> None:
-        """Assign a role to each dimension of the stored tensor: "m" rows, "n" columns, "b" a batch of matrices."""
+        """Assign a role to each dimension: "bmn" to experts, "mnnn" to a 2-D convolution. Cut batch and matrices."""
         if self.kind == "conv":
             roles = "m" + "n" * (len(self.shape) - 1)
         else:
             roles = "b" * (len(self.shape) - 2) + ("nm" if self.kind == "in_out" else "mn")
-        self.roles = roles.translate(str.maketrans("mn", "nm")) if self.flipped else roles
-        self.matrix_cuts = dict(zip(self.roles, self.cuts, strict=True))
-        if self.kind == "conv":
+        self.roles = self._as_rule_sees(roles)
+        self.batch_cuts = [cut for cut, role in zip(self.cuts, self.roles, strict=True) if role == "b"]
+        self.batch_is_cut = any(cut.mesh_dims for cut in self.batch_cuts)
+        self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
+        self.matrix_cuts = self._cut_matrices()
+        self.cut_sides = {side for side, cut in self.matrix_cuts.items() if cut.mesh_dims}
+        self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
+
+    def _cut_matrices(self) -> dict[str, Cut]:
+        """Return the cut of the rows "m" and of the columns "n" of a matrix."""
+        cuts = {role: cut for role, cut in zip(self.roles, self.cuts, strict=True) if role != "b"}
+        if self.kind == "conv":  # its columns are several dimensions
             if any(cut.mesh_dims for cut in self.cuts[1:]):
                 raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
             columns = self._matrix_shape()[1]
-            self.matrix_cuts["m" if self.flipped else "n"] = Cut(columns, (), 0, columns)
-        self.batch_cuts = [cut for cut, role in zip(self.cuts, self.roles, strict=True) if role == "b"]
-        self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
-        self.cut_sides = {role for role in "mn" if self.matrix_cuts[role].mesh_dims}
-        self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
+            cuts[self._as_rule_sees("n")] = Cut(columns, (), 0, columns)
+        return cuts
 
     def _cut_state(self, group: dict[str, Any]) -> None:
         """Cut the dimensions of each state tensor over the mesh."""
         self.state_cuts = {name: (slot, cuts_of(slot.shape, self.mesh, self.placements_of(slot)))
                            for name, slot in self.rule_slots(group).items()}  # fmt: skip
-        matrix_state = [(slot.shape[self._lead(slot) :], cuts[self._lead(slot) :])
-                        for slot, cuts in self.state_cuts.values() if slot.axes != "*"]  # fmt: skip
-        whole = (math.prod(shape) for shape, cuts in matrix_state if not any(cut.mesh_dims for cut in cuts))
-        self.largest_whole_state = max(whole, default=0)
+        whole = [0]
+        for slot, cuts in self.state_cuts.values():
+            lead = self._lead(slot)
+            if slot.axes != "*" and not any(cut.mesh_dims for cut in cuts[lead:]):
+                whole.append(math.prod(slot.shape[lead:]))
+        self.largest_whole_state = max(whole)
 
-    @cached_property
-    def locations(self) -> list[Location]:
-        """Where each block is. All ranks must read this together, because it creates missing process groups."""
-        return [self._location_of_block(i) if self.cut_sides else LOCAL for i in range(len(self.sizes_mn))]
+    def locate_blocks(self) -> list[Location]:
+        """Return where each block is. The first call creates process groups, so all ranks must make it together."""
+        if self._locations is None:
+            numbers = range(len(self.sizes_mn))
+            self._locations = [self._location_of_block(i) if self.cut_sides else LOCAL for i in numbers]
+        return self._locations
 
     def _block_of(self, whole: Cut, i: int) -> Cut:
         """Return the cut of the rows (or columns) of block i, given that of all rows (or columns)."""
-        return replace(whole, low=sum(self.splits[:i]), high=sum(self.splits[: i + 1])) if self.splits else whole
+        if not self.splits:
+            return whole
+        low = sum(self.splits[:i])
+        return replace(whole, low=low, high=low + self.splits[i])
 
     def _location_of_block(self, i: int) -> ShardedLocation:
-        block = {self.split_axis: self._block_of(self.matrix_cuts[self.split_axis], i)}
-        rows, cols = (block.get(side, self.matrix_cuts[side]) for side in "mn")
+        """Return where block i of a matrix is, with the cuts of its state if an owner needs it."""
+        sides = self.matrix_cuts | {self.split_axis: self._block_of(self.matrix_cuts[self.split_axis], i)}
+        rows, cols = sides["m"], sides["n"]
         if not self.needs_owners:
             return sharded_location(self.mesh, rows, cols)
         state: list[tuple[str, tuple[Cut, ...]]] = []
         for name, (slot, all_cuts) in self.state_cuts.items():
             cuts = [rows, cols] if slot.axes == "*" else all_cuts[self._lead(slot) :]
-            if slot.axes.startswith(self.split_axis):
+            if self._is_concatenated(slot):
                 cuts[0] = self._block_of(cuts[0], i)
             state.append((name, tuple(cuts)))
         return sharded_location(self.mesh, rows, cols, tuple(state))
 
     def location(self, i: int) -> Location:
-        return self.locations[i % len(self.locations)]
+        locations = self.locate_blocks()
+        return locations[i % len(locations)]  # each matrix of a batch has the same
 
     # -- tensors shaped like the parameter ----------------------------------------------------------------------------
 
@@ -205,7 +244,7 @@ class ShardedLayout(Layout):
     # -- one number for each block ------------------------------------------------------------------------------------
 
     def expand_to_all_blocks(self, values: Tensor) -> Tensor:
-        if not any(cut.mesh_dims for cut in self.batch_cuts):
+        if not self.batch_is_cut:
             return values
         expanded = values.new_zeros([cut.size for cut in self.batch_cuts])
         local = self._narrow(expanded, self.batch_cuts)
@@ -213,7 +252,7 @@ class ShardedLayout(Layout):
         return expanded.flatten()
 
     def select_local_blocks(self, values: Tensor) -> Tensor:
-        if not any(cut.mesh_dims for cut in self.batch_cuts):
+        if not self.batch_is_cut:
             return values
         return self._narrow(values.view([cut.size for cut in self.batch_cuts]), self.batch_cuts).flatten()
 
@@ -228,8 +267,8 @@ class ShardedLayout(Layout):
     def _lead(self, slot: Slot) -> int:
         """Return how many leading dimensions of a state tensor count matrices: a batch, or blocks of a fused weight."""
         if self.splits:
-            return 0 if slot.axes.startswith(self.split_axis) else 1
-        return len(slot.axes) - len(slot.axes.lstrip("b"))
+            return 0 if self._is_concatenated(slot) else 1
+        return slot.axes.count("b")
 
     def placements_of(self, slot: Slot) -> tuple[Placement, ...]:
         """Return the placements of a state tensor on the parameter's mesh."""
@@ -241,15 +280,29 @@ class ShardedLayout(Layout):
         """Return the placement of a state tensor on the mesh dimension where the parameter has this placement."""
         if not isinstance(placement, (Shard, _StridedShard)):
             return Replicate()
-        dim, lead = placement.dim % len(self.shape), self._lead(slot)
-        axis = dim if self.roles[dim] == "b" else slot.axes.find(self.roles[dim], lead)
-        if axis < 0 and self.needs_owners:
-            axis = next((a for a in range(lead, len(slot.axes)) if slot.axes[a] not in "mn"), lead)
-        if axis < 0:
+        state_dim = self._state_dim(slot, placement.dim % len(self.shape))
+        if state_dim is None:
             return Replicate()
         if isinstance(placement, _StridedShard):
-            return _StridedShard(axis, split_factor=placement.split_factor)
-        return Shard(axis)
+            return _StridedShard(state_dim, split_factor=placement.split_factor)
+        return Shard(state_dim)
+
+    def _state_dim(self, slot: Slot, dim: int) -> int | None:
+        """Return the dimension of a state tensor to cut over the ranks that cut dimension `dim` of the parameter.
+
+        It is the dimension with the same role. If there is none, the state is replicated (None), because every rank
+        computes with all of it. Only owners compute if the rule needs whole matrices. All state is then cut, to save
+        memory: if possible in a dimension that is neither "m" nor "n", because another mesh dimension may cut those.
+        """
+        role, lead = self.roles[dim], self._lead(slot)
+        if role == "b":
+            return dim
+        if role in slot.axes[lead:]:
+            return slot.axes.index(role, lead)
+        if not self.needs_owners:
+            return None
+        free = [i for i in range(lead, len(slot.axes)) if slot.axes[i] not in "mn"]
+        return free[0] if free else lead
 
     def zeros(self, p: Tensor, slot: Slot) -> Tensor:
         """Allocate one state tensor on the parameter's mesh."""
@@ -297,7 +350,7 @@ def prepare(layouts: Sequence[Layout]) -> None:
             )
     for layout in sharded:
         if not layout.rule.elementwise:
-            _ = layout.locations
+            layout.locate_blocks()
 
 
 def by_ranks(layouts: Sequence[Layout]) -> list[tuple[list[int], list[dist.ProcessGroup]]]:

@@ -20,6 +20,7 @@ ORDER = (
     "sharding",
     "routing",
     "hyperparameters",
+    "rate_checks",
     "checkpoint",
     "optimizer",
     "optimizers",

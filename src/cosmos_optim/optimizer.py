@@ -8,7 +8,6 @@ Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint ne
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint, hyperparameters, sharding
+from cosmos_optim import checkpoint, hyperparameters, rate_checks, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import check_gradients
 from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
@@ -35,12 +34,6 @@ if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
     from cosmos_optim.sharding.agreement import Description
 
-# Rates that torch's schedulers write into every group when built: who does, and how to give one for each group.
-RATES_WRITTEN = {
-    "max_lr": ("OneCycleLR", "OneCycleLR(max_lr={})"),
-    "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
-    "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
-}
 # Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
 BUILD_S, STEP_S = 10.0, 600.0
 
@@ -90,7 +83,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()
         self._first_rates: dict[str, float] = {}
-        self._shared_lr: float | None = math.nan  # of all groups at the last step; None: several, NaN: no step
+        self._last_shared_rates: dict[str, float] | None = None  # at the last step, or when loaded with one lr
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
@@ -299,8 +292,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
-        self._check_one_rate()
-        self._shared_lr = self._one_value("lr")
+        self._check_rates()
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
@@ -387,44 +379,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for name in ("step", *e.layout.rule_slots(e.group)):
                 e.layout.local(e.state[name]).zero_()
 
-    def _check_one_rate(self) -> None:
-        """Check that groups built with two rates still have two; raise a ValueError if a scheduler gave all the same.
-
-        The error lists one value for each group. It is not repaired here: schedulers also keep rates themselves. A
-        loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
-        Rates that differed, meet and then stay are at a floor (ReduceLROnPlateau's min_lr), which needs no warning.
-        """
-        first, groups = self._first_rates, self.param_groups
-        if len(set(first.values())) < 2 or first["lr"] == 0:
-            return
-        written = next((key for key in (*RATES_WRITTEN, "lr") if self._one_value(key) is not None), None)
-        if written is None or len({group["rule"] == "adam" for group in groups}) < 2:
-            return
-        value, name = groups[0][written], type(self).__name__
-        built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
-        one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
-        if written != "lr":
-            writer, argument = RATES_WRITTEN[written]
-            shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
-            rates = ", ".join(f"{value * share:g}" for share in shares)
-            raise ValueError(
-                f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
-                f"{argument.format(f'[{rates}]')} {one}"
+    def _check_rates(self) -> None:
+        """Raise a ValueError or warn if all groups run at one rate, but were built with two."""
+        shared = self._shared_rates()
+        if shared:
+            rate_checks.check_one_rate(
+                self.param_groups, shared, self._last_shared_rates, built=self._first_rates, name=type(self).__name__
             )
-        at_floor = self._shared_lr is None or value == self._shared_lr
-        if not at_floor and not any("initial_lr" in group for group in groups):  # other schedulers may have a floor too
-            warnings.warn(
-                # Without the value, so that Python shows the same text only once, not at every step of a schedule.
-                f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",
-                stacklevel=2,
-            )
+        self._last_shared_rates = shared
 
-    def _one_value(self, key: str) -> float | None:
-        """Return the value of `key` if all groups have the same positive number there, else None."""
-        values = [group.get(key) for group in self.param_groups]
-        # A tensor is not read: on a GPU that would wait for it at every step.
-        same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
-        return values[0] if same and values[0] else None
+    def _shared_rates(self) -> dict[str, float]:
+        """Return the rates that all groups have in common: key in the groups -> number, not 0."""
+        shared: dict[str, Any] = {}
+        for key in rate_checks.KEYS:
+            rates = [group.get(key) for group in self.param_groups]
+            # A tensor is not read: on a GPU that would wait for it at every step.
+            if all(isinstance(rate, (int, float)) and rate and rate == rates[0] for rate in rates):
+                shared[key] = rates[0]
+        return shared
 
     # -- information for the user -------------------------------------------------------------------------------------
 
@@ -517,22 +489,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._finish_copies()
         with torch.inference_mode(False), torch.no_grad():  # steps write to the copies
             checkpoint.load(self, state_dict)
-        self._adopt_one_rate()
-        self._shared_lr = self._one_value("lr") or math.nan
-
-    def _adopt_one_rate(self) -> None:
-        """Take the one rate of a checkpoint that a scheduler drove: it is meant, so steps must not refuse it."""
-        written = next((key for key in RATES_WRITTEN if self._one_value(key) is not None), None)
-        if written is None or len(set(self._first_rates.values())) < 2:
-            return
-        built = " and ".join(f"{key}={value:g}" for key, value in self._first_rates.items())
-        one = self.param_groups[0][written]
-        warnings.warn(
-            f"the checkpoint was saved with one rate for all groups, {written}={one:g}, which replaces {built} of this "
-            f"{type(self).__name__}: to train with both, write lr and {written} into each group after loading",
-            stacklevel=3,
-        )
-        self._first_rates = dict.fromkeys(self._first_rates, one)
+        shared, name = self._shared_rates(), type(self).__name__
+        self._first_rates = rate_checks.adopt_one_rate(shared, built=self._first_rates, name=name)
+        self._last_shared_rates = shared if "lr" in shared else None
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
@@ -548,7 +507,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._reset_unsaved()
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
-        self._shared_lr = self._one_value("lr") or math.nan
+        shared = self._shared_rates()
+        self._last_shared_rates = shared if "lr" in shared else None
         self._match_layouts()
         for group in self.param_groups:
             for p in group["params"]:

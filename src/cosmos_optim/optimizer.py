@@ -66,7 +66,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         adam_lr = hyperparameters.adam_rate(lr, adam_lr, self.adam_ratio)
         self._options = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
-        self._reset_unsaved()
+        self._create_attributes()
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
         groups = as_groups(params, self.rule)
@@ -76,18 +76,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._is_built = True
         self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
 
-    def _reset_unsaved(self) -> None:
-        """Create the attributes that are not saved with the optimizer, and those that older pickles lack."""
+    def _create_attributes(self) -> None:
+        """Create the attributes that a pickle lacks, for `__init__` and `__setstate__`."""
         self._layouts: dict[Tensor, Layout] = {}
         self._not_compared: list[Description] = []  # groups that wait for other ranks
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
-        self._started: set[Tensor] = set()
-        self._first_rates: dict[str, float] = {}
+        self._started: set[Tensor] = set()  # parameters that have had a non-zero gradient
+        self._first_rates: dict[str, float] = {}  # "lr" and "adam_lr" of the first groups; old pickles lack it
         self._last_shared_rates: dict[str, float] | None = None  # at the last step, or when loaded with one lr
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
-        self._is_built = False
+        self._is_built = False  # while the constructor adds its groups
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -95,11 +95,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Reject groups made for another optimizer: they would silently train with its rule."""
         own, name = self.rule, type(self).__name__
         asked = {group.get("rule", own) if isinstance(group, dict) else own for group in groups}
-        others = asked - {"adam", own, two_sided(own)}
-        if others and others <= set(RULES) and not asked & ({own, two_sided(own)} - {"adam"}):
+        of_matrices = asked - {"adam"}
+        are_known = of_matrices <= set(RULES)  # a misspelled rule gets an error that suggests the right name
+        if of_matrices and are_known and of_matrices.isdisjoint((own, two_sided(own))):
             raise ValueError(
-                f"{name} was given groups of rule {' and '.join(sorted(others))} and no matrix for its own rule: make "
-                f"them with param_groups(model, {own!r}), or give {name} the model"
+                f"{name} was given groups of rule {' and '.join(sorted(of_matrices))} and no matrix for its own rule: "
+                f"make them with param_groups(model, {own!r}), or give {name} the model"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -329,47 +330,58 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._not_compared:
             self._compare_ranks(STEP_S)
         entries = []
-        layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
             rule = RULES[group["rule"]]
             if isinstance(group["lr"], Tensor) and group["lr"].dim():
                 group["lr"] = group["lr"].view(())  # as `complete` does; it may have been written or loaded since
             for p in group["params"]:
-                layout = layouts.get(p)
+                layout = self._layouts.get(p)
                 if layout is None:
                     self._match_layouts()
                     self._compare_ranks(STEP_S)
-                    layout = layouts[p]
-                if p.is_meta:
-                    raise ValueError(
-                        f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
-                        "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
-                    )
-                changed = p.shape != layout.shape
-                if changed:
-                    other_engines.refuse_flat(layout.name, p, is_piece=True)
-                grad = p.grad
-                if grad is None and group.get("missing") == "zero" and p.requires_grad:
-                    grad = torch.zeros_like(p)  # needs no communication if p is sharded
-                if grad is None or p.numel() == 0:
-                    continue
-                if grad.is_sparse:
-                    raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
-                if changed:
-                    raise ValueError(
-                        f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
-                        f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
-                    )
-                mine = state.get(p)
-                if not mine or "step" not in mine:  # materialized since then, or reset by the user
-                    self._allocate(p, group)
-                    self._started.discard(p)
-                    mine = state[p]
-                elif mine["step"].device != p.device or layout.dtype != p.dtype:
-                    self._move_state(p, group)
-                    mine = state[p]
-                entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
+                    layout = self._layouts[p]
+                grad = self._gradient(p, layout, group)
+                if grad is not None:
+                    state = self._current_state(p, layout, group)  # before layout.gradient, which needs the new dtype
+                    entries.append(Entry(p, layout.gradient(grad), state, layout, group, rule))
         return entries
+
+    @staticmethod
+    def _gradient(p: Tensor, layout: Layout, group: Mapping[str, Any]) -> Tensor | None:
+        """Return a parameter's gradient, or None if it has none. Raise a ValueError if it cannot be used."""
+        if p.is_meta:
+            raise ValueError(
+                f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
+                "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
+            )
+        is_reshaped = p.shape != layout.shape
+        if is_reshaped:
+            other_engines.refuse_flat(layout.name, p, is_piece=True)
+        grad = p.grad
+        if grad is None and group.get("missing") == "zero" and p.requires_grad:
+            grad = torch.zeros_like(p)  # needs no communication if p is sharded
+        if grad is None or p.numel() == 0:
+            return None
+        if grad.is_sparse:
+            raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
+        if is_reshaped:
+            raise ValueError(
+                f"parameter {layout.name!r} had shape {layout.shape} when it was added and has {tuple(p.shape)} now: "
+                "build the optimizer after the code that reshapes the model"
+            )
+        return grad
+
+    def _current_state(self, p: Tensor, layout: Layout, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter. Allocate it if it is missing, and move it if the parameter was moved."""
+        state = self.state.get(p)
+        if not state or "step" not in state:  # materialized since then, or reset by the user
+            self._allocate(p, group)
+            self._started.discard(p)
+        elif state["step"].device != p.device or layout.dtype != p.dtype:
+            self._move_state(p, group)
+        else:
+            return state
+        return self.state[p]
 
     def _undo_start(self, entries: Sequence[Entry]) -> None:
         """Reset the state of entries if their first step failed, because only a first step takes their first bases."""
@@ -504,7 +516,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reset_unsaved()
+        self._create_attributes()
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
         shared = self._shared_rates()

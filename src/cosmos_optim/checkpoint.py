@@ -1,12 +1,16 @@
-"""Load optimizer state: match groups, check shapes, and keep each rule's dtypes. `_translate` reads older versions."""
+"""Load optimizer state: match groups, check shapes, and keep each rule's dtypes. `_translate` reads older versions.
+
+`load` is the entry. "Ours" is what the optimizer has, "saved" is what the checkpoint has.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,56 +98,37 @@ def dtypes_from_text(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: restored(k, v) for k, v in group.items()} for group in groups]
 
 
+class Match(NamedTuple):
+    """One of our groups, and the saved group that is loaded into it.
+
+    `ours["params"]` has our parameters, `saved["params"]` the keys of their saved state, numbers or names.
+    """
+
+    ours: dict[str, Any]
+    saved: dict[str, Any]
+
+
 def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
-    """Load a state_dict as torch does, but keep the dtype of each state slot: torch would cast to the parameter's."""
+    """Load a state_dict as torch does, but keep the dtype of each state slot: torch would cast to the parameter's.
+
+    Match the groups, check and convert what was saved, and apply it. An error before `_apply` changes nothing.
+    """
     state_dict = state_dict.copy()  # hooks may change it, but the caller owns the original
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
-    groups = dtypes_from_text(copy.deepcopy(state_dict["param_groups"]))
-    saved = [_translate(i, group) for i, group in enumerate(groups)]
+    saved_groups = dtypes_from_text(copy.deepcopy(state_dict["param_groups"]))
+    saved_groups = [_translate(i, group) for i, group in enumerate(saved_groups)]
+    saved_state = dict(state_dict["state"])
     optimizer._match_layouts()
-    saved = _split_by_dtype(optimizer, saved)
-    ours_now = _regrouped(optimizer, saved)
-    _check_groups(optimizer, ours_now, saved)
-    saved = [_in_our_order(group, ours) for ours, group in zip(ours_now, saved, strict=True)]
-    _check_names(ours_now, saved)
-    saved, state = _with_dtypes_that_fit(optimizer, ours_now, saved, state_dict["state"])
-    _warn_of_dtypes(ours_now, saved)
-    _keep_corrections(ours_now, saved, state)
-    loaded: dict[Tensor, dict[str, Any]] = {}
-    without_state = []
-    for ours, group in zip(ours_now, saved, strict=True):
-        for key, p in zip(group["params"], ours["params"], strict=True):
-            if key in state:
-                loaded[p] = _checked_state(optimizer, p, {**ours, **group}, state[key])
-            elif not p.is_meta:
-                without_state.append((p, ours))
-    if len(saved) > len(groups):
-        warnings.warn(
-            f"the checkpoint's {len(groups)} groups are split into {len(saved)}, because dtypes of the state differ "
-            "here within a group: a scheduler saved with it has too few rates. Build a new one at the step reached",
-            stacklevel=3,
-        )
-    if ours_now is not optimizer.param_groups:  # only now: an error above changes nothing
-        warnings.warn(
-            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
-            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
-            stacklevel=3,
-        )
-        optimizer.param_groups[:] = ours_now
-    for ours, group in zip(optimizer.param_groups, saved, strict=True):
-        names = ours.get("param_names") or group.get("param_names")
-        ours.update({k: v for k, v in group.items() if k not in ("params", "param_names")})
-        if names:
-            ours["param_names"] = list(names)
-    optimizer._keep_structure(loaded=True)
-    optimizer.state.update(loaded)
-    of_parameters = {key for group in saved for key in group["params"]}
-    optimizer.state.update({k: v for k, v in state.items() if k not in of_parameters})  # as torch does
-    for p, ours in without_state:  # the checkpoint was written before their first step
-        optimizer.state.pop(p, None)
-        optimizer._allocate(p, ours)
-    optimizer._started = started(optimizer)
+
+    matches = _match(optimizer, saved_groups)
+    _convert_dtypes(optimizer, matches, saved_state)
+    _warn_of_dtypes(matches)
+    _keep_our_corrections(matches, saved_state)
+    new_state = _new_state(optimizer, matches, saved_state)
+    _warn_of_groups(optimizer, matches, len(saved_groups))
+    _apply(optimizer, matches, new_state)
+
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
         post(optimizer)
 
@@ -174,42 +159,67 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-def _split_by_dtype(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+# -- match ------------------------------------------------------------------------------------------------------------
+
+
+def _match(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any]]) -> list[Match]:
+    """Return each of our groups with its saved group, their parameters in the same order.
+
+    Raise a ValueError if they do not fit in number, parameters or structure.
+    """
+    saved_groups = _split_by_dtype(optimizer, saved_groups)
+    our_groups = _regrouped(optimizer, saved_groups)
+    if len(saved_groups) != len(our_groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has {len(our_groups)}: build it "
+            "from the same model, with the same overrides and groups. State of another optimizer, such as AdamW, "
+            "cannot be loaded"
+        )
+    matches = [Match(ours, saved) for ours, saved in zip(our_groups, saved_groups, strict=True)]
+    for i, match in enumerate(matches):
+        _check_group(optimizer, i, match)
+    matches = [_in_our_order(match) for match in matches]
+    _check_names(matches)
+    return matches
+
+
+def _split_by_dtype(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups; one with 8-bit state is split if our dtypes differ within it, because a group has one.
 
     An override such as {"*norm*": {"adam_dtype": torch.float32}} asks for this.
     """
-    dtypes = {name: [group.get(key) for key in DTYPES] for group in optimizer.param_groups for name in _names(group)}
+    ours = {name: tuple(map(group.get, DTYPES)) for group in optimizer.param_groups for name in _names(group)}
     found: list[dict[str, Any]] = []
-    for group in saved:
+    for group in saved_groups:
         names = _names(group)
-        parts: dict[str, list[tuple[str, Any]]] = {}
-        is_named = len(names) == len(group["params"]) and dtypes.keys() >= set(names)
-        if is_named and torch.int8 in (group.get(key) for key in DTYPES):
+        parts: dict[Any, dict[str, list[Any]]] = defaultdict(lambda: {"param_names": [], "params": []})
+        is_named = len(names) == len(group["params"]) and ours.keys() >= set(names)
+        if is_named and torch.int8 in map(group.get, DTYPES):
             for name, key in zip(names, group["params"], strict=True):
-                parts.setdefault(str(dtypes[name]), []).append((name, key))
-        split = [{"param_names": [x for x, _ in part], "params": [key for _, key in part]} for part in parts.values()]
-        found += [group | part for part in split] if len(split) > 1 else [group]
+                part = parts[ours[name]]
+                part["param_names"].append(name)
+                part["params"].append(key)
+        found += [group | part for part in parts.values()] if len(parts) > 1 else [group]
     return found
 
 
-def _regrouped(optimizer: MatrixOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _regrouped(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return our groups, or our parameters in the groups of the checkpoint if both name the same parameters.
 
     Older checkpoints have one group for AdamW, often the first. Our groups change, not the saved ones, because
     schedulers save their rates by position.
     """
-    ours = optimizer.param_groups
-    theirs = [_names(group) for group in saved]
-    held = {name: (p, group) for group in ours for name, p in zip(_names(group), group["params"], strict=False)}
-    same = [set(names) for names in theirs] == [set(_names(group)) for group in ours]
-    if same or not all(theirs) or sorted(itertools.chain(*theirs)) != sorted(held):
-        return ours
+    our_groups = optimizer.param_groups
+    saved_names = [_names(group) for group in saved_groups]
+    held = {name: (p, group) for group in our_groups for name, p in zip(_names(group), group["params"], strict=False)}
+    are_same = [set(names) for names in saved_names] == [set(_names(group)) for group in our_groups]
+    if are_same or not all(saved_names) or sorted(itertools.chain(*saved_names)) != sorted(held):
+        return our_groups
     found = []
-    for names in theirs:
+    for names in saved_names:
         first = held[names[0]][1]
         if any(differing(first, held[name][1], (*STRUCTURE, "weight_correction")) for name in names):
-            return ours
+            return our_groups
         found.append({**first, "params": [held[name][0] for name in names], "param_names": list(names)})
     return found
 
@@ -221,49 +231,57 @@ def _names(group: Mapping[str, Any]) -> list[str]:
     return list(group.get("param_names") or ())
 
 
-def _in_our_order(saved: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved group with its parameters in our order if both have the same names, else unchanged.
+def _check_group(optimizer: MatrixOptimizer, index: int, match: Match) -> None:
+    """Raise a ValueError if a saved group has another number of parameters than ours, or another structure."""
+    ours, saved = match
+    if len(ours["params"]) != len(saved["params"]):
+        raise ValueError(
+            f"group {index} has {len(saved['params'])} parameters in the checkpoint and {len(ours['params'])} here: "
+            "build the optimizer from the same model, with the same parameters frozen"
+        )
+    keys = differing(ours, saved, STRUCTURE)
+    layouts = [optimizer._layouts[p] for p in ours["params"]]
+    if "side" in keys and all(layout.flips(ours | saved) == layout.flipped for layout in layouts):
+        keys.remove("side")  # another word for the same side
+    if keys:
+        theirs, here = (", ".join(f"{key}={group[key]!r}" for key in keys) for group in (saved, ours))
+        raise ValueError(f"group {index} was saved with {theirs}, here it has {here}: {_advice(keys, saved)}")
+
+
+def _advice(keys: list[str], saved: dict[str, Any]) -> str:
+    """Return advice on how to build an optimizer that matches the saved group, which differs in these keys."""
+    if "rule" in keys:
+        form = ", two_sided=True" if str(saved["rule"]).endswith(two_sided("")) else ""
+        return f"build the optimizer of rule {saved['rule']!r} that wrote it{form}"
+    wanted = ", ".join(f"{key}={saved[key]!r}" for key in keys)
+    paper = saved["rule"].startswith("cosmos") and all(saved[key] == PAPER[key] for key in ("rank", "row_beta2"))
+    hint = ", or a CosmosPaper, which has these defaults" if paper else ""
+    return f"build the optimizer with {wanted} to continue this checkpoint{hint}"
+
+
+def _in_our_order(match: Match) -> Match:
+    """Return a match with the saved parameters in our order if both have the same names, else unchanged.
 
     torch.distributed.checkpoint stores names in `params`, possibly in a different order than `param_names`.
     """
-    names, theirs = _names(ours), _names(saved)
-    if not names or not theirs or len(set(names)) < len(names) or set(names) != set(theirs):
-        return saved
-    ids = dict(zip(theirs, saved["params"], strict=True))
-    return saved | {"params": [ids[name] for name in names], "param_names": list(names)}
+    ours, saved = match
+    names, saved_names = _names(ours), _names(saved)
+    if not names or not saved_names or len(set(names)) < len(names) or set(names) != set(saved_names):
+        return match
+    keys = dict(zip(saved_names, saved["params"], strict=True))
+    return Match(ours, saved | {"params": [keys[name] for name in names], "param_names": list(names)})
 
 
-def _check_groups(optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Raise a ValueError if the saved groups do not fit ours, in number, parameters or structure."""
-    if len(saved) != len(ours):
-        raise ValueError(
-            f"the checkpoint has {len(saved)} parameter groups, this optimizer has {len(ours)}: build it from the same "
-            "model, with the same overrides and groups. State of another optimizer, such as AdamW, cannot be loaded"
-        )
-    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        if len(a["params"]) != len(b["params"]):
-            raise ValueError(
-                f"group {i} has {len(b['params'])} parameters in the checkpoint and {len(a['params'])} here: build the "
-                "optimizer from the same model, with the same parameters frozen"
-            )
-        differ = {key: b[key] for key in differing(a, b, STRUCTURE)}
-        if all(optimizer._layouts[p].flips(a | b) == optimizer._layouts[p].flipped for p in a["params"]):
-            differ.pop("side", None)
-        if differ:
-            theirs, here = (", ".join(f"{key}={group[key]!r}" for key in differ) for group in (b, a))
-            raise ValueError(f"group {i} was saved with {theirs}, here it has {here}: {_advice(differ, b)}")
-
-
-def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+def _check_names(matches: list[Match]) -> None:
     """Raise a ValueError if a saved parameter is one of ours, but in another place: its state would go to another.
 
     Names that we do not have are allowed: wrappers of modules change names, and state is then loaded by position. If it
     is not a wrapper that changed them, a warning names the first pair.
     """
-    known = {name for group in ours for name in _names(group)}
+    known = {name for match in matches for name in _names(match.ours)}
     renamed = None
-    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        for here, there in zip(_names(a), _names(b), strict=False):
+    for i, match in enumerate(matches):
+        for here, there in zip(_names(match.ours), _names(match.saved), strict=False):
             if here != there and there in known:
                 raise ValueError(
                     f"group {i} has {there!r} in the checkpoint where it has {here!r} here, and {there!r} has another "
@@ -276,7 +294,7 @@ def _check_names(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
         warnings.warn(
             f"the checkpoint has {renamed[1]!r} where this optimizer has {renamed[0]!r}: its state is loaded by "
             "position. That is right only if the model was renamed",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -287,36 +305,33 @@ def _is_wrapped(a: str, b: str) -> bool:
     return all(part in rest for part in fewer)
 
 
-def _with_dtypes_that_fit(
-    optimizer: MatrixOptimizer, ours: list[dict[str, Any]], saved: list[dict[str, Any]], state: Mapping[Any, Any]
-) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    """Return the saved groups and state, with 8-bit state that our shards cannot hold converted to our dtype.
+# -- check and convert ------------------------------------------------------------------------------------------------
 
-    That dtype is left out of the saved group, so that ours stays. Raise ValueError if the user did not choose one.
+
+def _convert_dtypes(optimizer: MatrixOptimizer, matches: list[Match], saved_state: dict[Any, Any]) -> None:
+    """Convert saved 8-bit state that our shards cannot hold to our dtype, in `saved_state`.
+
+    That dtype is removed from the saved group, so that ours stays. Raise ValueError if the user did not choose one.
     """
-    groups, found = [], dict(state)
-    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        layouts = [optimizer._layouts[p] for p in a["params"]]
-        kept = dict(b)
-        for key in differing(a, b, DTYPES):
-            theirs = a | kept
-            refused = next(((x, error) for x in layouts if (error := _dtype_error(x, theirs))), None)
+    for i, (ours, saved) in enumerate(matches):
+        layouts = [optimizer._layouts[p] for p in ours["params"]]
+        for key in differing(ours, saved, DTYPES):
+            settings = ours | saved
+            refused = next(((layout, error) for layout in layouts if (error := _dtype_error(layout, settings))), None)
             if refused is None:
                 continue
-            if a[key] is None:
+            if ours[key] is None:
                 layout, error = refused
                 override = f"overrides={{{layout.name!r}: {{{key!r}: torch.float32}}}}"
                 raise ValueError(
-                    f"group {i} was saved with {key}={b[key]}, which cannot be loaded here: {error}. To convert "
+                    f"group {i} was saved with {key}={saved[key]}, which cannot be loaded here: {error}. To convert "
                     f"what was saved, build the optimizer with {key}=torch.float32, or only for such parameters: "
                     f"param_groups(model, {override})"
                 )
-            del kept[key]
-            for at, layout in zip(b["params"], layouts, strict=True):
-                if at in state:
-                    found[at] = _dequantized(layout, theirs, state[at])
-        groups.append(kept)
-    return groups, found
+            del saved[key]
+            for state_key, layout in zip(saved["params"], layouts, strict=True):
+                if state_key in saved_state:
+                    saved_state[state_key] = _dequantized(layout, settings, saved_state[state_key])
 
 
 def _dtype_error(layout: Layout, settings: Mapping[str, Any]) -> str:
@@ -346,17 +361,18 @@ def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]
     return kept | {"M": M}
 
 
-def _warn_of_dtypes(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+def _warn_of_dtypes(matches: list[Match]) -> None:
     """Warn if the checkpoint's momentum or moments are stored as int8 and ours are not, or the other way round."""
-    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        for key in differing(a, b, DTYPES):
-            if torch.int8 in (a[key], b[key]):
+    for i, (ours, saved) in enumerate(matches):
+        for key in differing(ours, saved, DTYPES):
+            if torch.int8 in (ours[key], saved[key]):
                 warnings.warn(
-                    f"group {i} was saved with {key}={b[key]}, which replaces {a[key]}: {DTYPES[key]}", stacklevel=4
+                    f"group {i} was saved with {key}={saved[key]}, which replaces {ours[key]}: {DTYPES[key]}",
+                    stacklevel=4,
                 )
 
 
-def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], state: Mapping[Any, Any]) -> None:
+def _keep_our_corrections(matches: list[Match], saved_state: Mapping[Any, Any]) -> None:
     """Remove `weight_correction` from the saved groups, so that ours stays; warn if their state does not fit it.
 
     Corrected weights are not rounded stochastically: with ours on, a saved `stochastic_rounding` is removed too.
@@ -367,12 +383,14 @@ def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], s
         "keep all 24 bits, build the optimizer with weight_correction=True",
     }
     unlike: dict[bool, list[int]] = {True: [], False: []}  # our setting -> the groups with other state
-    for i, (a, b) in enumerate(zip(ours, saved, strict=True)):
-        wanted = bool(a.get("weight_correction"))
+    for i, (ours, saved) in enumerate(matches):
+        wanted = bool(ours.get("weight_correction"))
         if wanted:
-            b.pop("stochastic_rounding", None)
-        had = bool(b.pop("weight_correction", wanted))  # torch.distributed.checkpoint loads only the state that we keep
-        if had != wanted or any((CORRECTION in state[key]) != wanted for key in b["params"] if key in state):
+            saved.pop("stochastic_rounding", None)
+        had = bool(saved.pop("weight_correction", wanted))
+        # Look at the state too: torch.distributed.checkpoint loads only the state that we keep.
+        states = [saved_state[key] for key in saved["params"] if key in saved_state]
+        if had != wanted or any((CORRECTION in state) != wanted for state in states):
             unlike[wanted].append(i)
     for wanted, groups in unlike.items():
         if groups:
@@ -380,15 +398,16 @@ def _keep_corrections(ours: list[dict[str, Any]], saved: list[dict[str, Any]], s
             warnings.warn(text, stacklevel=4)
 
 
-def _advice(differ: dict[str, Any], saved: dict[str, Any]) -> str:
-    """Return advice on how to build an optimizer that matches the saved group."""
-    if "rule" in differ:
-        form = ", two_sided=True" if str(differ["rule"]).endswith(two_sided("")) else ""
-        return f"build the optimizer of rule {differ['rule']!r} that wrote it{form}"
-    wanted = ", ".join(f"{key}={value!r}" for key, value in differ.items())
-    paper = saved["rule"].startswith("cosmos") and all(saved[key] == PAPER[key] for key in ("rank", "row_beta2"))
-    hint = ", or a CosmosPaper, which has these defaults" if paper else ""
-    return f"build the optimizer with {wanted} to continue this checkpoint{hint}"
+def _new_state(optimizer: MatrixOptimizer, matches: list[Match], saved_state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state to load, by parameter; state that belongs to no parameter keeps its key, as torch does."""
+    found: dict[Any, Any] = {}
+    of_parameters = set()
+    for ours, saved in matches:
+        of_parameters.update(saved["params"])
+        for key, p in zip(saved["params"], ours["params"], strict=True):
+            if key in saved_state:
+                found[p] = _checked_state(optimizer, p, ours | saved, saved_state[key])
+    return found | {key: value for key, value in saved_state.items() if key not in of_parameters}
 
 
 def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved: dict[str, Any]) -> dict[str, Any]:
@@ -440,3 +459,40 @@ def _check_state(layout: Layout, slots: Mapping[str, Slot], saved: Mapping[str, 
 def _as_tensor(value: Any) -> Tensor:
     """Return a tensor of the state, or a number as one."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+
+
+# -- apply ------------------------------------------------------------------------------------------------------------
+
+
+def _warn_of_groups(optimizer: MatrixOptimizer, matches: list[Match], saved_count: int) -> None:
+    """Warn if schedulers must be built again, because groups were split or ours are replaced."""
+    if len(matches) > saved_count:
+        warnings.warn(
+            f"the checkpoint's {saved_count} groups are split into {len(matches)}, because dtypes of the state differ "
+            "here within a group: a scheduler saved with it has too few rates. Build a new one at the step reached",
+            stacklevel=4,
+        )
+    if any(match.ours is not group for match, group in zip(matches, optimizer.param_groups, strict=False)):
+        warnings.warn(
+            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
+            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
+            stacklevel=4,
+        )
+
+
+def _apply(optimizer: MatrixOptimizer, matches: list[Match], new_state: dict[Any, Any]) -> None:
+    """Write saved settings and new state into the optimizer. Parameters without saved state get state of zeros."""
+    optimizer.param_groups[:] = [match.ours for match in matches]
+    for ours, saved in matches:
+        names = ours.get("param_names") or saved.get("param_names")
+        ours.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        if names:
+            ours["param_names"] = list(names)
+    optimizer._keep_structure(loaded=True)
+    optimizer.state.update(new_state)
+    for ours, _ in matches:
+        for p in ours["params"]:
+            if p not in new_state and not p.is_meta:  # the checkpoint was written before its first step
+                optimizer.state.pop(p, None)
+                optimizer._allocate(p, ours)
+    optimizer._started = started(optimizer)

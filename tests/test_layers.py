@@ -21,6 +21,7 @@ ORDER = (
     "routing",
     "hyperparameters",
     "rate_checks",
+    "saved_groups",
     "checkpoint",
     "optimizer",
     "optimizers",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint, hyperparameters, rate_checks, sharding
+from cosmos_optim import checkpoint, hyperparameters, rate_checks, saved_groups, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import check_gradients
 from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
@@ -215,7 +215,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Note the settings that the state of each new group was allocated for, or of all groups if just loaded."""
         old = {} if loaded else self._structure
         firsts = [(group["params"][0], group) for group in self.param_groups if group["params"]]
-        self._structure = {p: old.get(p) or checkpoint.structure(group) for p, group in firsts}
+        self._structure = {p: old.get(p) or saved_groups.structure(group) for p, group in firsts}
 
     def _check_structure(self) -> None:
         """Raise ValueError if a setting was changed that the state depends on."""
@@ -223,7 +223,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             kept = self._structure.get(group["params"][0]) if group["params"] else None
             if kept is None or kept.items() <= group.items():
                 continue
-            for key in checkpoint.differing(kept, group, kept):
+            for key in saved_groups.differing(kept, group, kept):
                 raise ValueError(
                     f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
                     f"it back, or build another optimizer with {key}={group[key]!r}"
@@ -494,7 +494,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._match_layouts()
         self._finish_copies()
         saved = super().state_dict()
-        return saved | {"param_groups": checkpoint.in_plain_types(saved["param_groups"])}
+        return saved | {"param_groups": saved_groups.in_plain_types(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""

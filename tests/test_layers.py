@@ -20,6 +20,8 @@ ORDER = (
     "sharding",
     "routing",
     "hyperparameters",
+    "rate_checks",
+    "saved_groups",
     "checkpoint",
     "optimizer",
     "optimizers",

@@ -8,7 +8,6 @@ Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint ne
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint, hyperparameters, sharding
+from cosmos_optim import checkpoint, hyperparameters, rate_checks, saved_groups, sharding
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import check_gradients
 from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
@@ -35,12 +34,6 @@ if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
     from cosmos_optim.sharding.agreement import Description
 
-# Rates that torch's schedulers write into every group when built: who does, and how to give one for each group.
-RATES_WRITTEN = {
-    "max_lr": ("OneCycleLR", "OneCycleLR(max_lr={})"),
-    "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
-    "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
-}
 # Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
 BUILD_S, STEP_S = 10.0, 600.0
 
@@ -73,7 +66,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         adam_lr = hyperparameters.adam_rate(lr, adam_lr, self.adam_ratio)
         self._options = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
-        self._reset_unsaved()
+        self._create_attributes()
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}
         groups = as_groups(params, self.rule)
@@ -83,18 +76,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._is_built = True
         self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
 
-    def _reset_unsaved(self) -> None:
-        """Create the attributes that are not saved with the optimizer, and those that older pickles lack."""
+    def _create_attributes(self) -> None:
+        """Create the attributes that a pickle lacks, for `__init__` and `__setstate__`."""
         self._layouts: dict[Tensor, Layout] = {}
         self._not_compared: list[Description] = []  # groups that wait for other ranks
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
-        self._started: set[Tensor] = set()
-        self._first_rates: dict[str, float] = {}
-        self._shared_lr: float | None = math.nan  # of all groups at the last step; None: several, NaN: no step
+        self._started: set[Tensor] = set()  # parameters that have had a non-zero gradient
+        self._first_rates: dict[str, float] = {}  # "lr" and "adam_lr" of the first groups; old pickles lack it
+        self._last_shared_rates: dict[str, float] | None = None  # at the last step, or when loaded with one lr
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
-        self._is_built = False
+        self._is_built = False  # while the constructor adds its groups
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -102,11 +95,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Reject groups made for another optimizer: they would silently train with its rule."""
         own, name = self.rule, type(self).__name__
         asked = {group.get("rule", own) if isinstance(group, dict) else own for group in groups}
-        others = asked - {"adam", own, two_sided(own)}
-        if others and others <= set(RULES) and not asked & ({own, two_sided(own)} - {"adam"}):
+        of_matrices = asked - {"adam"}
+        are_known = of_matrices <= set(RULES)  # a misspelled rule gets an error that suggests the right name
+        if of_matrices and are_known and of_matrices.isdisjoint((own, two_sided(own))):
             raise ValueError(
-                f"{name} was given groups of rule {' and '.join(sorted(others))} and no matrix for its own rule: make "
-                f"them with param_groups(model, {own!r}), or give {name} the model"
+                f"{name} was given groups of rule {' and '.join(sorted(of_matrices))} and no matrix for its own rule: "
+                f"make them with param_groups(model, {own!r}), or give {name} the model"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -221,7 +215,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Note the settings that the state of each new group was allocated for, or of all groups if just loaded."""
         old = {} if loaded else self._structure
         firsts = [(group["params"][0], group) for group in self.param_groups if group["params"]]
-        self._structure = {p: old.get(p) or checkpoint.structure(group) for p, group in firsts}
+        self._structure = {p: old.get(p) or saved_groups.structure(group) for p, group in firsts}
 
     def _check_structure(self) -> None:
         """Raise ValueError if a setting was changed that the state depends on."""
@@ -229,7 +223,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             kept = self._structure.get(group["params"][0]) if group["params"] else None
             if kept is None or kept.items() <= group.items():
                 continue
-            for key in checkpoint.differing(kept, group, kept):
+            for key in saved_groups.differing(kept, group, kept):
                 raise ValueError(
                     f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
                     f"it back, or build another optimizer with {key}={group[key]!r}"
@@ -299,8 +293,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
-        self._check_one_rate()
-        self._shared_lr = self._one_value("lr")
+        self._check_rates()
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
@@ -337,47 +330,58 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._not_compared:
             self._compare_ranks(STEP_S)
         entries = []
-        layouts, state = self._layouts, self.state  # each look-up hashes a tensor, which is slow
         for group in self.param_groups:
             rule = RULES[group["rule"]]
             if isinstance(group["lr"], Tensor) and group["lr"].dim():
                 group["lr"] = group["lr"].view(())  # as `complete` does; it may have been written or loaded since
             for p in group["params"]:
-                layout = layouts.get(p)
+                layout = self._layouts.get(p)
                 if layout is None:
                     self._match_layouts()
                     self._compare_ranks(STEP_S)
-                    layout = layouts[p]
-                if p.is_meta:
-                    raise ValueError(
-                        f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
-                        "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
-                    )
-                changed = p.shape != layout.shape
-                if changed:
-                    other_engines.refuse_flat(layout.name, p, is_piece=True)
-                grad = p.grad
-                if grad is None and group.get("missing") == "zero" and p.requires_grad:
-                    grad = torch.zeros_like(p)  # needs no communication if p is sharded
-                if grad is None or p.numel() == 0:
-                    continue
-                if grad.is_sparse:
-                    raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
-                if changed:
-                    raise ValueError(
-                        f"parameter {layout.name!r} had shape {layout.shape} when it was added and has "
-                        f"{tuple(p.shape)} now: build the optimizer after the code that reshapes the model"
-                    )
-                mine = state.get(p)
-                if not mine or "step" not in mine:  # materialized since then, or reset by the user
-                    self._allocate(p, group)
-                    self._started.discard(p)
-                    mine = state[p]
-                elif mine["step"].device != p.device or layout.dtype != p.dtype:
-                    self._move_state(p, group)
-                    mine = state[p]
-                entries.append(Entry(p, layout.gradient(grad), mine, layout, group, rule))
+                    layout = self._layouts[p]
+                grad = self._gradient(p, layout, group)
+                if grad is not None:
+                    state = self._current_state(p, layout, group)  # before layout.gradient, which needs the new dtype
+                    entries.append(Entry(p, layout.gradient(grad), state, layout, group, rule))
         return entries
+
+    @staticmethod
+    def _gradient(p: Tensor, layout: Layout, group: Mapping[str, Any]) -> Tensor | None:
+        """Return a parameter's gradient, or None if it has none. Raise a ValueError if it cannot be used."""
+        if p.is_meta:
+            raise ValueError(
+                f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
+                "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
+            )
+        is_reshaped = p.shape != layout.shape
+        if is_reshaped:
+            other_engines.refuse_flat(layout.name, p, is_piece=True)
+        grad = p.grad
+        if grad is None and group.get("missing") == "zero" and p.requires_grad:
+            grad = torch.zeros_like(p)  # needs no communication if p is sharded
+        if grad is None or p.numel() == 0:
+            return None
+        if grad.is_sparse:
+            raise ValueError(f"parameter {layout.name!r} has a sparse gradient: use sparse=False in its module")
+        if is_reshaped:
+            raise ValueError(
+                f"parameter {layout.name!r} had shape {layout.shape} when it was added and has {tuple(p.shape)} now: "
+                "build the optimizer after the code that reshapes the model"
+            )
+        return grad
+
+    def _current_state(self, p: Tensor, layout: Layout, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter. Allocate it if it is missing, and move it if the parameter was moved."""
+        state = self.state.get(p)
+        if not state or "step" not in state:  # materialized since then, or reset by the user
+            self._allocate(p, group)
+            self._started.discard(p)
+        elif state["step"].device != p.device or layout.dtype != p.dtype:
+            self._move_state(p, group)
+        else:
+            return state
+        return self.state[p]
 
     def _undo_start(self, entries: Sequence[Entry]) -> None:
         """Reset the state of entries if their first step failed, because only a first step takes their first bases."""
@@ -387,44 +391,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for name in ("step", *e.layout.rule_slots(e.group)):
                 e.layout.local(e.state[name]).zero_()
 
-    def _check_one_rate(self) -> None:
-        """Check that groups built with two rates still have two; raise a ValueError if a scheduler gave all the same.
-
-        The error lists one value for each group. It is not repaired here: schedulers also keep rates themselves. A
-        loop that writes one "lr" itself, without a scheduler, gets a warning: it may be meant, such as in a warm-up.
-        Rates that differed, meet and then stay are at a floor (ReduceLROnPlateau's min_lr), which needs no warning.
-        """
-        first, groups = self._first_rates, self.param_groups
-        if len(set(first.values())) < 2 or first["lr"] == 0:
-            return
-        written = next((key for key in (*RATES_WRITTEN, "lr") if self._one_value(key) is not None), None)
-        if written is None or len({group["rule"] == "adam" for group in groups}) < 2:
-            return
-        value, name = groups[0][written], type(self).__name__
-        built = f"{name} was built with lr={first['lr']:g} for the hidden matrices and adam_lr={first['adam_lr']:g}"
-        one = f"(build it with adam_lr={first['lr']:g} if one rate is meant)"
-        if written != "lr":
-            writer, argument = RATES_WRITTEN[written]
-            shares = [first["adam_lr"] / first["lr"] if group["rule"] == "adam" else 1.0 for group in groups]
-            rates = ", ".join(f"{value * share:g}" for share in shares)
-            raise ValueError(
-                f"{writer} set {written}={value:g} in all groups, but {built}: give one value for each group, "
-                f"{argument.format(f'[{rates}]')} {one}"
+    def _check_rates(self) -> None:
+        """Raise a ValueError or warn if all groups run at one rate, but were built with two."""
+        shared = self._shared_rates()
+        if shared:
+            rate_checks.check_one_rate(
+                self.param_groups, shared, self._last_shared_rates, built=self._first_rates, name=type(self).__name__
             )
-        at_floor = self._shared_lr is None or value == self._shared_lr
-        if not at_floor and not any("initial_lr" in group for group in groups):  # other schedulers may have a floor too
-            warnings.warn(
-                # Without the value, so that Python shows the same text only once, not at every step of a schedule.
-                f"all groups run at one lr, but {built}: scale each group's own rate by the same factor {one}",
-                stacklevel=2,
-            )
+        self._last_shared_rates = shared
 
-    def _one_value(self, key: str) -> float | None:
-        """Return the value of `key` if all groups have the same positive number there, else None."""
-        values = [group.get(key) for group in self.param_groups]
-        # A tensor is not read: on a GPU that would wait for it at every step.
-        same = all(isinstance(value, (int, float)) and value == values[0] for value in values)
-        return values[0] if same and values[0] else None
+    def _shared_rates(self) -> dict[str, float]:
+        """Return the rates that all groups have in common: key in the groups -> number, not 0."""
+        shared: dict[str, Any] = {}
+        for key in rate_checks.KEYS:
+            rates = [group.get(key) for group in self.param_groups]
+            # A tensor is not read: on a GPU that would wait for it at every step.
+            if all(isinstance(rate, (int, float)) and rate and rate == rates[0] for rate in rates):
+                shared[key] = rates[0]
+        return shared
 
     # -- information for the user -------------------------------------------------------------------------------------
 
@@ -510,29 +494,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._match_layouts()
         self._finish_copies()
         saved = super().state_dict()
-        return saved | {"param_groups": checkpoint.in_plain_types(saved["param_groups"])}
+        return saved | {"param_groups": saved_groups.in_plain_types(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint. If its rank, rule or shapes differ, raise an error that says what to build instead."""
         self._finish_copies()
         with torch.inference_mode(False), torch.no_grad():  # steps write to the copies
             checkpoint.load(self, state_dict)
-        self._adopt_one_rate()
-        self._shared_lr = self._one_value("lr") or math.nan
-
-    def _adopt_one_rate(self) -> None:
-        """Take the one rate of a checkpoint that a scheduler drove: it is meant, so steps must not refuse it."""
-        written = next((key for key in RATES_WRITTEN if self._one_value(key) is not None), None)
-        if written is None or len(set(self._first_rates.values())) < 2:
-            return
-        built = " and ".join(f"{key}={value:g}" for key, value in self._first_rates.items())
-        one = self.param_groups[0][written]
-        warnings.warn(
-            f"the checkpoint was saved with one rate for all groups, {written}={one:g}, which replaces {built} of this "
-            f"{type(self).__name__}: to train with both, write lr and {written} into each group after loading",
-            stacklevel=3,
-        )
-        self._first_rates = dict.fromkeys(self._first_rates, one)
+        shared, name = self._shared_rates(), type(self).__name__
+        self._first_rates = rate_checks.adopt_one_rate(shared, built=self._first_rates, name=name)
+        self._last_shared_rates = shared if "lr" in shared else None
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_structure()
@@ -545,10 +516,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reset_unsaved()
+        self._create_attributes()
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
-        self._shared_lr = self._one_value("lr") or math.nan
+        shared = self._shared_rates()
+        self._last_shared_rates = shared if "lr" in shared else None
         self._match_layouts()
         for group in self.param_groups:
             for p in group["params"]:

@@ -218,6 +218,19 @@ def test_runs_on_gpus_are_at_most_as_many_as_gpus_and_the_output_says_so(
     assert (said in capsys.readouterr().out) == (processes < 3)
 
 
+@pytest.mark.parametrize("parallel", [0, -1])
+def test_fewer_than_one_run_at_a_time_is_refused(tiny_run: RunConfig, parallel: int) -> None:
+    with pytest.raises(ValueError, match=rf"--parallel must be 1 or more; got {parallel}"):
+        quietly(grid(tiny_run, ADAM), parallel=parallel)
+
+
+def test_a_comparison_with_other_runs_in_its_folder_advises_only_flags_that_it_takes(tiny_run: RunConfig) -> None:
+    quietly(grid(tiny_run, ADAM))
+    with pytest.raises(ValueError, match="choose another --out") as told:
+        quietly(grid(tiny_run, {**ADAM, "lr": 1e-2}))
+    assert "--name" not in str(told.value)
+
+
 def test_a_diverged_run_is_never_the_best(tiny_run: RunConfig) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e30, "adam_lr": 1e30, "warmup": 0.0}, {**ADAM, "lr": 1e-3, "warmup": 0.0})
     result = quietly(runs)

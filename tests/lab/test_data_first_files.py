@@ -259,6 +259,13 @@ def test_other_bin_files_are_refused_by_name(tmp_path: Path, make: Callable[[Pat
         prepare(str(tmp_path / "train.bin"), tmp_path / "out")
 
 
+@pytest.mark.parametrize("size", [1500, 9000])
+def test_raw_tokens_for_validation_alone_are_told_that_the_training_part_is_missing(tmp_path: Path, size: int) -> None:
+    nanogpt(tmp_path, val=size)
+    with pytest.raises(ValueError, match=r"val\.bin is for validation, and there is no training part: give train\.bin"):
+        prepare(str(tmp_path / "val.bin"), tmp_path / "out")
+
+
 def test_a_folder_with_text_and_raw_tokens_is_refused_but_own_shards_are_ignored(tmp_path: Path, notes: Path) -> None:
     made = prepare(str(notes), notes, TOKENIZER)
     assert prepare(str(notes), notes, TOKENIZER) == made

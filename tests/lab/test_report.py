@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_lab.cli.main import main
 from cosmos_lab.report import describe_runs, write_report
 from cosmos_lab.report.curves import training, validation
 from cosmos_lab.report.words import cautions, summary
@@ -47,7 +48,6 @@ def test_bad_paths_are_named_and_nothing_is_written(tmp_path: Path, paths: list[
 @pytest.mark.parametrize(
     ("files", "status", "note"),
     [
-        ({}, "empty", "holds no config.json"),
         ({"config.json": "{"}, "broken", "config.json cannot be read"),
         ({"config.json": "[1]", "metrics.jsonl": ""}, "broken", "holds a list"),
         ({"config.json": '{"optimizer": "adam"}'}, "empty", "metrics.jsonl is missing"),
@@ -65,7 +65,7 @@ def test_bad_paths_are_named_and_nothing_is_written(tmp_path: Path, paths: list[
         ({"metrics.jsonl": '{"step": 1, "loss": 2.5}\n', "summary.json": "\x00"},
          "unfinished", "config.json is missing"),
     ],
-    ids=["nothing", "cut", "list", "no-log", "empty-log", "odd-types",
+    ids=["cut", "list", "no-log", "empty-log", "odd-types",
          "cut-line", "odd-lines", "nan", "null", "huge", "no-config"],
 )  # fmt: skip
 def test_broken_folders_are_shown_as_such(
@@ -82,6 +82,19 @@ def test_broken_folders_are_shown_as_such(
     assert not Tags(text).open
     assert status in text
     assert note in text
+
+
+def test_a_folder_without_runs_is_refused_and_an_older_report_stays(
+    tmp_path: Path, no_figures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = write_report([make_run(tmp_path / "run", "adam", [3.0])], tmp_path / "out")
+    older = page.read_bytes()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("no run")
+    assert read_run(tmp_path / "other").status == "empty"
+    assert main(["report", str(tmp_path / "other"), "-o", str(tmp_path / "out")]) == 2
+    assert "no run to report on: " in (told := capsys.readouterr().err) and "other: the folder holds no config" in told
+    assert page.read_bytes() == older
 
 
 def test_folders_without_a_run_are_named_on_the_terminal(

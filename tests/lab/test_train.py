@@ -129,7 +129,7 @@ def test_a_finished_run_is_refused_if_its_text_has_changed(
     tokens, shard = first.read(0, len(first)), tmp_path / f"mine_{split}.bin"
     write_shard(shard, tokens[::-1])
     before, now = first.fingerprint, build.load_source(config, split).fingerprint
-    changed = f"was trained: its hash was {before} and is {now} now; choose another --name or --out"
+    changed = f"was trained: its hash was {before} and is {now} now; choose another --out"
     with pytest.raises(ValueError, match=changed):
         train(config)
     with pytest.raises(ValueError, match=rf"no run was started because(.|\n)*{changed}"):

@@ -31,7 +31,10 @@ class ReadyTokens(Encoder):
 def raw_files(named: Sequence[Path]) -> list[Path]:
     """Return the files, and if none is for validation, the `val.bin` beside the first."""
     files = list(named)
-    if all(label(path)[1] != "val" for path in files):
+    splits = {label(path)[1] for path in files}
+    if splits == {"val"}:
+        raise ValueError(f"{files[0]} is for validation, and there is no training part: give train.bin too")
+    if "val" not in splits:
         with contextlib.suppress(ValueError):  # There is none: the end of the training part is held out.
             files += find_shards(str(files[0]), "val")
     return files

@@ -96,6 +96,8 @@ def compare(
     """
     if not runs:
         raise ValueError("nothing to compare: the grid has no runs")
+    if parallel < 1:
+        raise ValueError(f"--parallel must be 1 or more; got {parallel}")
     if out is not None:
         runs = [run.replace(out=str(out)) for run in runs]
     names = [run.run_name for run in runs]
@@ -117,7 +119,7 @@ def compare(
                 if summary is not None:
                     display.update(row, summary["status"], _as_record(summary))
             missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
-            train_all = _one_by_one if parallel <= 1 else partial(_in_processes, parallel, gpus > 0)
+            train_all = _one_by_one if parallel == 1 else partial(_in_processes, parallel, gpus > 0)
             train_all(missing, display, budget, request, failures)
     except Stopped:
         _conclude(runs, metric, failures, show)
@@ -150,7 +152,7 @@ def _write_report(runs: Sequence[RunConfig], show: bool) -> None:
     try:
         place = runs[0].logging
         page = write_report(folders, Path(place.out) / "report", title=f"Comparison: {place.recipe}")
-    except OSError as error:  # the runs are worth more than their report
+    except (OSError, ValueError) as error:  # the runs are worth more than their report
         print(f"cosmos-lab: no report: {error}", file=sys.stderr)
         return
     if show:

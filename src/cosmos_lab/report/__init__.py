@@ -25,9 +25,12 @@ def write_report(
     """Write ``out``/index.html and ``out``/figures/ about run folders, or folders of them; return the page's path.
 
     ``noise``, the standard deviation of the final loss over seeds, lets the headline judge runs of one seed each.
-    A warning counts the folders that hold no run, or says how to get figures if matplotlib is missing.
+    A warning counts the folders that hold no run, or says how to get figures if matplotlib is missing. If no folder
+    holds anything of a run, a ValueError says so, and an older report stays as it is.
     """
     tasks, misfits = arrange(map(read_run, find_runs(runs)))
+    if not tasks and all(run.status == "empty" for run in misfits):
+        raise ValueError(f"no run to report on: {misfits[0].folder}: {reason(misfits[0])}")
     specs = specify(tasks)
     page = Path(out) / "index.html"
     with explained(page, "choose another folder with -o"):

@@ -6,23 +6,28 @@ finite loss. A group with an unfinished or diverged seed is never the best.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
-from cosmos_lab.config import COMPARABLE, NOT_IDENTITY, TASK, marked
+from cosmos_lab.config import TASK, marked
 from cosmos_lab.display import rate
-from cosmos_lab.results.reading import Run, number
+from cosmos_lab.results.methods import (
+    as_json,
+    config_of,
+    differing_settings,
+    is_set,
+    name_methods,
+    resolved,
+    settings_of,
+)
+from cosmos_lab.results.reading import Run
 
-# These fields do not make another method, or a row of a table names them separately.
-_NOT_SETTINGS = {
-    *marked(NOT_IDENTITY), *marked(COMPARABLE), "optimizer", "lr", "adam_lr", "seed", "recipe",
-    "options",  # each option counts separately
-}  # fmt: skip
 _TASK = marked(TASK)
+_WORST_FIRST = ("diverged", "broken", "empty", "unfinished")  # states of runs; any other is less bad
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,7 @@ class Group:
     def status(self) -> str:
         """Return the worst of the seeds' states."""
         bad = {run.status for run in self.runs} - {"done"}
-        order = ("diverged", "broken", "empty", "unfinished", *sorted(bad), "done")
-        return next(state for state in order if state in bad or state == "done")
+        return next((state for state in _WORST_FIRST if state in bad), min(bad, default="done"))
 
     @property
     def complete(self) -> bool:
@@ -82,12 +86,13 @@ class Group:
         values = [run.stats[key] for run in self.counted if math.isfinite(run.stats.get(key, math.nan))]
         if not values:
             return None
-        return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        return Spread(statistics.fmean(values), deviation, len(values))
 
     def score(self, key: str) -> float:
         """Return the mean that groups are ranked by, infinite for a diverged or empty group."""
-        spread = None if self.status == "diverged" else self.stat(key)
-        return spread.mean if spread else math.inf
+        spread = self.stat(key)
+        return math.inf if spread is None or self.status == "diverged" else spread.mean
 
 
 @dataclass(frozen=True)
@@ -128,200 +133,168 @@ class Task:
     @property
     def sweeps(self) -> dict[str, list[Group]]:
         """Return the groups by method in order of rate; empty unless some method was run at several rates."""
-        lines = {
-            method: sorted(
-                (group for group in self.groups if group.method == method and 0 < (group.lr or 0) < math.inf),
-                key=lambda group: group.lr or 0,
-            )
-            for method in self.methods
-        }
-        several = any(len({group.lr for group in line}) > 1 for line in lines.values())
-        return {method: line for method, line in lines.items() if line} if several else {}
+        swept: dict[str, list[Group]] = {}
+        for group in sorted((group for group in self.groups if _valid(group.lr)), key=lambda group: group.lr or 0):
+            swept.setdefault(group.method, []).append(group)
+        several_rates = any(len({group.lr for group in groups}) > 1 for groups in swept.values())
+        return {method: swept[method] for method in self.methods if method in swept} if several_rates else {}
 
 
 def best_of(groups: Iterable[Group], key: str, by: Callable[[Group], str]) -> dict[str, Group]:
-    """Return the best group of each method or optimizer: the lowest mean of a complete group, the first of equals."""
+    """Return the best group of each method or optimizer: the lowest mean of a complete group, the first of equals.
+
+    ``key`` names the number to compare, and ``by`` returns the method or optimizer of a group.
+    """
     best: dict[str, Group] = {}
     for group in groups:
-        score, name = group.score(key), by(group)
-        if group.complete and math.isfinite(score) and (name not in best or score < best[name].score(key)):
+        if not (group.complete and math.isfinite(group.score(key))):
+            continue
+        name = by(group)
+        if name not in best or group.score(key) < best[name].score(key):
             best[name] = group
     return best
 
 
 def at_edge(group: Group, groups: Iterable[Group]) -> str | None:
     """Say if a group's rate is the lowest or highest tried of its method, so that one beyond it may be better."""
-    own = [other.lr for other in groups if other.method == group.method]
-    rates = {lr for lr in own if lr is not None and 0 < lr < math.inf}
-    if len(rates) < 2 or group.lr not in (min(rates), max(rates)):
+    rates = sorted({other.lr or 0 for other in groups if other.method == group.method and _valid(other.lr)})
+    if len(rates) < 2 or group.lr not in (rates[0], rates[-1]):
         return None
-    return "lowest" if group.lr == min(rates) else "highest"
+    return "lowest" if group.lr == rates[0] else "highest"
 
 
-def _config(run: Run) -> Mapping[str, Any]:
-    config = run.config.get("config")
-    return config if isinstance(config, Mapping) else {}
-
-
-def _settings(run: Run) -> dict[str, str]:
-    """Return what may distinguish two methods of one optimizer: all fields but names, paths, rates and seeds."""
-    config = _config(run)
-    found = {key: json.dumps(value, default=str) for key, value in config.items() if key not in _NOT_SETTINGS}
-    options = config.get("options")
-    return found | dict(str(o).partition("=")[::2] for o in (options if isinstance(options, list | tuple) else ()))
-
-
-def resolved(run: Run, key: str) -> Any:
-    """Return a field of a run's config; for one left at None, the value that the run used, if its folder tells."""
-    value = _config(run).get(key)
-    if value is not None:
-        return value
-    if key in ("width", "depth", "mlp", "vocab_size"):
-        return _size(run, key)
-    used = run.config.get("settings")
-    found = used.items() if isinstance(used, Mapping) else ()
-    return next((v for name, v in found if name.partition(".")[2] == key and not name.startswith("adam.")), None)
-
-
-def _size(run: Run, key: str) -> int | None:
-    """Return a size of the model that its config leaves to the preset, or to the data."""
-    from cosmos_lab.models import resolve  # brings torch, which takes seconds
-
-    data = run.config.get("data")
-    if key == "vocab_size" and _config(run).get("data") == "embedded" and isinstance(data, Mapping):
-        return number(data.get("vocab_size"))  # type: ignore[return-value]
-    try:
-        return int(getattr(resolve(run.model), key))
-    except ValueError:  # a preset that this version does not have
-        return None
+def _valid(lr: float | None) -> bool:
+    """Tell whether a rate can be placed on a log axis."""
+    return lr is not None and 0 < lr < math.inf
 
 
 def _given_name(run: Run) -> str:
     """Return the name that the user gave with --name, or "" for one that a recipe made up."""
-    name = _config(run).get("name")
+    name = config_of(run).get("name")
     return name if isinstance(name, str) and not name.startswith(f"{run.recipe}-{run.optimizer}-lr") else ""
 
 
 def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
     """Return the tasks in order of appearance, and the runs that belong to none because they name no optimizer."""
-    buckets: dict[tuple[str, ...], list[Run]] = {}
+    by_task: dict[tuple[str, ...], list[Run]] = {}
     misfits = []
     for run in runs:
-        if run.optimizer:
-            extra = [_text(run) if key == "data" else _spelled(run, key) for key in _TASK]
-            members = buckets.setdefault((run.model, run.recipe, *extra), [])
-            # Another spelling of the same text makes no other method.
-            same = {**_config(run), "data": _config(members[0]).get("data")} if members else _config(run)
-            members.append(replace(run, config={**run.config, "config": same}))
-        else:
+        if not run.optimizer:
             misfits.append(run)
-    titles = _titles({key: _spelled(members[0], "data") for key, members in buckets.items()})
-    return [_task(title, members) for title, members in zip(titles, buckets.values(), strict=True)], misfits
+            continue
+        members = by_task.setdefault((run.model, run.recipe, *_task_fields(run).values()), [])
+        members.append(_with_data_of(members[0], run) if members else run)
+    first_runs = [members[0] for members in by_task.values()]
+    return [_task(_title(members[0], first_runs), members) for members in by_task.values()], misfits
+
+
+def _task_fields(run: Run) -> dict[str, str]:
+    """Return the fields that make another task, with hashes for the data: ``{"seq_len": "1024", "data": "9f3a"}``."""
+    fields = {key: _spelled(run, key) for key in _TASK}
+    if hashes := _hashes(run):
+        fields["data"] = hashes
+    return fields
 
 
 def _spelled(run: Run, key: str) -> str:
-    return json.dumps(resolved(run, key), default=str).strip('"')
+    return as_json(resolved(run, key)).strip('"')
 
 
-def _text(run: Run) -> str:
-    """Return the hashes of what a run trained on and validated with, or the spelling of --data if it has none."""
+def _hashes(run: Run) -> str:
+    """Return the hashes of the text that a run trained on and validated with, as far as its folder has them."""
     about = run.config.get("data")
-    hashes = [about.get(name) for name in ("fingerprint", "val_fingerprint")] if isinstance(about, Mapping) else []
-    return ", ".join(map(str, filter(None, hashes))) or _spelled(run, "data")
+    if not isinstance(about, Mapping):
+        return ""
+    return ", ".join(str(about[name]) for name in ("fingerprint", "val_fingerprint") if about.get(name))
 
 
-def _titles(spellings: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Name tasks by model and recipe (the recipe alone if it names the model), and what else distinguishes them.
+def _with_data_of(first: Run, run: Run) -> Run:
+    """Spell the data of a run as another run of its task does: another path to the same text is not another method."""
+    config = {**config_of(run), "data": config_of(first).get("data")}
+    return replace(run, config={**run.config, "config": config})
 
-    ``spellings`` has the tasks and how each spells its data, which gets its hashes if another task spells it alike.
+
+def _title(run: Run, first_runs: Iterable[Run]) -> str:
+    """Name the task of a run: model, recipe, and the fields that tell it from other tasks with the same two.
+
+    ``first_runs`` has one run of each task. The model is left out if the recipe's name begins with it.
     """
-    titles = []
-    for key, spelling in spellings.items():
-        model, recipe, *own = key
-        rivals = {other[2:]: data for other, data in spellings.items() if other[:2] == (model, recipe)}
-        at = _TASK.index("data")
-        alike = {rival[at] for rival, data in rivals.items() if data == spelling}
-        shown = [*own]
-        shown[at] = f"{spelling} (hashes {own[at]})" if len(alike) > 1 and own[at] != spelling else spelling
-        extra = [f"{name} {shown[i]}" for i, name in enumerate(_TASK) if len({rival[i] for rival in rivals}) > 1]
-        titles.append(" · ".join(filter(None, ("" if recipe.startswith(model) else model, recipe, *extra))) or "runs")
-    return titles
+    alike = [other for other in first_runs if (other.model, other.recipe) == (run.model, run.recipe)]
+    parts = [run.recipe] if run.recipe.startswith(run.model) else [run.model, run.recipe]
+    for name, value in _task_fields(run).items():
+        if len({_task_fields(other)[name] for other in alike}) > 1:
+            parts.append(f"{name} {_data_title(run, alike) if name == 'data' else value}")
+    return " · ".join(filter(None, parts)) or "runs"
+
+
+def _data_title(run: Run, others: Iterable[Run]) -> str:
+    """Return the spelling of a run's data, with its hashes if other runs have the same spelling for another text."""
+    spelling = _spelled(run, "data")
+    texts = {_task_fields(other)["data"] for other in others if _spelled(other, "data") == spelling}
+    hashes = _hashes(run)
+    return f"{spelling} (hashes {hashes})" if len(texts) > 1 and hashes else spelling
 
 
 def _task(title: str, runs: Sequence[Run]) -> Task:
     """Group runs, mark the best group of each method, and put methods with a lower loss first."""
     groups = group_runs(runs)
     task = Task(title, any("final_val_loss" in run.stats for run in runs), tuple(groups))
+    methods = task.methods  # in order of appearance
     best = best_of(groups, task.score_key, lambda group: group.method)
-    leading = {m: best.get(m) or min((g for g in groups if g.method == m), key=task.score) for m in task.methods}
-    names = task.methods
-    order = sorted(groups, key=lambda group: (names.index(group.method), group.lr or 0))
-    order.sort(key=lambda group: task.score(leading[group.method]))
-    marked = [replace(g, best=g is best.get(g.method), shown=g is leading[g.method]) for g in order]
-    return replace(task, groups=tuple(marked))
+    shown = dict(best)
+    for method in methods:
+        if method not in best:
+            shown[method] = min((group for group in groups if group.method == method), key=task.score)
+
+    def place(group: Group) -> tuple[float, int, float]:
+        return task.score(shown[group.method]), methods.index(group.method), group.lr or 0
+
+    marked_groups = (
+        replace(group, best=group is best.get(group.method), shown=group is shown[group.method])
+        for group in sorted(groups, key=place)
+    )
+    return replace(task, groups=tuple(marked_groups))
+
+
+class _Setting(NamedTuple):
+    """What the runs of one group share. Runs that repeat a seed have another ``repetition``: 0, 1, ..."""
+
+    method: str
+    lr: float | None
+    adam_lr: float | None
+    repetition: int
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Put runs that differ in their seed alone into one group, in order of appearance; name methods and groups."""
-    methods, varying = _methods(runs)
-    buckets: dict[tuple[str, float | None, float | None, int], list[Run]] = {}
-    copies: dict[tuple[str, float | None, float | None, str], int] = {}
-    for method, run in zip(methods, runs, strict=True):
-        same = (method, run.lr, run.adam_lr, run.seed)
-        copy = copies.get(same, 0)  # a second run with one seed is a repetition, not another seed
-        copies[same] = copy + 1
-        buckets.setdefault((method, run.lr, run.adam_lr, copy), []).append(run)
+    by_optimizer: dict[str, list[Run]] = {}
+    for run in runs:
+        by_optimizer.setdefault(run.optimizer, []).append(run)
+    differing = {optimizer: differing_settings(own) for optimizer, own in by_optimizer.items()}
+    names = {optimizer: iter(name_methods(own, differing[optimizer])) for optimizer, own in by_optimizer.items()}
+    by_setting: dict[_Setting, list[Run]] = {}
+    seen: Counter[tuple[str, float | None, float | None, str]] = Counter()
+    for run in runs:
+        method = next(names[run.optimizer])
+        same_seed = (method, run.lr, run.adam_lr, run.seed)
+        by_setting.setdefault(_Setting(method, run.lr, run.adam_lr, seen[same_seed]), []).append(run)
+        seen[same_seed] += 1
     groups = []
-    for (method, lr, adam_lr, copy), members in buckets.items():
-        # The second rate and the repetition are named only if they are needed to tell groups apart.
-        own = len({other[2] for other in buckets if other[:2] == (method, lr)}) > 1
-        label = f"{method} {rate(lr)}{f', adam {rate(adam_lr)}' if own else ''}{f' #{copy + 1}' if copy else ''}"
+    for setting, members in by_setting.items():
         first = members[0]
-        rates = {run.adam_lr for run in runs if (run.optimizer, run.lr) == (first.optimizer, lr)}
-        has = [key for key in varying[first.optimizer] if _settings(first).get(key, "null") != "null"]
+        own_settings = settings_of(first)
+        differs = [key for key in differing[first.optimizer] if is_set(own_settings, key)]
+        if len({run.adam_lr for run in by_optimizer[first.optimizer] if run.lr == setting.lr}) > 1:
+            differs.insert(0, "adam_lr")
         name = _given_name(first) if len(members) == 1 else ""
-        groups.append(Group(tuple(members), method, label, name, (*(["adam_lr"] if len(rates) > 1 else []), *has)))
+        label = _label(setting, by_setting)
+        groups.append(Group(tuple(members), setting.method, label, name, differs=tuple(differs)))
     return groups
 
 
-def _methods(runs: Sequence[Run]) -> tuple[list[str], dict[str, list[str]]]:
-    """Name each run's method, and list the settings in which runs of each optimizer differ.
-
-    A method is the optimizer's name, with two of those settings, or as many as are needed to tell methods apart.
-    """
-    of, names, varying = [_settings(run) for run in runs], [run.optimizer for run in runs], {}
-    for optimizer in dict.fromkeys(names):
-        own = {i: of[i] for i, run in enumerate(runs) if run.optimizer == optimizer}
-        keys = dict.fromkeys(key for some in own.values() for key in some)
-        differing = [key for key in keys if len({some.get(key) for some in own.values()}) > 1]
-        shown = _with_defaults({i: runs[i] for i in own}, own, differing)
-        kinds = len({tuple(some.get(key) for key in differing) for some in shown.values()})
-        for depth in range(min(2, len(differing)), len(differing) + 1):
-            marked = {i: _marked(optimizer, some, differing, depth) for i, some in shown.items()}
-            if len(set(marked.values())) == kinds:
-                break
-        for i, name in marked.items():
-            names[i] = name
-        varying[optimizer] = differing
-    return names, varying
-
-
-def _with_defaults(
-    runs: Mapping[int, Run], own: Mapping[int, Mapping[str, str]], differing: Iterable[str]
-) -> dict[int, dict[str, str]]:
-    """Put the value that runs used in place of a setting left at None, unless it follows from their rates."""
-    found = {i: dict(some) for i, some in own.items()}
-    for key in differing:
-        left = [i for i, some in own.items() if some.get(key, "null") == "null" and key in some]
-        used = {json.dumps(resolved(runs[i], key), default=str) for i in left}
-        if len(used) == 1:
-            for i in left:
-                found[i] |= {key: min(used)}
-    return found
-
-
-def _marked(optimizer: str, own: Mapping[str, str], differing: Sequence[str], depth: int) -> str:
-    """Add the first few of the settings that differ and that the run has to the optimizer's name."""
-    has = [key for key in differing if own.get(key, "null") != "null"][:depth]
-    marks = ", ".join(f"{key} {own[key].strip(chr(34))}" for key in has)
-    return f"{optimizer} ({marks})" if marks else optimizer
+def _label(setting: _Setting, settings: Iterable[_Setting]) -> str:
+    """Name a group by method and rate; the second rate and the repetition follow if they tell it from other groups."""
+    label = f"{setting.method} {rate(setting.lr)}"
+    if len({other.adam_lr for other in settings if (other.method, other.lr) == (setting.method, setting.lr)}) > 1:
+        label += f", adam {rate(setting.adam_lr)}"
+    return f"{label} #{setting.repetition + 1}" if setting.repetition else label

@@ -86,15 +86,16 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in map(Path, paths):
         if not path.is_dir():
             raise ValueError(f"{str(path)!r} is not a folder: give run folders, or a folder that holds some")
-        for folder in sorted(_below(path)) or [path]:
+        for folder in sorted(_run_folders(path)) or [path]:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
 
 
-def _below(path: Path) -> Iterator[Path]:
+def _run_folders(path: Path) -> Iterator[Path]:
     for folder, subfolders, files in os.walk(path):
-        run = any(name in files or name in subfolders for name in (CONFIG, METRICS, SUMMARY))
-        if run or not (files or subfolders):  # an empty one is a run that was stopped before it wrote anything
+        names = {*files, *subfolders}
+        stopped_early = not names  # a run that wrote nothing
+        if stopped_early or not names.isdisjoint((CONFIG, METRICS, SUMMARY)):
             subfolders.clear()  # a folder inside a run (checkpoints) is not another run
             yield Path(folder)
 
@@ -103,16 +104,30 @@ def read_run(folder: Path) -> Run:
     """Read one run folder; never raise because of its content."""
     notes: list[str] = []
     if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
-        return Run(folder, "empty", False, (f"the folder holds no {CONFIG}, {METRICS} or {SUMMARY}",), folder.name)
+        note = f"the folder holds no {CONFIG}, {METRICS} or {SUMMARY}"
+        return Run(folder, "empty", notes=(note,), name=folder.name)
     config = _read_object(folder / CONFIG, notes) or {}
     summary = read_summary(folder, notes)
     log = read_log(folder, notes)
     stats = _stats(summary or {}, config, log)
-    about: dict[str, Any] = {key: _text(config.get(key)) for key in ("recipe", "model", "optimizer", "seed")}
-    about |= {key: number(config.get(key)) for key in ("lr", "adam_lr")}
-    about |= {key: tuple(getattr(log, key)) for key in ("train", "validation", "diagnostics")}
-    name, status = _text(config.get("name")) or folder.name, _status(config, summary, log, stats)
-    return Run(folder, status, summary is not None, tuple(notes), name, config=config, stats=stats, **about)
+    return Run(
+        folder,
+        status=_status(config, summary, log, stats),
+        finished=summary is not None,
+        notes=tuple(notes),
+        name=_text(config.get("name")) or folder.name,
+        recipe=_text(config.get("recipe")),
+        model=_text(config.get("model")),
+        optimizer=_text(config.get("optimizer")),
+        lr=number(config.get("lr")),
+        adam_lr=number(config.get("adam_lr")),
+        seed=_text(config.get("seed")),
+        config=config,
+        stats=stats,
+        train=tuple(log.train),
+        validation=tuple(log.validation),
+        diagnostics=tuple(log.diagnostics),
+    )
 
 
 def read_summary(folder: Path, notes: list[str] | None = None) -> dict[str, Any] | None:
@@ -123,7 +138,9 @@ def read_summary(folder: Path, notes: list[str] | None = None) -> dict[str, Any]
 
 def read_metrics(folder: Path, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl; one that cannot be read (a kill cuts the last one short) is left out."""
-    path, bad, notes = folder / METRICS, 0, [] if notes is None else notes
+    path = folder / METRICS
+    notes = [] if notes is None else notes
+    bad = 0
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in filter(str.strip, lines):
@@ -160,6 +177,7 @@ def _problem(path: Path, error: Exception) -> str:
 
 
 def _text(value: Any) -> str:
+    """Return a text as it is, any other value as JSON, and "" for None."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, default=str)
@@ -176,6 +194,13 @@ class Log:
     offset: float = 0.0  # added to the clock of a run that counted from zero again after a resume
 
     def add(self, row: dict[str, Any]) -> None:
+        """Add one line: a training loss, a validation loss or diagnostics; one without a step is left out.
+
+        >>> log = Log()
+        >>> log.add({"step": 10, "tokens": 640, "time": 2.5, "loss": 3.1})
+        >>> log.train
+        [Point(step=10, tokens=640, time=2.5, value=3.1)]
+        """
         step, tokens, time = (number(row.get(key)) for key in ("step", "tokens", "time"))
         if step is None or not math.isfinite(step):
             return
@@ -199,10 +224,13 @@ class Log:
                 column.append(value)
 
     def _clock(self, points: list[Point], time: float | None) -> float | None:
+        """Return the time since the run began, also after a resume that counted from zero again."""
+        if time is None:
+            return None
         last = points[-1].time if points else None
-        if time is not None and last is not None and time + self.offset < last:
+        if last is not None and time + self.offset < last:
             self.offset = last
-        return None if time is None else time + self.offset
+        return time + self.offset
 
 
 def read_log(folder: Path, notes: list[str] | None = None) -> Log:
@@ -219,7 +247,11 @@ def _rewind(points: list[Any], step: float) -> None:
 
 
 def begin_of_final(steps: int) -> int:
-    """Return the last step that does not count for the final training loss."""
+    """Return the last step that does not count for the final training loss.
+
+    >>> begin_of_final(1000)
+    950
+    """
     return math.floor(steps - max(1, _FINAL_SHARE * steps))
 
 
@@ -231,13 +263,14 @@ def summarize(log: Log, steps: int | None = None) -> dict[str, Any]:
     points = log.train or log.validation
     if not points:
         return {}
-    last, losses = points[-1], [point.value for point in log.validation]
-    final = losses[-1] if losses else math.nan
+    last = points[-1]
+    val_losses = [point.value for point in log.validation]
+    final = val_losses[-1] if val_losses else math.nan
     speed = _median(log.columns["tokens_per_s"])
     return {
         "final_val_loss": _finite(final),
         "final_val_ppl": math.exp(final) if final < 700 else None,
-        "best_val_loss": min(filter(math.isfinite, losses), default=None),
+        "best_val_loss": min(filter(math.isfinite, val_losses), default=None),
         "final_train_loss": _final_train_loss(log.train, steps or int(last.step)),
         "tokens": last.tokens,
         "steps": last.step,
@@ -250,13 +283,17 @@ def summarize(log: Log, steps: int | None = None) -> dict[str, Any]:
 
 
 def _final_train_loss(points: Sequence[Point], steps: int) -> float | None:
-    """Average the last losses, each with the number of steps since the line before it; None if one is not finite."""
+    """Average the last losses, each weighted by the steps since the line before it; None if one is not finite.
+
+    >>> _final_train_loss([Point(90, None, None, 4.0), Point(97, None, None, 3.0), Point(100, None, None, 2.0)], 100)
+    2.7
+    """
     if not points:
         return None
     begin = points[-1].step - steps + begin_of_final(steps)
     before = [0.0, *(point.step for point in points)]
-    late = [(p.value, max(1, p.step - b)) for p, b in zip(points, before, strict=False) if p.step > begin]
-    return _finite(sum(value * count for value, count in late) / sum(count for _, count in late))
+    weighted = [(p.value, max(1, p.step - b)) for p, b in zip(points, before, strict=False) if p.step > begin]
+    return _finite(sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted))
 
 
 def _finite(value: float) -> float | None:
@@ -271,18 +308,26 @@ def _stats(summary: dict[str, Any], config: dict[str, Any], log: Log) -> dict[st
     """Return the numbers of the summary; those it lacks come from the log, so that an unfinished run has them too."""
     asked = config.get("config")
     steps = number(asked.get("steps")) if isinstance(asked, dict) else None
-    memory = max(log.columns["memory_gb"], default=None)
-    size = {key: config.get(key) for key in ("parameters", "state_bytes")}
-    known = {**summarize(log, steps if isinstance(steps, int) else None), "peak_memory_gb": memory, **size}
-    known |= {key: value for key, value in summary.items() if number(value) is not None}
-    return {key: value for key, raw in known.items() if (value := number(raw)) is not None}
+    logged = {
+        **summarize(log, steps if isinstance(steps, int) else None),
+        "peak_memory_gb": max(log.columns["memory_gb"], default=None),
+        "parameters": config.get("parameters"),
+        "state_bytes": config.get("state_bytes"),
+    }
+    return _numbers(logged) | _numbers(summary)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries that are numbers."""
+    return {key: found for key, value in values.items() if (found := number(value)) is not None}
 
 
 def _status(config: dict[str, Any], summary: dict[str, Any] | None, log: Log, stats: dict[str, float]) -> str:
-    last = [points[-1].value for points in (log.train, log.validation) if points]
-    last += [stats[key] for key in ("final_val_loss", "final_train_loss") if key in stats]
-    if last and not all(map(math.isfinite, last)):
-        return "diverged"
-    if not last:
+    """Return a run's state: the summary's word, unless the last losses are missing or not finite."""
+    last_losses = [points[-1].value for points in (log.train, log.validation) if points]
+    last_losses += [stats[key] for key in ("final_val_loss", "final_train_loss") if key in stats]
+    if not last_losses:
         return "empty" if config else "broken"
+    if not all(map(math.isfinite, last_losses)):
+        return "diverged"
     return _text((summary or {}).get("status"))[:40] or "unfinished"

@@ -288,7 +288,7 @@ def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, An
             what, before, value = f"{what} {part}", before.get(part), value.get(part)
         raise ValueError(
             f"{where} was trained with {what} {before!r}, this run asks for {what} {value!r}: "
-            "resume with the same, or choose another --name or --out"
+            "resume with the same, or choose another --out"
         )
 
 

@@ -30,13 +30,13 @@ def read_config(folder: Path) -> RunConfig:
 def finished(config: RunConfig) -> dict[str, Any] | None:
     """Return the summary if the run is finished; raise a ValueError if its folder holds another one."""
     if config.logging.resume == "never" and (config.folder / CONFIG).exists():
-        raise ValueError(f"{config.folder} holds a run already; choose another --name, or --resume auto to continue it")
+        raise ValueError(f"{config.folder} holds a run already; choose another --out, or --resume auto to continue it")
     summary = read_summary(config.folder)
     if summary is not None:
         if not isinstance(read_json(config.folder / CONFIG), dict):
             raise ValueError(
                 f"{config.folder} has a result, but no readable {CONFIG}, which says of what: remove the folder, or "
-                "choose another --name or --out"
+                "choose another --out"
             )
         _check_same(config)
     return summary
@@ -59,7 +59,7 @@ def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any]
                     lock.callback(_remove_if_empty, config.folder)
                     summary = finished(config)  # another process may have finished it meanwhile
             except BlockingIOError:
-                advice = "wait for it or choose another --name"
+                advice = "wait for it or choose another --out"
                 error = ValueError(f"another process is training in {config.folder}; {advice}")
             except OSError as problem:
                 error = disk_error(problem, config.folder)
@@ -109,7 +109,7 @@ def _check_text(config: RunConfig, saved: Mapping[str, Any]) -> None:
         if saved[key] != source.fingerprint:
             raise ValueError(
                 f"{source.name} has changed since {config.folder} was trained: its hash was {saved[key]} and is "
-                f"{source.fingerprint} now; choose another --name or --out to train on the new text"
+                f"{source.fingerprint} now; choose another --out to train on the new text"
             )
 
 

@@ -99,7 +99,7 @@ class Trainer:
         if newest is not None:
             steps = self.config.training.steps
             if checkpoint.step_of(newest) > steps:
-                raise ValueError(f"{newest} is beyond --steps {steps}: choose another --name or --out, or more steps")
+                raise ValueError(f"{newest} is beyond --steps {steps}: choose another --out, or more steps")
             skip = self.config.logging.resume == "previous"
             checkpoint.resume(self.checkpoints, self.state, self.identity, self.world, check, skip)
             if self.world.main:
@@ -127,24 +127,25 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step and return the summary, or stop with a checkpoint when a signal asks for it."""
-        steps, every = self.config.training.steps, self.config.logging
-        late = begin_of_final(steps)  # logged, so that the final training loss is only of the steps after it
+        steps = self.config.training.steps
+        logging = self.config.logging
+        before_final = begin_of_final(steps)  # logged, so that the final training loss is only of the steps after it
         with stopping.watch() as request:
             signum = self.world.max(request.signum)  # a signal may have come while this run was built
             while not signum and self.state.step < steps and self.state.bad_losses < _BAD_LOSSES:
                 self._step()
                 step = self.state.step
-                logs = step in (1, late, steps) or _due(step, every.log_every)
+                logs = step in (1, before_final, steps) or _due(step, logging.log_every)
                 if logs:
                     self._log()
                 if step == self.first + 1:
                     self._start_clock()
-                if _due(step, every.val_every) and step < steps:
+                if _due(step, logging.val_every) and step < steps:
                     self._untimed(self.validate)
                 # Processes get the signal at different moments; asking each other at every step would cost time.
-                if self.world.size == 1 or logs or _due(step, every.log_every or _SYNC_EVERY):
+                if self.world.size == 1 or logs or _due(step, logging.log_every or _SYNC_EVERY):
                     signum = self.world.max(request.signum)
-                if signum or (_due(step, every.checkpoint_every) and step < steps):
+                if signum or (_due(step, logging.checkpoint_every) and step < steps):
                     self._untimed(self.save)
             if signum:
                 kept = ", with a checkpoint" if self.state.step else ""
@@ -237,28 +238,30 @@ class Trainer:
 
     def _log(self) -> None:
         """Write one line of the training log; the host waits for the device."""
-        c, timed = self.config, self.state.step - max(self.state.logged, self.timed)
+        training, seq_len = self.config.training, self.config.data.seq_len
         loss = self.world.mean(self.loss_sum / (self.state.step - self.state.logged)).item()
         self.world.synchronize()
         self.loss_sum.zero_()
-        before, self.logged_seconds = self.logged_seconds, self.clock.read()
+        now = self.clock.read()
+        timed_steps = self.state.step - max(self.state.logged, self.timed)
+        speed = timed_steps * training.batch * seq_len / max(now - self.logged_seconds, 1e-9)
+        mfu = meters.mfu(speed, self.model.flops_per_token(seq_len), self.world.device, self.world.size)
         optimizer_ms = self.stopwatch.take()
-        rates = self.state.step > self.first + 1
-        speed = timed * c.training.batch * c.data.seq_len / max(self.logged_seconds - before, 1e-9)
-        share = meters.mfu(speed, self.model.flops_per_token(c.data.seq_len), self.world.device, self.world.size)
+        has_rates = self.state.step > self.first + 1  # the clock starts after the first step
+        self.logged_seconds = now
         self.state.logged = self.state.step
         self.state.bad_losses = 0 if math.isfinite(loss) else self.state.bad_losses + 1
         self._write(
             {
                 "step": self.state.step,
                 "tokens": self.tokens,
-                "time": self.logged_seconds,
+                "time": now,
                 "loss": loss,
-                "lr": c.optimizer.lr * factor(self.state.step, c.training.steps, c.schedule),
-                "tokens_per_s": speed if rates else None,
-                "mfu": share if rates else None,
+                "lr": self.config.optimizer.lr * factor(self.state.step, training.steps, self.config.schedule),
+                "tokens_per_s": speed if has_rates else None,
+                "mfu": mfu if has_rates else None,
                 "memory_gb": meters.peak_memory_gb(self.world.device),
-                "optimizer_ms": sum(optimizer_ms) / len(optimizer_ms) if rates else None,
+                "optimizer_ms": sum(optimizer_ms) / len(optimizer_ms) if has_rates else None,
                 "skipped_steps": getattr(self.optimizer, "skipped_steps", None),
             }
         )

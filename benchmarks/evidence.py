@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol import Protocol, Result, Row, best_rows, losses, read_results, token_shares
+from benchmarks.protocol import (
+    Protocol,
+    Result,
+    Row,
+    best_rows,
+    crossing,
+    losses,
+    read_results,
+    shorter_runs,
+    token_shares,
+)
 from cosmos_lab.report.style import KNOWN, THEMES
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "muon": "Muon", "normuon": "NorMuon", "cosmos": "COSMOS"}
-TUNED = ("adamw", "muon", "normuon", "cosmos")  # in the picture of the loss: their searches are complete
 WITH_BARS = ("adamw", "soap-f10", "muon", "cosmos")  # NorMuon's step and state were not measured
 COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in NAMES}
 TEXT, GROUND = THEMES["light"]["soft"], THEMES["light"]["card"]
@@ -49,14 +57,6 @@ def test_curve(result: Result) -> list[tuple[int, float]]:
     return points
 
 
-def crossing(points: Sequence[tuple[int, float]], goal: float) -> float | None:
-    """Return the tokens at which a curve first falls to `goal`, linear in loss against log tokens; None if never."""
-    for (t0, l0), (t1, l1) in zip(points, points[1:], strict=False):
-        if l1 <= goal < l0:
-            return t0 * math.exp((l0 - goal) / (l0 - l1) * math.log(t1 / t0))
-    return None
-
-
 def curve_shares(rows: Mapping[str, Row]) -> dict[str, float]:
     """Return the share of AdamW's tokens at which each optimizer's curves fall to AdamW's last test loss, by entry.
 
@@ -70,7 +70,7 @@ def curve_shares(rows: Mapping[str, Row]) -> dict[str, float]:
     for entry, row in rows.items():
         at = [crossing(test_curve(r), goal) for r in row.seeds]
         if entry != "adamw" and None not in at:
-            found[entry] = statistics.fmean(t / tokens for t in at if t is not None)
+            found[entry] = statistics.fmean(one[0] / tokens for one in at if one is not None)
     return found
 
 
@@ -156,7 +156,7 @@ def _lower_than_curves(results: Mapping[str, Result]) -> str:
     rows = best_rows(protocol, "B", results)
     measured, bounds = token_shares(protocol, "B", rows, results), curve_shares(rows)
     both = [f"{NAMES[entry]} {bounds[entry]:.2f}" for entry in NAMES if entry in measured and entry in bounds]
-    return f" (the shares by curves would be: {', '.join(both)})" if both else ""
+    return f" (in regime B the shares by curves would be: {', '.join(both)})" if both else ""
 
 
 def report(results: Mapping[str, Result]) -> str:
@@ -255,14 +255,17 @@ def picture(target: Path, **layout: Any) -> Iterator[Any]:
 
 
 def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
-    """Draw test loss against tokens at the best setting of each optimizer, and bars of step time and state.
+    """Draw test loss against tokens of each optimizer with a finished search, and bars of step time and state.
 
     Lines are means over seeds, dots are the ends of shorter runs, and the dashed line is AdamW's last loss.
     """
     protocol, cost = Protocol(), costs()
     rows = best_rows(protocol, regime, results)
     with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
-        for entry in TUNED:
+        for entry in NAMES:
+            _, unfinished, _ = protocol.best(regime, entry, losses(results))
+            if unfinished:
+                continue
             tokens, *_ = zip(*test_curve(rows[entry].run), strict=True)
             losses_by_seed = [[loss for _, loss in test_curve(run)] for run in rows[entry].seeds]
             loss = [statistics.fmean(values) for values in zip(*losses_by_seed, strict=True)]
@@ -270,9 +273,8 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
             left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=f"{NAMES[entry]}: {ppl:.1f}")
             if entry == "adamw":
                 left.axhline(loss[-1], color=COLORS[entry], linestyle="--", linewidth=0.8)
-            point, _, _ = protocol.best(regime, entry, losses(results))
-            ids = (protocol.at(regime, entry, point, 0, share).id for share in protocol.shares)
-            for t, last in (test_curve(results[i])[-1] for i in ids if i in results):
+            for run in shorter_runs(protocol, regime, entry, results):
+                t, last = test_curve(run)[-1]
                 left.plot(t / 1e6, last, "o", markersize=4, color=COLORS[entry])
         title = f"LLaMA-60M, {protocol.regimes[regime].steps:,} steps (last perplexity)"
         left.set(xlim=(12, None), ylim=(3.3, 4.2), title=title, xlabel="million tokens", ylabel="test loss")

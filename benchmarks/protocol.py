@@ -142,11 +142,11 @@ class Protocol:
         ("A", ("soap-f1",), SEARCH),
         ("B", _MAIN[1:], ("short",)),
         ("A", _MAIN[1:], ("short",)),
-        ("B", ("muon-eq", "soap-polar", "cosmos-paper"), RATES),
+        ("B", ("muon-eq", "soap-polar"), RATES),
         ("B", ("cosmos",), ("levers",)),
         ("B", (*_MAIN, "soap-f10"), ("levers",)),
         ("A", _MAIN, ("levers",)),
-        ("B", ("cosmos-paper", "soap-f1", "muon-eq", "soap-polar"), SEARCH),
+        ("B", ("soap-f1", "muon-eq", "soap-polar"), SEARCH),
         ("A", ("cosmos-paper", "soap-f10", "muon-eq", "soap-polar"), SEARCH),
         ("B", ("cosmos",), ("memory",)),
         ("A", ("cosmos",), ("memory",)),
@@ -469,34 +469,44 @@ class TokenShare:
         return text if self.half_width is None else f"{text} +- {self.half_width:.2f}"
 
 
+def crossing(points: Sequence[tuple[float, float]], goal: float) -> tuple[float, float] | None:
+    """Return where (tokens, loss) points first fall to a loss, and the slope there: nats per unit of log tokens.
+
+    Between points the loss is linear in log tokens. None if they never fall to it, or begin below it.
+    """
+    for (t0, l0), (t1, l1) in zip(points, points[1:], strict=False):
+        if l1 <= goal < l0:
+            slope = (l0 - l1) / math.log(t1 / t0)
+            return t0 * math.exp((l0 - goal) / slope), slope
+    return None
+
+
+def shorter_runs(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Result]) -> list[Result]:
+    """Return the finished shorter runs at the best setting of an entry, shortest first."""
+    point, _, _ = protocol.best(regime, entry, losses(results))
+    ids = [protocol.at(regime, entry, point, 0, share).id for share in sorted(protocol.shares)]
+    return [results[i] for i in ids if i in results and results[i]["test_loss"] is not None]
+
+
 def token_shares(
     protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result], target: str = "adamw"
 ) -> dict[str, TokenShare]:
-    """Return the shares to the loss of `target`, of the optimizers with shorter runs; linear in loss by log tokens."""
+    """Return the share of the tokens with which optimizers with shorter runs reach the loss of `target`, by entry."""
     if target not in rows:
         return {}
     goal, theirs = rows[target].test_loss, {r["seed"]: r["test_loss"] for r in rows[target].seeds}
     found = {}
     for entry, row in rows.items():
-        if entry == target:
+        shorter = shorter_runs(protocol, regime, entry, results)
+        if entry == target or not shorter:
             continue
-        point, _, _ = protocol.best(regime, entry, losses(results))
-        ids = {share: protocol.at(regime, entry, point, 0, share).id for share in protocol.shares}
-        shorter = [(share, results[i]["test_loss"]) for share, i in ids.items() if i in results]
-        points = [*sorted((share, loss) for share, loss in shorter if loss is not None), (1.0, row.test_loss)]
-        if len(points) > 1:
+        points = [*((r["share"], r["test_loss"]) for r in shorter), (1.0, row.test_loss)]
+        if points[0][1] <= goal:
+            found[entry] = TokenShare(points[0][0], outside="less than")
+        elif (at := crossing(points, goal)) is None:
+            found[entry] = TokenShare(1.0, outside="more than")
+        else:
+            share, slope = at
             gaps = [theirs[r["seed"]] - r["test_loss"] for r in row.seeds if r["seed"] in theirs]
-            found[entry] = _token_share(points, goal, gaps)
+            found[entry] = TokenShare(share, share * half_width(gaps) / slope if len(gaps) > 1 else None)
     return found
-
-
-def _token_share(points: Sequence[tuple[float, float]], goal: float, gaps: Sequence[float]) -> TokenShare:
-    """Return the share at which (share, loss) points fall to the goal; `gaps` are losses to it at share 1, by seed."""
-    if points[0][1] <= goal:
-        return TokenShare(points[0][0], outside="less than")
-    for (s0, l0), (s1, l1) in zip(points, points[1:], strict=False):
-        if l1 <= goal:
-            slope = (l0 - l1) / math.log(s1 / s0)  # decrease of the loss per unit of log tokens
-            share = s0 * math.exp((l0 - goal) / slope)
-            return TokenShare(share, share * half_width(gaps) / slope if len(gaps) > 1 else None)
-    return TokenShare(1.0, outside="more than")

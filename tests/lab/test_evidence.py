@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import evidence
 from benchmarks.protocol import Protocol, Result, Row, best_rows, half_width, token_shares
+from benchmarks.student import quantile
 from cosmos_lab.report.style import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,3 +123,16 @@ def test_the_results_are_not_changed_by_reading_them() -> None:
     before = copy.deepcopy(results)
     evidence.report(results)
     assert results == before
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"),  # from printed tables, for 1 to 5 degrees of freedom
+    [(0.975, [12.706, 4.303, 3.182, 2.776, 2.571]), (1 - 0.025 / 3, [38.188, 7.649, 4.857, 3.961, 3.534])],
+)
+def test_quantiles_of_student_are_those_of_printed_tables(p: float, expected: list[float]) -> None:
+    assert [quantile(p, freedom) for freedom in range(1, 6)] == pytest.approx(expected, abs=5e-4)
+
+
+def test_the_quantile_for_three_seeds_is_its_closed_form() -> None:
+    for p in (0.6, 0.975, 0.995):
+        assert quantile(p, 2) == pytest.approx((2 * p - 1) / math.sqrt(2 * p * (1 - p)), rel=1e-9)

@@ -1,4 +1,4 @@
-"""From the kept results to what people compare: tokens and time to AdamW's loss, a picture and a table.
+"""From the kept results to what people compare: settings, seeds, differences, tokens and time to AdamW's loss.
 
     python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, outer-rates.svg
 
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import evidence_tables as tables
+from benchmarks.evidence_tables import NAMES
 from benchmarks.protocol import (
     Protocol,
     Result,
@@ -34,9 +36,9 @@ from benchmarks.protocol import (
 from cosmos_lab.report.style import KNOWN, THEMES
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = {"adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "muon": "Muon", "normuon": "NorMuon", "cosmos": "COSMOS"}
+DRAWN = ("adamw", "soap-f10", "muon", "normuon", "cosmos")
 WITH_BARS = ("adamw", "soap-f10", "muon", "cosmos")  # NorMuon's step and state were not measured
-COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in NAMES}
+COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in DRAWN}
 TEXT, GROUND = THEMES["light"]["soft"], THEMES["light"]["card"]
 LEAST_POINTS = 20  # of a curve; a coarser one is refused
 # In benchmarks/results: measurements of the step in float32 that count, of several commits.
@@ -159,53 +161,109 @@ def _lower_than_curves(results: Mapping[str, Result]) -> str:
     return f" (in regime B the shares by curves would be: {', '.join(both)})" if both else ""
 
 
+def protocols(results: Mapping[str, Result]) -> Iterator[Protocol]:
+    """Yield the comparison for each model that has runs of its regimes, first the model that was tuned."""
+    tuned = Protocol()
+    ran = {r["model"] for r in results.values() if r["regime"] in tuned.regimes}
+    if tuned.model in ran:
+        yield tuned
+    for model in sorted(ran - {tuned.model}):
+        yield Protocol(model=model, tuned_on=tuned.model)
+
+
+def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> list[str]:
+    """Return what is known about one model in one regime: seeds, differences, tokens, the search and shorter runs."""
+    runs = tables.plain(results, protocol.model, regime)
+    if not runs:
+        return []
+    how = protocol.regimes[regime]
+    rows = best_rows(protocol, regime, results)
+    rows = dict(sorted(rows.items(), key=lambda item: item[1].test_loss))
+    title = f"## {protocol.model}, regime {regime}: {how.steps:,} steps of {how.batch} x {how.seq_len} tokens"
+    lines = [title, "", *tables.seeds_table(protocol, regime, rows, results)]
+    if len(rows) > 1:
+        lines += _differences_and_tokens(protocol, regime, rows, results)
+    lines += tables.short_table(protocol, regime, rows, results)
+    shown = {r["id"] for row in rows.values() for r in row.seeds}
+    others = [r for r in runs if r["id"] not in shown and r["share"] == 1]
+    if protocol.source(regime):
+        if listed := tables.settings_table(others):
+            lines += ["Runs at other settings:", "", *listed]
+        return lines
+    if listed := tables.settings_table(others, least_seeds=2):
+        lines += ["Other settings with more than one seed:", "", *listed]
+    lines += [f"### Search of {protocol.model}, regime {regime}", "", "Validation perplexity, seed 0.", ""]
+    return lines + tables.search_tables(protocol, regime, results)
+
+
+def _differences_and_tokens(
+    protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result]
+) -> list[str]:
+    """Return the table of differences to COSMOS, and of tokens and time to AdamW's loss."""
+    cost = costs()
+    gaps, number = tables.differences(rows), tables.number_of_comparisons(rows)
+    measured, bounds = token_shares(protocol, regime, rows, results), curve_shares(rows)
+    lines = []
+    for entry in rows:
+        share = time = "1" if entry == "adamw" else "not reached" if "adamw" in rows else "open"
+        slower = cost[entry].step_s / cost["adamw"].step_s if entry in cost else None
+        if entry in measured:
+            share, factor, before = str(measured[entry]), measured[entry].share, measured[entry].outside
+        elif entry in bounds:
+            share, factor, before = f"at most {bounds[entry]:.2f}", bounds[entry], "at most"
+        else:
+            factor, before = None, ""
+        if factor is not None:
+            time = f"{before} {factor * slower:.2f}".strip() if slower else "not measured"
+        lines.append([NAMES[entry], *gaps.get(entry, [""] * 3), share, time])
+    corrected = f"corrected for {number} comparisons" if number > 1 else "corrected"
+    head = ["optimizer", "difference to COSMOS, nats", corrected, "without seed 0", "tokens to AdamW's loss"]
+    page = tables.markdown([*head, "calculated time at 1B"], lines)
+    for target in ("muon", "normuon"):
+        if ours := token_shares(protocol, regime, rows, results, target).get("cosmos"):
+            page += [f"COSMOS reaches the loss of {NAMES[target]} with {ours} of the tokens.", ""]
+    return page
+
+
+def rate_runs_part(results: Mapping[str, Result]) -> list[str]:
+    """Return the runs in other regimes, which look for a rule of rates."""
+    cells: dict[tuple[str, int, int], list[Result]] = {}
+    for r in results.values():
+        if r["regime"] not in Protocol().regimes and not r.get("variant"):
+            cells.setdefault((r["model"], r["steps"], r["batch"]), []).append(r)
+    lines = []
+    for (model, steps, batch), runs in sorted(cells.items()):
+        lines += [f"{model}, {steps:,} steps of {batch} x {runs[0]['seq_len']}:", "", *tables.settings_table(runs)]
+    return ["## Runs for a rule of rates", "", *lines] if lines else []
+
+
 def report(results: Mapping[str, Result]) -> str:
-    """Return the page: tokens and time to AdamW's loss by regime, step times, and the caveats."""
-    cost, (few, longer), protocol = costs(), small_step(), Protocol()
-    lines = ["# Tokens and time to AdamW's loss", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
-    for regime, how in protocol.regimes.items():
-        if how.like:
-            continue  # not run at this size
-        rows = {entry: row for entry, row in best_rows(protocol, regime, results).items() if entry in NAMES}
-        if "adamw" not in rows:
-            lines += [f"Regime {regime} ({how.steps} x {how.batch} x {how.seq_len}): no run of AdamW yet.", ""]
-            continue
-        lines += [
-            f"## {protocol.model}, regime {regime}: {how.steps} steps of {how.batch} x {how.seq_len} tokens", "",
-            "| optimizer | rates | test perplexity | seeds | search | tokens to AdamW's loss | calculated time at 1B |",
-            "|---|---|---|---|---|---|---|",
-        ]  # fmt: skip
-        measured, bounds = token_shares(protocol, regime, rows, results), curve_shares(rows)
-        for entry, row in sorted(rows.items(), key=lambda item: item[1].test_loss):
-            _, open_, _ = protocol.best(regime, entry, losses(results))
-            search = f"{', '.join(open_)} open" if open_ else "done"
-            ppl = f"{statistics.fmean(r['test_ppl'] for r in row.seeds):.2f}"
-            if len(row.seeds) > 1:
-                ppl += f" (sd {statistics.stdev(r['test_ppl'] for r in row.seeds):.2f})"
-            share = time = "1" if entry == "adamw" else "not reached"
-            slower = cost[entry].step_s / cost["adamw"].step_s
-            if entry in measured:
-                share, time = str(measured[entry]), f"{measured[entry].share * slower:.2f}"
-            elif entry in bounds:
-                share, time = f"at most {bounds[entry]:.2f}", f"at most {bounds[entry] * slower:.2f}"
-            rates = f"{row.run['lr']:g}, {row.run['adam_lr']:g}"
-            lines.append(f"| {NAMES[entry]} | {rates} | {ppl} | {len(row.seeds)} | {search} | {share} | {time} |")
-        lines.append("")
-        for target in ("muon", "normuon"):
-            if ours := token_shares(protocol, regime, rows, results, target).get("cosmos"):
-                lines += [f"COSMOS reaches the loss of {NAMES[target]} with {ours} of the tokens.", ""]
+    """Return the page: results of each model and regime, the caveats, and step times."""
+    cost, (few, longer) = costs(), small_step()
+    lines = ["# Results of the protocol", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
+    lines += ["The rules are in [the protocol](../protocol.md). How to read the tables: [below](#notes).", ""]
+    for protocol in protocols(results):
+        for regime in protocol.regimes:
+            lines += regime_part(protocol, regime, results)
+    lines += rate_runs_part(results)
+    lines += ["## Notes", ""]
     lines += [
-        "- **Rates**: of the hidden matrices, and of embedding, head and norms.",
+        "- **Rates**: of the hidden matrices, and of embedding, head and norms (outer rate). In the tables of a "
+        "search, the best value of each row is bold.",
+        "- **Runs of the search**: all runs with seed 0 at the full length, of any setting.",
+        "- **Difference**: test loss minus that of COSMOS, the mean over pairs of runs with the same seed, with its "
+        "95 % interval by Student's t. The corrected interval (Bonferroni) counts every optimizer of the table that "
+        "has more than one seed. Seed 0 was also used to choose the settings, so the mean without it is printed.",
         "- **Tokens**: the share of AdamW's tokens with which an optimizer reaches AdamW's final test loss. It comes "
         "from shorter runs with complete schedules (0.45, 0.6 and 0.75 of the steps, seed 0), by interpolation. Their "
         "rates are those tuned for the full length.",
-        "- **Interval**: 95 %, from the differences to AdamW at the full length over three seeds. AdamW's own spread "
+        "- **Interval**: 95 %, from the differences to AdamW at the full length over seeds. AdamW's own spread "
         "is part of every interval and moves all shares together, so compare two optimizers by their losses. The noise "
         "of the shorter runs is not in it: a standard deviation of about 0.01.",
         "- **At most**: there are no shorter runs, so the share is where the curve of the full run falls to AdamW's "
         "loss. Rates decay until the end of a run, so a run planned to end there should be lower"
         f"{_lower_than_curves(results)}.",
-        "- **Searches that are open**: an optimizer may still improve.",
+        "- **Open**: not finished, so an optimizer may still improve.",
         "- **Calculated time at 1B**: not measured. The share times the time of a training step of 256,000 tokens at "
         "LLaMA-1B over AdamW's, composed from measured parts (below). It assumes that the share at 60M, from "
         f"steps of 16,384 tokens, holds at 1B, which is not known. Small steps cost more: one of {few:,} tokens "
@@ -262,7 +320,7 @@ def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
     protocol, cost = Protocol(), costs()
     rows = best_rows(protocol, regime, results)
     with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
-        for entry in NAMES:
+        for entry in DRAWN:
             _, unfinished, _ = protocol.best(regime, entry, losses(results))
             if unfinished:
                 continue
@@ -300,7 +358,7 @@ def outer_rates(results: Mapping[str, Result], regime: str, entry: str) -> list[
 
 def draw_outer_rates(results: Mapping[str, Result], regime: str, target: Path) -> None:
     """Draw perplexity against the rate of embedding, head and norms, at each optimizer's best hidden rate and beta2."""
-    lines = {entry: outer_rates(results, regime, entry) for entry in NAMES}
+    lines = {entry: outer_rates(results, regime, entry) for entry in DRAWN}
     ticks = sorted({rate for points in lines.values() for rate, _ in points})
     steps = Protocol().regimes[regime].steps
     with picture(target, figsize=(6, 3.2)) as axes:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.student import quantile
 from benchmarks.variants import LEVERS, MEMORY, VARIANTS
 from cosmos_lab.config import RunConfig
 from cosmos_lab.optimizers import ONE_RATE, outer_rates
@@ -33,7 +34,6 @@ FAR = 1  # powers of 2 that the outer rate may move without tuning the hidden ra
 SEARCH = (*RATES, "beta2", "seeds")  # the search of a row, and three seeds at its best setting
 STAGES = (*SEARCH, "more-seeds", "short", "levers", "memory")
 POINTS = 25  # number of points of each curve
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by number of seeds
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,19 @@ class Protocol:
         lr, adam_lr = lr * 2.0 ** point["lr"], adam_lr * 2.0 ** point["adam_lr"]
         return Run(self.model, regime, entry, lr, adam_lr, point["beta2"], seed, share)
 
+    def tried(self, regime: str, entry: str, name: str, point: Mapping[str, float], loss: Losses) -> dict[float, Run]:
+        """Return the finished runs that differ from a point in one coordinate at most, by its value."""
+        values = BETA2S if name == "beta2" else POWERS
+        runs = {value: self.at(regime, entry, {**point, name: value}) for value in values}
+        return {value: run for value, run in runs.items() if run.id in loss}
+
     def tune(self, regime: str, entry: str, name: str, point: Mapping[str, float], loss: Losses) -> Tuned:
         """Tune one coordinate, starting from a point. It may end without a bracket, after MOST values."""
 
         def moved(value: float) -> dict[str, float]:
             return {**point, name: value}
 
-        ids = {value: self.at(regime, entry, moved(value)).id for value in (BETA2S if name == "beta2" else POWERS)}
-        known = {value: loss[run] for value, run in ids.items() if run in loss}
+        known = {value: loss[run.id] for value, run in self.tried(regime, entry, name, point, loss).items()}
         first = point[name]
         if first not in known:
             return Tuned(name, dict(point), moved(first), False)
@@ -403,19 +408,29 @@ def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Resu
     return Row(seeds[0], seeds, tuned, "; ".join(notes))
 
 
-def half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of the mean, by Student's t."""
-    return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+def half_width(values: Sequence[float], comparisons: int = 1) -> float:
+    """Return half of the 95 % interval of the mean, by Student's t, corrected for several comparisons (Bonferroni)."""
+    t = quantile(1 - 0.025 / comparisons, len(values) - 1)
+    return t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def paired(row: Row, other: Row) -> list[tuple[Result, Result]]:
+    """Return the runs of two rows that have the same seed, in pairs."""
+    theirs = {r["seed"]: r for r in other.seeds}
+    return [(r, theirs[r["seed"]]) for r in row.seeds if r["seed"] in theirs]
+
+
+def gaps_between(row: Row, other: Row) -> list[float]:
+    """Return the test loss of a row minus that of another one, by seed."""
+    return [mine["test_loss"] - theirs["test_loss"] for mine, theirs in paired(row, other)]
 
 
 def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
     """Yield each optimizer's test loss minus COSMOS's, paired by seed."""
     if "cosmos" not in rows:
         return
-    ours = {r["seed"]: r for r in rows["cosmos"].seeds}
     for entry, row in rows.items():
-        pairs = [(r, ours[r["seed"]]) for r in row.seeds if r["seed"] in ours]
-        gaps = [theirs["test_loss"] - own["test_loss"] for theirs, own in pairs]
+        pairs, gaps = paired(row, rows["cosmos"]), gaps_between(row, rows["cosmos"])
         if entry == "cosmos" or not gaps:
             continue
         blocks = []
@@ -494,7 +509,7 @@ def token_shares(
     """Return the share of the tokens with which optimizers with shorter runs reach the loss of `target`, by entry."""
     if target not in rows:
         return {}
-    goal, theirs = rows[target].test_loss, {r["seed"]: r["test_loss"] for r in rows[target].seeds}
+    goal = rows[target].test_loss
     found = {}
     for entry, row in rows.items():
         shorter = shorter_runs(protocol, regime, entry, results)
@@ -507,6 +522,6 @@ def token_shares(
             found[entry] = TokenShare(1.0, outside="more than")
         else:
             share, slope = at
-            gaps = [theirs[r["seed"]] - r["test_loss"] for r in row.seeds if r["seed"] in theirs]
+            gaps = gaps_between(rows[target], row)
             found[entry] = TokenShare(share, share * half_width(gaps) / slope if len(gaps) > 1 else None)
     return found

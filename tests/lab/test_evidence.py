@@ -1,6 +1,7 @@
 """Tokens to AdamW's loss, by benchmarks/evidence.py: invented curves, and the kept results."""
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import evidence
-from benchmarks.protocol import Protocol, Result, Row, best_rows, half_width, token_shares
+from benchmarks.protocol import Protocol, Result, Row, best_rows, half_width, losses, token_shares
+from benchmarks.student import quantile
 from cosmos_lab.report.style import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +115,74 @@ def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path: Pa
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
+def complete(protocol: Protocol, regime: str, entries: tuple[str, ...]) -> dict[str, Result]:
+    """Return made-up results of every run that the protocol asks for in a regime: search, five seeds, shorter runs."""
+    sample = next(iter(evidence.read_results([KEPT]).values()))
+    stages = ("lr", "adam_lr", "beta2", "seeds", "more-seeds", "short")
+    found: dict[str, Result] = {}
+    for order, entry in enumerate(entries):
+        while runs := protocol.wanted(regime, entry, stages, losses(found)):
+            for run in runs:
+                lr, adam_lr = protocol.entries[entry].start[regime]
+                far = abs(math.log2(run.lr / lr) - 1) + abs(math.log2(run.adam_lr / adam_lr) + 2)
+                loss = 3.2 + 0.05 * order + 0.02 * far + 0.01 * (run.beta2 != 0.95) - math.log10(run.share)
+                loss += 0.001 * run.seed * (order + 1)
+                curve = [[i, i * 1000, loss, loss + 1 - i / 25] for i in range(1, 26)]
+                made = {"val_loss": loss, "test_loss": loss, "val_ppl": math.exp(loss), "test_ppl": math.exp(loss)}
+                more = {"curve": curve, "curve_columns": ["step", "tokens", "val_loss", "test_loss"]}
+                found[run.id] = {**sample, **dataclasses.asdict(run), **made, **more, "id": run.id}
+    return found
+
+
+def test_a_complete_regime_with_five_seeds_has_no_open_cell_and_corrected_intervals() -> None:
+    results = complete(Protocol(), "A", ("cosmos", "muon", "normuon", "adamw"))
+    page = "\n".join(evidence.regime_part(Protocol(), "A", results))
+    assert "open" not in page and "corrected for 3 comparisons" in page
+    first = re.search(r"\| COSMOS \| 2e-3, 4e-3, 0\.95 \| (\d+) \| done \| (.*) \| \*\*", page)
+    assert first and int(first[1]) >= 10 and len(first[2].split(", ")) == 5
+    gaps = [0.05 + 0.001 * seed for seed in range(5)]
+    shown = rf"\| Muon \| \+0\.052 \+- {half_width(gaps):.3f} \| \+- {half_width(gaps, 3):.3f} \| \+0\.052 \|"
+    assert re.search(shown, page)
+    for start in ("Shorter runs", "Hidden rate, at", "Outer rate, at", "Hidden rate again", "beta2, at"):
+        lines = page.partition(f"\n{start}")[2].splitlines()[4:8]
+        assert any("| Muon |" in line for line in lines) and any("| COSMOS |" in line for line in lines)
+        assert start == "Shorter runs" or all(line.count("**") == 2 for line in lines)
+
+
+def test_another_size_takes_settings_and_says_which_search_they_come_from() -> None:
+    tuned = complete(Protocol(), "A", ("cosmos", "muon", "normuon", "adamw"))
+    larger = {}
+    for entry in ("cosmos", "muon", "normuon", "adamw"):
+        protocol = Protocol(model="llama-130m", tuned_on="llama-60m")
+        run = protocol.at("A", entry, Protocol().best("A", entry, losses(tuned))[0])
+        larger[run.id] = {
+            **tuned[dataclasses.replace(run, model="llama-60m").id],
+            **dataclasses.asdict(run),
+            "id": run.id,
+        }
+    page = "\n".join(evidence.regime_part(protocol, "A", tuned | larger))
+    assert page.count("of llama-60m, regime A: done") == 4
+    assert "| Muon | +0.050, one seed |" in page
+
+
+@pytest.mark.parametrize("kept", range(0, 30, 3))
+def test_a_search_cut_off_anywhere_makes_a_page_that_says_open(kept: int) -> None:
+    results = complete(Protocol(), "A", ("cosmos",))
+    some = dict(list(results.items())[:kept])
+    page = "\n".join(evidence.regime_part(Protocol(), "A", some))
+    unfinished = Protocol().best("A", "cosmos", losses(some))[1]
+    assert ("open" in page) == bool(some and unfinished) or "0.45 of the steps" in page
+    muon_alone = complete(Protocol(), "A", ("muon",))
+    assert "difference to COSMOS" not in "\n".join(evidence.regime_part(Protocol(), "A", muon_alone))
+
+
+def test_a_diverged_run_is_shown_in_the_search() -> None:
+    results = complete(Protocol(), "A", ("cosmos",))
+    name = next(iter(results))
+    results[name] |= dict.fromkeys(("val_loss", "test_loss", "val_ppl", "test_ppl"))
+    assert "diverged" in "\n".join(evidence.regime_part(Protocol(), "A", results))
+
+
 def test_an_optimizer_has_the_colour_of_reports() -> None:
     assert evidence.COLORS["cosmos"] == KNOWN["cosmos"].light and evidence.COLORS["adamw"] == KNOWN["adam"].light
 
@@ -122,3 +192,16 @@ def test_the_results_are_not_changed_by_reading_them() -> None:
     before = copy.deepcopy(results)
     evidence.report(results)
     assert results == before
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"),  # from printed tables, for 1 to 5 degrees of freedom
+    [(0.975, [12.706, 4.303, 3.182, 2.776, 2.571]), (1 - 0.025 / 3, [38.188, 7.649, 4.857, 3.961, 3.534])],
+)
+def test_quantiles_of_student_are_those_of_printed_tables(p: float, expected: list[float]) -> None:
+    assert [quantile(p, freedom) for freedom in range(1, 6)] == pytest.approx(expected, abs=5e-4)
+
+
+def test_the_quantile_for_three_seeds_is_its_closed_form() -> None:
+    for p in (0.6, 0.975, 0.995):
+        assert quantile(p, 2) == pytest.approx((2 * p - 1) / math.sqrt(2 * p * (1 - p)), rel=1e-9)

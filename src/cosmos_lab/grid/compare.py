@@ -94,15 +94,9 @@ def compare(
     Returns what compare.json holds: {"metric", "set_up": {field: value that all runs share}, "rows": [...],
     "best": {optimizer: label}, ...}; a row is one variant.
     """
-    if not runs:
-        raise ValueError("nothing to compare: the grid has no runs")
+    runs = _checked(runs, out)
     if parallel < 1:
         raise ValueError(f"--parallel must be 1 or more; got {parallel}")
-    if out is not None:
-        runs = [run.replace(out=str(out)) for run in runs]
-    names = [run.run_name for run in runs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two runs are called {twice[0]!r}; give each optimizer, rate and seed once, or other names")
     budget = Budget(minutes)
     if show:
         print(f"checking settings and data of {len(runs)} run{'s' * (len(runs) > 1)}", flush=True)  # may take minutes
@@ -114,13 +108,7 @@ def compare(
         parallel = gpus
     failures: dict[str, str] = {}
     try:
-        with TableDisplay(runs, show) as display, watch() as request:
-            for row, summary in enumerate(summaries):
-                if summary is not None:
-                    display.update(row, summary["status"], _as_record(summary))
-            missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
-            train_all = _one_by_one if parallel == 1 else partial(_in_processes, parallel, gpus > 0)
-            train_all(missing, display, budget, request, failures)
+        _train_missing(runs, summaries, parallel, gpus > 0, budget, failures, show)
     except Stopped:
         _conclude(runs, metric, failures, show)
         raise
@@ -131,6 +119,32 @@ def compare(
     if report:
         _write_report(runs, show)
     return result
+
+
+def _checked(runs: Sequence[RunConfig], out: str | Path | None) -> Sequence[RunConfig]:
+    """Return the runs with ``out`` as their folder, if it is given; raise a ValueError for none or equal names."""
+    if not runs:
+        raise ValueError("nothing to compare: the grid has no runs")
+    if out is not None:
+        runs = [run.replace(out=str(out)) for run in runs]
+    names = [run.run_name for run in runs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two runs are called {twice[0]!r}; give each optimizer, rate and seed once, or other names")
+    return runs
+
+
+def _train_missing(
+    runs: Sequence[RunConfig], summaries: Sequence[Mapping[str, Any] | None], parallel: int, own_gpu: bool,
+    budget: Budget, failures: dict[str, str], show: bool,
+) -> None:  # fmt: skip
+    """Train the runs without a summary, with a live table of all; put the reasons of failed runs into ``failures``."""
+    with TableDisplay(runs, show) as display, watch() as request:
+        for row, summary in enumerate(summaries):
+            if summary is not None:
+                display.update(row, summary["status"], _as_record(summary))
+        missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
+        train_all = _one_by_one if parallel == 1 else partial(_in_processes, parallel, own_gpu)
+        train_all(missing, display, budget, request, failures)
 
 
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:

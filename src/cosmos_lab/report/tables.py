@@ -7,7 +7,7 @@ from functools import partial
 from html import escape
 
 from cosmos_lab.display import count, seconds, significant, size
-from cosmos_lab.report.style import looks_of
+from cosmos_lab.report.style import Look, looks_of
 from cosmos_lab.report.words import reason, unequal
 from cosmos_lab.results.ranking import Group, Spread, Task, at_edge
 from cosmos_lab.results.reading import Run
@@ -66,8 +66,10 @@ def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str
         for name in names
     )
     first = -1 if state or unequal(task) else 0
-    has = (named, seeds, state)
-    rows = "".join(_row(task, group, columns, has, index == first) for index, group in enumerate(groups))
+    has, looks = (named, seeds, state), looks_of(task)
+    rows = "".join(
+        _row(task, group, looks[group.method], columns, has, index == first) for index, group in enumerate(groups)
+    )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}, {escape(task.title)}">'
         f'<table class="data sortable{" all" if state else ""}"><thead><tr>{heads}</tr></thead>'
@@ -75,16 +77,16 @@ def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str
     )
 
 
-def _row(task: Task, group: Group, columns: Iterable[Column], has: tuple[bool, bool, bool], first: bool) -> str:
+def _row(
+    task: Task, group: Group, look: Look, columns: Iterable[Column], has: tuple[bool, bool, bool], first: bool
+) -> str:
     """Return one row; ``has`` tells which of the columns name, seeds and state there are."""
     named, seeds, state = has
     edge = at_edge(group, task.groups) if group.best else None
-    starred = state and group.best
-    best = f"best rate of this {task.kind}"
-    star = f'<span class="star" title="{best}"> ★<span hidden> best</span></span>' if starred else ""
+    star = f'<span class="star" title="best rate of this {task.kind}"> ★<span hidden> best</span></span>'
+    star = star if state and group.best else ""
     hint = f' <span class="pm" title="the {edge} rate tried: one beyond it may be better">{edge}</span>' if edge else ""
     rate_text = escape(group.label.removeprefix(group.method).strip())
-    look = looks_of(task)[group.method]
     swatch = f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'
     heads = ([escape(group.title)] if named else []) + [escape(group.method)]
     cells = f'<th scope="row" class="l">{swatch}{heads[0]}{star}</th>'

@@ -52,8 +52,8 @@ def in_plain_types(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
 
     def plain(value: Any) -> Any:
-        if type(value) is tuple:  # betas
-            return tuple(map(plain, value))
+        if type(value) in (tuple, list):  # betas
+            return type(value)(map(plain, value))
         if getattr(value, "shape", None) == () and not isinstance(value, Tensor):
             return value.item()
         return str(value) if isinstance(value, torch.dtype) else value

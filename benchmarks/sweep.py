@@ -76,6 +76,7 @@ class Options:
     known: tuple[Path, ...] = ()  # Bundles of earlier results.
     seconds: float = math.inf
     parallel: int = 1
+    beside: int = 0  # Runs of another queue on the same GPU.
     mps: bool = False
     device: str = "auto"
     compile: str = "auto"
@@ -83,6 +84,11 @@ class Options:
     commit: str | None = None
     keep: Filters = Filters()
     runs: tuple[Run, ...] = ()  # Only these, instead of those that the search asks for.
+
+    @property
+    def at_a_time(self) -> int:
+        """Return how many runs share the GPU."""
+        return self.parallel + self.beside
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -195,7 +201,7 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
         "settings": about["settings"], "config": {k: v for k, v in config.flat().items() if k not in folders},
         "parameters": about["parameters"], "state_bytes": about["state_bytes"],
         "commit": options.commit or about["commit"], "versions": about["versions"], "date": about["date"],
-        "data": about["data"] | summary["fingerprints"], "at_a_time": options.parallel,
+        "data": about["data"] | summary["fingerprints"], "at_a_time": options.at_a_time,
         "device": torch.cuda.get_device_name() if pick_device(options.device).type == "cuda" else "cpu",
         "wall_s": round(time.monotonic() - began, 2), "train_s": round(summary["time"], 2),
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
@@ -386,13 +392,15 @@ class Queue:
         return self.possible[kind]
 
     def estimate(self, run: Run, cold: bool = True) -> float:
-        """Return the expected seconds of a run: the longest training of its kind, and the start of a process if cold.
+        """Return the expected seconds of a run: the usual training of its kind, and the start of a process if cold.
 
-        An entry without runs in the regime takes its time of another regime, else the longest of any times its cost,
-        for the same number of tokens. Without any result the answer is 0, so that one run is tried.
+        An entry without runs in the regime takes its time of another regime, else the usual one of all times its cost,
+        for the same number of tokens. Only runs without a variant count, if there are any: some variants double the
+        time. Without any result the answer is 0, so that one run is tried.
         """
         done = [r for r in self.results.values() if r["val_loss"] is not None]  # a diverged run has few, slow steps
-        mine = [r for r in done if r["at_a_time"] == self.options.parallel]
+        mine = [r for r in done if r["at_a_time"] == self.options.at_a_time]
+        mine = [r for r in mine if not r.get("variant")] or mine
         mine = [r for r in mine if r["model"] == run.model] or mine
         if not mine:
             return 0.0
@@ -402,7 +410,7 @@ class Queue:
         tokens = self.protocol.tokens(run)
         starts = [r["wall_s"] - r["train_s"] for r in mine]
         start = max(starts) if cold else statistics.median(starts)
-        return start + cost * max(r["train_s"] / r["tokens"] for r in alike) * tokens
+        return start + cost * statistics.median(r["train_s"] / r["tokens"] for r in alike) * tokens
 
     def _receive(self, worker: Worker) -> bool:
         """Keep a worker's result; return False if there is none."""
@@ -491,6 +499,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
     p.add_argument("--seconds", type=float, default=math.inf, help="end after this time, imports included")
     p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
+    p.add_argument("--beside", type=int, default=0, help="runs of another queue on the same GPU, for the records")
     p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
     p.add_argument("--model", default=Protocol.model)
     p.add_argument("--tuned-on", default="", metavar="MODEL", help="take settings from the search of this model")
@@ -550,8 +559,8 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
             raise ValueError("--out and --data are needed, or --table")
         protocol = dataclasses.replace(protocol, phases=chosen_phases(a, protocol))
         options = Options(
-            data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, mps=a.mps,
-            device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
+            data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel,
+            beside=a.beside, mps=a.mps, device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
             keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)),
             runs=runs_at(protocol.model, a) if a.at else (),
         )  # fmt: skip

@@ -7,9 +7,10 @@ through the lowest loss and its two neighbours, all with the same `adam_lr`; the
 best `lr` that ran. Without a neighbour on both sides there is no bracket, and the cell is named and left out. What
 other rates cost is read from the same two parabolas, so an effect of the two rates on each other is not seen.
 
-A rule is log rate = constant + exponents times log width, log steps, log batch, or fewer terms, down to a constant. It
-is fitted by least squares with each cell's curvature as its weight: so it minimizes the summed loss. Uncertainties
-are those of the jackknife over cells. Width stands for size: four sizes cannot tell it from the parameters.
+A rule is log rate = constant + exponents times log width, log steps, log batch, or fewer terms, down to a constant.
+`tokens` is steps times batch: one exponent for both. A rule is fitted by least squares with each cell's curvature as
+its weight: so it minimizes the summed loss. Uncertainties are those of the jackknife over cells. Width stands for
+size: four sizes cannot tell it from the parameters. `cosmos_optim.rates` has the rule with rounded numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from benchmarks.protocol import BETA2, RATES, Result, losses, read_results
 from cosmos_lab.models import PRESETS
+from cosmos_optim import rates
 
 Array = NDArray[np.float64]
 Points = Mapping[tuple[float, float], float]  # Validation loss by (lr, adam_lr); inf: diverged.
@@ -36,7 +38,10 @@ Points = Mapping[tuple[float, float], float]  # Validation loss by (lr, adam_lr)
 BAR = 1.0  # Percent of perplexity that a rule may cost.
 CENTER = {"width": 512, "steps": 1600, "batch": 8192}  # Where a rule's constant is the rate; batch in tokens.
 TERMS = tuple(CENTER)
-RULES = tuple(terms for n in range(len(TERMS) + 1) for terms in itertools.combinations(TERMS, n))
+RULES = (
+    *(terms for n in range(len(TERMS) + 1) for terms in itertools.combinations(TERMS, n)), ("tokens",),
+    ("width", "tokens"),
+)  # fmt: skip
 WIDTHS = {name: PRESETS[name].width for name in ("llama-10m", "llama-60m", "llama-130m")} | {"llama-30m": 384}
 JUDGED = ("", "size", "length")  # The bar must hold for three fits: to all cells, without a cell's size, its length.
 LEAST = len(TERMS) + 2  # cells
@@ -116,6 +121,7 @@ class Fit:
         self.best = best
         self.at, self.weight = np.array([o.at for o in best]), np.array([o.curvature for o in best])
         self.columns = {name: np.log2([getattr(c, name) / CENTER[name] for c in found]) for name in TERMS}
+        self.columns["tokens"] = self.columns["steps"] + self.columns["batch"]
         # By what is left out of the fit that predicts a cell: the cell's group.
         self.groups = {"cell": np.arange(len(found)), "size": np.array([c.width for c in found]),
                        "length": np.array([c.steps for c in found])}  # fmt: skip
@@ -183,8 +189,8 @@ def compare(fits: Sequence[Fit]) -> list[Rule]:
 
 
 def choose(rules: Sequence[Rule], bar: float = BAR) -> Rule:
-    """Return the simplest rule that costs less than the bar everywhere; if none does, the one with the lowest worst."""
-    return next((r for r in rules if r.worst <= bar), min(rules, key=lambda r: r.worst))
+    """Return the simplest rule that costs less than the bar everywhere; if none does, the best in cells left out."""
+    return next((r for r in rules if r.worst <= bar), min(rules, key=lambda r: float(r.percent["cell"].mean())))
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -205,7 +211,23 @@ def report(found: Sequence[Cell], bar: float = BAR) -> str:
     rules = compare(fits)
     rule = choose(rules, bar)
     lines += [*_comparison(rules, bar), "", *_table(kept, fits, rule), "", *_exponents(fits, rule)]
-    return "\n".join([*lines, "", code(fits, rule), "", verdict(kept, rule, bar)])
+    lines += ["", code(fits, rule), "", *_package_rule(kept, fits)]
+    return "\n".join([*lines, "", verdict(kept, rule, bar)])
+
+
+def package_costs(kept: Sequence[Cell], fits: Sequence[Fit]) -> Array:
+    """Return what the rates of `cosmos_optim.rates` cost in each cell, in percent of perplexity."""
+    pairs = np.log2([rates(cell.width, cell.steps, cell.batch) for cell in kept])
+    nats = sum(fit.weight * (pairs[:, i] - fit.at) ** 2 for i, fit in enumerate(fits))
+    return 100 * np.expm1(nats)
+
+
+def _package_rule(kept: Sequence[Cell], fits: Sequence[Fit]) -> Iterator[str]:
+    """Yield the rates of `cosmos_optim.rates` in each cell, and what they cost."""
+    yield "Cost in % of perplexity of cosmos_optim.rates, with the constants in the package"
+    for cell, percent in zip(kept, package_costs(kept, fits)):
+        lr, adam_lr = rates(cell.width, cell.steps, cell.batch)
+        yield f"{cell.model:12}{cell.steps:6}{cell.batch:8}{lr:10.1e}{adam_lr:10.1e}{percent:8.2f}"
 
 
 def _comparison(rules: Sequence[Rule], bar: float) -> Iterator[str]:
@@ -246,10 +268,11 @@ def _exponents(fits: Sequence[Fit], rule: Rule) -> Iterator[str]:
 def code(fits: Sequence[Fit], rule: Rule) -> str:
     """Return a rule as Python."""
     lines = ["def rates(width, steps, tokens_per_step):"]
-    names = dict(zip(TERMS, ("width", "steps", "tokens_per_step")))
+    names = dict(zip(TERMS, ("width", "steps", "tokens_per_step"))) | {"tokens": "steps * tokens_per_step"}
+    centers = CENTER | {"tokens": CENTER["steps"] * CENTER["batch"]}
     for rate, fit, terms in zip(RATES, fits, rule.terms):
         constant, *exponents = fit.solve(terms)
-        factors = [f"({names[t]} / {CENTER[t]}) ** {e:.3f}" for t, e in zip(terms, exponents)]
+        factors = [f"({names[t]} / {centers[t]}) ** {e:.3f}" for t, e in zip(terms, exponents)]
         lines.append(f"    {rate} = {' * '.join([f'{2.0**constant:.3g}', *factors])}")
     return "\n".join([*lines, "    return lr, adam_lr"])
 

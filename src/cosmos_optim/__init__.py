@@ -7,9 +7,9 @@ print(plan(model))
 """
 
 from cosmos_optim.engine.skipped_steps import SkippedStepWarning
+from cosmos_optim.learning_rates import Rates, rates, rates_from_adamw
 from cosmos_optim.optimizers import OPTIMIZERS, SOAP, Adam, AdamMini, Cosmos, CosmosPaper, GaLore, Muon, NorMuon
 from cosmos_optim.plan_table import Plan, plan
-from cosmos_optim.rates import Rates, rates_from_adamw
 from cosmos_optim.routing.param_groups import mark, param_groups
 
 __version__ = "0.1.0"  # as in pyproject.toml; a test compares them
@@ -30,5 +30,6 @@ __all__ = [
     "mark",
     "param_groups",
     "plan",
+    "rates",
     "rates_from_adamw",
 ]

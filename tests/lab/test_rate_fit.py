@@ -292,6 +292,19 @@ def test_the_printed_code_gives_the_rates_of_the_table() -> None:
         assert names["rates"](cell.width, cell.steps, cell.batch) == pytest.approx([at[0][i], at[1][i]], rel=0.02)
 
 
+def test_the_rule_of_the_package_costs_less_than_one_percent_in_every_measured_cell() -> None:
+    """Bars of 1 %. With the exponents fitted again without the largest size or the longest run, it holds there too."""
+    found = rate_fit.cells(read_results(sorted(BUNDLE.parent.glob("protocol-*.json"))).values())
+    full = [(cell, lr, adam_lr) for cell in found for lr, adam_lr in [rate_fit.optima(cell.points)] if lr and adam_lr]
+    kept = [cell for cell, _, _ in full]
+    both = [rate_fit.Fit(kept, [lr for _, lr, _ in full]), rate_fit.Fit(kept, [adam_lr for _, _, adam_lr in full])]
+    assert len(kept) >= 11 and {cell.width for cell in kept} == {256, 384, 512, 768}
+    assert rate_fit.package_costs(kept, both).max() < 1
+    rule = next(r for r in rate_fit.compare(both) if r.terms == (("width", "batch"), ("tokens",)))
+    assert all(rule.percent["size"][i] < 1 for i, cell in enumerate(kept) if cell.width == 768)
+    assert all(rule.percent["length"][i] < 1 for i, cell in enumerate(kept) if cell.steps == 3200)
+
+
 def test_only_plain_runs_of_cosmos_with_one_seed_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = rate_fit.cells(early_results().values())
     assert {cell.name: len(cell.points) for cell in found} == {

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from cosmos_optim import OPTIMIZERS, Cosmos, plan, rates_from_adamw
+from cosmos_optim import OPTIMIZERS, Cosmos, plan, rates, rates_from_adamw
 from tests.optim.helpers import decoder, small_rank, train
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -199,3 +199,42 @@ def test_a_rate_in_a_tensor_of_any_dtype_keeps_the_weight_decay(
             opt.step()
         ends.append(p.detach())
     torch.testing.assert_close(*ends, rtol=1e-6, atol=0)
+
+
+# -- rates for training from scratch ----------------------------------------------------------------------------------
+
+
+def test_the_width_of_a_model_is_the_most_common_size_of_its_hidden_matrices() -> None:
+    """Grouped attention has smaller keys and values, the MLP is wider, the vocabulary is larger than both."""
+    layers = [nn.Linear(512, 512), nn.Linear(512, 128), nn.Linear(512, 128), nn.Linear(512, 1400), nn.Linear(1400, 512)]
+    model = nn.Sequential(nn.Embedding(3000, 512), *layers, nn.Linear(512, 3000))
+    model[1].requires_grad_(False)
+    assert rates(model, 1600, 8192) == rates(512, 1600, 8192) == (4.8e-4, 3.3e-2)
+
+
+def test_rates_fall_with_width_and_length_and_rise_with_the_batch() -> None:
+    at = rates(512, 1600, 16_384)
+    wider, longer, larger = rates(768, 1600, 16_384), rates(512, 3200, 16_384), rates(512, 800, 32_768)
+    assert wider.lr < at.lr == longer.lr < larger.lr
+    assert wider.adam_lr == at.adam_lr == larger.adam_lr > longer.adam_lr
+
+
+def test_outside_of_the_measured_range_rates_do_not_rise_further_and_a_warning_says_so() -> None:
+    with pytest.warns(UserWarning, match=r"width 64 \(256 to 768\), tokens_per_step 524,288 \(8,192 to 65,536\)"):
+        small = rates(64, 100, 524_288)
+    assert small == rates(256, 800, 65_536)
+    with pytest.warns(UserWarning, match=r"tokens in all 819,200 \(3,276,800 to 52,428,800\)"):
+        assert rates(512, 100, 8192) == rates(512, 400, 8192)
+    with pytest.warns(UserWarning, match="half and double"):
+        assert rates(2048, 100_000, 524_288).adam_lr < 5e-3
+
+
+@pytest.mark.parametrize("given", [(0, 10, 8192), (512, 0, 8192), (512, 10, -1)])
+def test_sizes_for_rates_must_be_positive(given: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        rates(*given)
+
+
+def test_a_model_without_hidden_matrices_needs_its_width() -> None:
+    with pytest.raises(ValueError, match="give its width"):
+        rates(nn.LayerNorm(8), 400, 8192)

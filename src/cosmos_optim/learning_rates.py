@@ -1,0 +1,95 @@
+"""The two learning rates of `Cosmos`: by a measured rule, or from the one of AdamW."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import NamedTuple
+
+from torch import nn
+
+from cosmos_optim.routing.param_groups import routes
+
+# The sweeps from which the rule of `rates` comes: smallest and largest.
+MEASURED = {"width": (256, 768), "tokens_per_step": (8_192, 65_536), "tokens in all": (3_276_800, 52_428_800)}
+
+
+class Rates(NamedTuple):
+    """The rate of the hidden matrices, and the rate of embeddings, output head, norms and biases."""
+
+    lr: float
+    adam_lr: float
+
+
+def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
+    """Return rates for `Cosmos` to train a language model from scratch, so that a first run needs no sweep.
+
+        lr      = 4.8e-4 * (512 / width) ** 0.5 * (tokens_per_step / 8,192) ** 0.4
+        adam_lr = 3.3e-2 * (13.1M / (steps * tokens_per_step)) ** 0.3
+
+    The rule is fitted to eleven sweeps on English Wikipedia: LLaMA of width 256 to 768 (10M to 130M), 400 to 3,200
+    steps of 8,192 to 65,536 tokens, a linear schedule with 10 % warm-up, clipping at 1.0. In each it costs less than
+    1 % of perplexity compared with the best rates (docs/rates.md). Outside of this range it is a guess, and a warning
+    says so. There, no rate is higher than at the end of the range: a larger batch does not raise `lr` further, and a
+    smaller model or a shorter run raises neither. For fine-tuning, use `rates_from_adamw`.
+
+    Args:
+        model: the model, or its width. A model's width is the most common size of its hidden matrices.
+        steps: optimizer steps of the whole run.
+        tokens_per_step: tokens in one optimizer step, over all processes and accumulated batches.
+
+    >>> rates(512, steps=3200, tokens_per_step=16_384)
+    Rates(lr=0.00063, adam_lr=0.022)
+    """
+    width = model if isinstance(model, int) else _width(model)
+    given = {"width": width, "tokens_per_step": tokens_per_step, "tokens in all": steps * tokens_per_step}
+    if min(given.values()) <= 0:
+        raise ValueError(f"width, steps and tokens_per_step must be positive, got {width}, {steps}, {tokens_per_step}")
+    outside = [
+        f"{name} {value:,} ({low:,} to {high:,})"
+        for (name, value), (low, high) in zip(given.items(), MEASURED.values(), strict=True) if not low <= value <= high
+    ]  # fmt: skip
+    if outside:
+        advice = "try half and double of both rates before a long run"
+        warnings.warn(f"rates: outside of the measured range: {', '.join(outside)}; {advice}", stacklevel=2)
+    width = max(width, MEASURED["width"][0])
+    batch = min(tokens_per_step, MEASURED["tokens_per_step"][1])
+    tokens = max(given["tokens in all"], MEASURED["tokens in all"][0])
+    lr = 4.8e-4 * (512 / width) ** 0.5 * (batch / 8_192) ** 0.4
+    adam_lr = 3.3e-2 * (1600 * 8_192 / tokens) ** 0.3
+    return Rates(float(f"{lr:.1e}"), float(f"{adam_lr:.1e}"))
+
+
+def _width(model: nn.Module) -> int:
+    """Return the most common size of the hidden matrices; if several are, the smallest of them."""
+    matrices = [parameter.p for parameter, route in routes(model, frozen=True) if route.rule == "cosmos"]
+    sizes = Counter(size for p in matrices for size in p.shape[-2:])
+    if not sizes:
+        raise ValueError("the model has no hidden matrix: give its width, as in rates(512, steps, tokens_per_step)")
+    return min(sizes, key=lambda size: (-sizes[size], size))
+
+
+def rates_from_adamw(lr: float) -> Rates:
+    """Return starting rates for `Cosmos`, given the best rate of AdamW on the same task: lr / 2 and 2 lr.
+
+    The rule is a start for a sweep of `lr` by factors of 2. It was measured in pre-training on English Wikipedia, one
+    seed, rates in steps of a factor of 2 (docs/results.md, docs/protocol.md). The best `lr` over AdamW's best rate:
+
+        0.5    LLaMA-60M, 800 steps (1e-3 over 2e-3; `CosmosPaper`)
+        0.5    LLaMA-60M, 3,200 steps (5e-4 over 1e-3)
+        0.8    GPT-2 of width 512, 480 steps (8e-4 over 1e-3)
+        0.4    NanoGPT of width 512, 480 steps (7.2e-4 over 1.8e-3)
+
+    In these four, half of AdamW's rate is within a factor of 1.6 of the best. On a LLaMA of width 128 with 300 steps
+    the ratio was 1 or more: 1e-3 over 1e-3, AdamW's lowest that was tried. LLaMA-130M had too few rates to tell.
+
+    At LLaMA-60M with 800 steps and `lr` 1e-3, an `adam_lr` of 2, 4, 8 and 16 times AdamW's rate ends at a perplexity of
+    31.8, 31.3, 31.0 and 31.2. With 3,200 steps and 5e-4, 2, 4, 8, 16 and 32 times its rate end at 30.6, 29.8, 29.2,
+    29.1 and 28.8. So try higher ones if you train from scratch. Nothing was measured above 130M parameters or in runs
+    of more than 3,200 steps. In fine-tuning (docs/fine-tuning.md) both had their best rate at the end of the range,
+    with a ratio of 0.5.
+
+    >>> rates_from_adamw(2e-3)
+    Rates(lr=0.001, adam_lr=0.004)
+    """
+    return Rates(lr / 2, 2 * lr)

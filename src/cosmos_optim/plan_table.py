@@ -126,7 +126,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     adam: 3 tensors, 3,300 parameters, 25.8 KiB of state
     cosmos: 3 tensors, 768 parameters, 4.89 KiB of state
     total: 6 tensors, 4,068 parameters, 30.7 KiB of state
-    hint: adam_lr was not given, so it is 4 times lr. To train from scratch, try 1.6e-2 (measured up to 130M parameters)
+    hint: adam_lr was not given, so it is 4 times lr. To train from scratch, use rates(model, steps, tokens_per_step)
     """
     if isinstance(model, MatrixOptimizer):
         model._match_layouts()
@@ -173,8 +173,9 @@ def _rate_hint(kind: type[MatrixOptimizer], given: Mapping[str, Any], rows: Sequ
     chosen = given.get("adam_lr", inspect.signature(kind).parameters["adam_lr"].default)
     if chosen is not None or kind.adam_ratio == 1 or all(row.why != "embedding" for row in rows):
         return ""
-    advice = "To train from scratch, try 1.6e-2 (measured up to 130M parameters)"
-    return f"adam_lr was not given, so it is {kind.adam_ratio:g} times lr. {advice}"
+    measured = kind.rule == "cosmos"  # the rule of `rates` is for COSMOS
+    advice = "use rates(model, steps, tokens_per_step)" if measured else "try 1.6e-2 (measured at 60M parameters)"
+    return f"adam_lr was not given, so it is {kind.adam_ratio:g} times lr. To train from scratch, {advice}"
 
 
 def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimizer], dict[str, Any]]:

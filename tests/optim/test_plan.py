@@ -230,9 +230,9 @@ def test_a_plan_of_a_frozen_model_says_that_nothing_trains() -> None:
 
 
 def test_a_plan_says_that_the_default_adam_lr_is_low_for_training_from_scratch() -> None:
-    hint = "hint: adam_lr was not given, so it is 4 times lr. To train from scratch, try 1.6e-2 (measured up to 130M"
-    assert hint in str(plan(Tied()))
-    assert "it is 2 times lr" in str(plan(Tied(), "muon"))
+    scratch = "To train from scratch, use rates(model, steps, tokens_per_step)"
+    assert f"hint: adam_lr was not given, so it is 4 times lr. {scratch}" in str(plan(Tied()))
+    assert "it is 2 times lr. To train from scratch, try 1.6e-2" in str(plan(Tied(), "muon"))
     frozen = Tied()
     frozen.embed.requires_grad_(False)
     for quiet in (plan(Tied(), adam_lr=4e-3), plan(frozen), plan(Tied(), "cosmos-paper"), plan(Tied(), "soap")):

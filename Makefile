@@ -41,7 +41,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(PY) -m mypy
 
-# Frameworks start threads, and a forked rank may wait for ever for a lock that such a thread held: they come apart.
+# Tests of frameworks run separately: they start threads, and a forked rank may hang on a lock that such a thread held.
 RUN_TESTS = $(ENV) $(PY) -m pytest -m "not gpu" -n $(JOBS) --dist worksteal --timeout 300 --durations 15 $(ARGS)
 pytest: $(STAMP)
 	$(RUN_TESTS) --ignore tests/integrations

@@ -1,6 +1,6 @@
 """Use COSMOS in torchtitan: `python examples/torchtitan_llama.py`.
 
-In a torchtitan configuration one field changes, `optimizer=cosmos(lr=1e-3, adam_lr=1.6e-2)`. torchtitan's trainer needs
+In a torchtitan configuration one field changes, `optimizer=cosmos(lr=5e-4, adam_lr=2e-3)`. torchtitan's trainer needs
 GPUs and a tokenizer, so this file does by hand what the trainer does with that field: it builds the container of
 optimizers and the container of schedules from their configurations, and trains a small model on a CPU with them.
 """

@@ -26,7 +26,7 @@ ORDER = (
     "optimizer",
     "optimizers",
     "plan_table",
-    "rates",
+    "learning_rates",
     "",  # the package itself
     "integrations",
 )

@@ -32,7 +32,8 @@ from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_
 from cosmos_optim.engine.gradients import GradientCheck, is_capturing
 from cosmos_optim.engine.layout import Job
 
-# Steps with the same key before recording: by then kernels are compiled, and gradient addresses are stable.
+# Repeats of a key before recording: by then kernels are compiled, and gradient addresses are stable. The first step of
+# a new run has another key (no flag on the device yet), so its fourth step is recorded; after a resume, the third.
 STEPS_BEFORE_RECORDING = 2
 # Recording stops after this many recordings in a row that were replayed fewer than `WORTH_IT` times each.
 MAX_WASTED = 8

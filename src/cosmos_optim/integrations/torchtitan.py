@@ -1,6 +1,6 @@
 """torchtitan: an optimizer container, and a function that makes its configuration.
 
-trainer_config.optimizer = cosmos(lr=1e-3, adam_lr=1.6e-2)
+trainer_config.optimizer = cosmos(lr=5e-4, adam_lr=2e-3)
 
 torchtitan's own containers sort parameters by patterns of names; this one by `param_groups`. It writes names as
 torchtitan's checkpoints have them, without the parts that torch.compile and activation checkpointing insert.

@@ -27,7 +27,7 @@ from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, table_of
 from cosmos_lab.io import explained, write_json
 from cosmos_lab.optimizers import settings
-from cosmos_lab.report import describe_runs, write_report
+from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
 from cosmos_lab.run import build, checkpoint
 from cosmos_lab.run.run_folder import check_unfinished, finished
@@ -165,12 +165,12 @@ def _write_report(runs: Sequence[RunConfig], show: bool) -> None:
         return
     try:
         place = runs[0].logging
-        page = write_report(folders, Path(place.out) / "report", title=f"Comparison: {place.recipe}")
+        written = write_report(folders, Path(place.out) / "report", title=f"Comparison: {place.recipe}")
     except (OSError, ValueError) as error:  # the runs are worth more than their report
         print(f"cosmos-lab: no report: {error}", file=sys.stderr)
         return
     if show:
-        print(f"\n{describe_runs(folders)}\nReport: {page}")
+        print(f"\n{written.summary}\nReport: {written.page}")
 
 
 def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:

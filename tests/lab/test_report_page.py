@@ -21,15 +21,6 @@ from cosmos_lab.report.style import KNOWN, THEMES, looks
 from cosmos_lab.results.reading import read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
-NO_FIGURES = "cosmos_lab.report._figures"
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the figures, which take seconds to draw."""
-    monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
-
-
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 

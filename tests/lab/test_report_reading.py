@@ -20,12 +20,6 @@ from cosmos_lab.run.train import train
 from tests.lab.report_runs import data_of, falling, make_run, task_of
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the figures, which take seconds to draw."""
-    monkeypatch.setattr("cosmos_lab.report._figures", lambda specs, folder: None)
-
-
 def test_training_noise_is_smoothed_without_a_bias() -> None:
     noisy = [3.0 + (0.5 if index % 2 else -0.5) for index in range(200)]
     found = smoothed(noisy)

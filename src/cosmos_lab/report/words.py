@@ -11,22 +11,7 @@ from cosmos_lab.results.ranking import Group, Task, at_edge
 from cosmos_lab.results.reading import METRICS, Run
 
 _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
-FEW_POINTS = 5  # a line with fewer points has no shape
-
-
-def ties(losses: Sequence[float], noise: float) -> int:
-    """Return how many of the losses, lowest first and one seed each, cannot be told from the lowest."""
-    return sum(loss - losses[0] <= sure_gap(noise) for loss in losses)
-
-
-def sure_gap(noise: float) -> float:
-    """Return the largest gap that may be chance: two deviations of the difference of two runs."""
-    return 2 * math.sqrt(2) * noise
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join names with commas, and "and" before the last."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+_FEW_POINTS = 5  # a line with fewer points has no shape
 
 
 def summary(task: Task, noise: float | None = None) -> str:
@@ -50,7 +35,7 @@ def summary(task: Task, noise: float | None = None) -> str:
     field = f"Of {len(ranking)} {task.kind}s" + (", each at the best rate tried" if task.sweeps else "")
     if any(len(group.counted) > 1 for group in ranking):
         noise = None  # these seeds tell more
-    if noise is not None and (near := ties([task.score(group) for group in ranking], noise)) > 1:
+    if noise is not None and (near := _ties([task.score(group) for group in ranking], noise)) > 1:
         return f"{field}, {_tied(task, ranking[:near], ranking[near:], what)}."
     rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam" != rest[0].optimizer][:1]
     compared = " and ".join(_gap(task, first, rival) for rival in rivals)
@@ -95,7 +80,7 @@ def missing_curves(task: Task) -> list[str]:
                 why = "; ".join(problems) or f"{METRICS} has no finite loss"
                 notes.append(f"{'' if points else 'No curve for '}{group.title} (folder {run.folder.name}): {why}.")
     few = [len(run.validation) for group in task.groups if group.shown for run in group.runs if run.validation]
-    if few and max(few) < FEW_POINTS:
+    if few and max(few) < _FEW_POINTS:
         notes.append(
             f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, too few to show a curve: "
             "--val-every with fewer steps makes more."
@@ -118,6 +103,21 @@ def unreadable(runs: Sequence[Run]) -> str:
 def reason(run: Run) -> str:
     """Say why a folder cannot be shown."""
     return "; ".join(run.notes) or "config.json names no optimizer"
+
+
+def _ties(losses: Sequence[float], noise: float) -> int:
+    """Return how many of the losses, lowest first and one seed each, cannot be told from the lowest."""
+    return sum(loss - losses[0] <= _chance_gap(noise) for loss in losses)
+
+
+def _chance_gap(noise: float) -> float:
+    """Return the largest gap that may be chance: two deviations of the difference of two runs."""
+    return 2 * math.sqrt(2) * noise
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Join names with commas, and "and" before the last."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _value(task: Task, group: Group) -> str:
@@ -144,8 +144,8 @@ def _gap(task: Task, first: Group, rival: Group) -> str:
 
 
 def _tied(task: Task, near: Sequence[Group], far: Sequence[Group], what: str) -> str:
-    names, ends = listed([_who(group) for group in near]), f"{_value(task, near[0])} to {_value(task, near[-1])}"
-    behind = f"; {listed([_who(group) for group in far])} ended higher" if far else ""
+    names, ends = _listed([_who(group) for group in near]), f"{_value(task, near[0])} to {_value(task, near[-1])}"
+    behind = f"; {_listed([_who(group) for group in far])} ended higher" if far else ""
     return f"{names} cannot be told apart: {what} {ends}, a gap that seeds alone can make{behind}"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
-from cosmos_lab.grid.compare import Budget
+from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.table import format_result, table_of
 from tests.lab.conftest import VOCAB, write_text
 

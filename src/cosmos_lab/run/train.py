@@ -21,7 +21,7 @@ from cosmos_lab.results.reading import begin_of_final, read_log, read_metrics, s
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
 from cosmos_lab.run.run_folder import exclusive
-from cosmos_lab.run.schedule import factor
+from cosmos_lab.run.schedule import lr_factor
 
 Progress = Callable[[Mapping[str, Any]], None]
 
@@ -155,7 +155,7 @@ class Trainer:
     def _step(self) -> None:
         """Make one optimizer step over all its micro-batches."""
         self.state.step += 1
-        share = factor(self.state.step, self.config.training.steps, self.config.schedule)
+        share = lr_factor(self.state.step, self.config.training.steps, self.config.schedule)
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * share
         tokens, targets = (part.to(self.world.device, non_blocking=True) for part in self.batches.next())
@@ -257,7 +257,7 @@ class Trainer:
                 "tokens": self.tokens,
                 "time": now,
                 "loss": loss,
-                "lr": self.config.optimizer.lr * factor(self.state.step, training.steps, self.config.schedule),
+                "lr": self.config.optimizer.lr * lr_factor(self.state.step, training.steps, self.config.schedule),
                 "tokens_per_s": speed if has_rates else None,
                 "mfu": mfu if has_rates else None,
                 "memory_gb": meters.peak_memory_gb(self.world.device),

@@ -27,7 +27,7 @@ from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, table_of
 from cosmos_lab.io import explained, write_json
-from cosmos_lab.optimizers import settings
+from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
 from cosmos_lab.run import build, checkpoint
@@ -196,7 +196,7 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
     opened: set[Any] = set()  # most runs share model and text
     for run in runs:
         try:
-            settings(run.check())
+            hyperparameters(run.check())
             build.model_config(run)  # a wrong size, before any data is unpacked
             summaries.append(finished(run))
             if summaries[-1] is None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches, validation_windows
-from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
+from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_class
 from cosmos_lab.results.reading import begin_of_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
@@ -69,7 +69,7 @@ class Trainer:
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        asked = settings(config)
+        asked = hyperparameters(config)
         self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
         if world.sharding == "ddp" and world.size > 2:  # a sum of two does not depend on their order
             self._order_buckets()

@@ -62,13 +62,13 @@ def compare(
     Returns what compare.json holds: {"metric", "set_up": {field: value that all runs share}, "rows": [...],
     "best": {optimizer: label}, ...}; a row is one variant.
     """
-    runs = _checked(runs, out)
+    runs = _in_folder(runs, out)
     if parallel < 1:
         raise ValueError(f"--parallel must be 1 or more; got {parallel}")
     budget = Budget(minutes)
     if show:
         print(f"checking settings and data of {len(runs)} run{'s' * (len(runs) > 1)}", flush=True)  # may take minutes
-    summaries = _finished(runs)
+    summaries = _check_all(runs)
     workers = _workers(runs, parallel, show)
     grid = _Grid(TableDisplay(runs, show), budget)
     try:
@@ -85,7 +85,7 @@ def compare(
     return result
 
 
-def _checked(runs: Sequence[RunConfig], out: str | Path | None) -> Sequence[RunConfig]:
+def _in_folder(runs: Sequence[RunConfig], out: str | Path | None) -> Sequence[RunConfig]:
     """Return the runs with ``out`` as their folder, if it is given; raise a ValueError for none or equal names."""
     if not runs:
         raise ValueError("nothing to compare: the grid has no runs")
@@ -186,8 +186,8 @@ def _write_report(runs: Sequence[RunConfig], show: bool) -> None:
         print(f"\n{written.summary}\nReport: {written.page}")
 
 
-def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
-    """Return the summary of each finished run, after a check of all runs.
+def _check_all(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
+    """Check all runs before any is trained; return the summary of each finished one, and None for the others.
 
     One ValueError names every run with a wrong option, model or text, or with a folder that holds another run.
     """
@@ -207,13 +207,18 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
         except ValueError as problem:
             problems.setdefault(str(problem), []).append(run.run_name)
     if problems:
-        count = sum(map(len, problems.values()))
-        found = "a run is invalid or its folder holds another run"
-        if count > 1:
-            found = f"{count} of {len(runs)} runs are invalid or their folders hold other runs"
-        lines = (f"{_some(names)}: {problem}" for problem, names in problems.items())
-        raise ValueError("\n  ".join([f"no run was started because {found}:", *lines]))
+        raise ValueError(_told(problems, len(runs)))
     return summaries
+
+
+def _told(problems: Mapping[str, Sequence[str]], runs: int) -> str:
+    """List the problems, each once, with the names of the runs that have it."""
+    count = sum(map(len, problems.values()))
+    found = "a run is invalid or its folder holds another run"
+    if count > 1:
+        found = f"{count} of {runs} runs are invalid or their folders hold other runs"
+    lines = (f"{_some(names)}: {problem}" for problem, names in problems.items())
+    return "\n  ".join([f"no run was started because {found}:", *lines])
 
 
 def _some(names: Sequence[str]) -> str:

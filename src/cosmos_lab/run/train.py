@@ -17,7 +17,7 @@ from torch import nn
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, validation_batches, validation_windows
 from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_class
-from cosmos_lab.results.reading import begin_of_final, read_log, read_metrics, summarize
+from cosmos_lab.results.reading import last_step_before_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
 from cosmos_lab.run.run_folder import exclusive
@@ -129,7 +129,7 @@ class Trainer:
         """Train to the last step and return the summary, or stop with a checkpoint when a signal asks for it."""
         steps = self.config.training.steps
         logging = self.config.logging
-        before_final = begin_of_final(steps)  # logged, so that the final training loss is only of the steps after it
+        before_final = last_step_before_final(steps)  # logged: the final training loss is the mean of what follows
         with stopping.watch() as request:
             signum = self.world.max(request.signum)  # a signal may have come while this run was built
             while not signum and self.state.step < steps and self.state.bad_losses < _BAD_LOSSES:

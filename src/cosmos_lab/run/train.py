@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data import Batches, validation_batches, validation_windows
+from cosmos_lab.data import Batches, TokenSource, validation_batches, validation_windows
 from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_class
 from cosmos_lab.results.reading import last_step_before_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
@@ -81,15 +81,18 @@ class Trainer:
         self.loss_sum = torch.tensor(self.state.loss_sum, device=world.device)
         self.first = self.timed = self.state.step
         self.logged_seconds = self.state.seconds
-        self.log = None
-        if world.main:
-            about = run_log.header(config, self.model, self.optimizer, source, self.val_source, asked)
-            self.log = run_log.RunLog(config, about, resumed_at=self.state.step)
-            if progress is not None:
-                step, steps = self.state.step, config.training.steps
-                resumed = f"; continues after step {step} of {steps}" if step else ""
-                progress({"step": step, "about": f"{source}; {about['parameters']:,} parameters{resumed}"})
+        self.log = self._open_log(source, asked) if world.main else None
         self.batches = Prefetcher(batches, world.device)
+
+    def _open_log(self, source: TokenSource, asked: Mapping[str, Any]) -> run_log.RunLog:
+        """Write config.json, drop log lines after the step to continue from, and tell ``progress`` what was opened."""
+        about = run_log.header(self.config, self.model, self.optimizer, source, self.val_source, asked)
+        log = run_log.RunLog(self.config, about, resumed_at=self.state.step)
+        if self.progress is not None:
+            step, steps = self.state.step, self.config.training.steps
+            resumed = f"; continues after step {step} of {steps}" if step else ""
+            self.progress({"step": step, "about": f"{source}; {about['parameters']:,} parameters{resumed}"})
+        return log
 
     def _resume(self, batches: Batches, check: checkpoint.Check | None) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -207,6 +210,7 @@ class Trainer:
         return self.state.step * self.config.training.batch * self.config.data.seq_len
 
     def save(self) -> None:
+        """Write a checkpoint; one that only a resume needs is removed when the run is finished."""
         self.state.seconds, self.state.loss_sum = self.clock.read(), self.loss_sum.item()
         every, keep = self.config.logging.checkpoint_every, self.config.logging.keep
         checkpoint.save(self.checkpoints, self.state, self.identity, self.world, keep, temporary=not every)

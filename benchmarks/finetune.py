@@ -46,7 +46,7 @@ from cosmos_lab.io import atomic_write, write_json
 from cosmos_lab.models import Decoder, build
 from cosmos_lab.optimizers import build_optimizer, outer_rates
 from cosmos_lab.run.run_log import commit
-from cosmos_lab.run.schedule import factor
+from cosmos_lab.run.schedule import lr_factor
 from cosmos_optim import plan
 
 Result = dict[str, Any]
@@ -200,7 +200,7 @@ class Bench:
         losses = []
         for step, (x, y) in enumerate(islice(batches, steps), 1):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor(step, steps, ScheduleOptions())
+                group["lr"] = peak * lr_factor(step, steps, ScheduleOptions())
             with self.autocast():
                 loss = model(x.to(self.device), y.to(self.device))
             loss.backward()

@@ -43,7 +43,7 @@ from benchmarks.protocol import STAGES, Phase, Protocol, Result, Run, losses, re
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write, read_json
-from cosmos_lab.optimizers import settings
+from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.results.reading import CONFIG
 from cosmos_lab.run.launch import pick_device
 from cosmos_lab.run.train import Trainer
@@ -384,7 +384,7 @@ class Queue:
         kind = (run.entry, run.variant)
         if kind not in self.possible:
             try:
-                settings(self.protocol.config(run))
+                hyperparameters(self.protocol.config(run))
                 self.possible[kind] = True
             except ValueError as error:
                 self.possible[kind] = False

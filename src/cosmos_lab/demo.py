@@ -16,7 +16,7 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
 from cosmos_lab.optimizers import outer_rates
-from cosmos_lab.report import describe_runs, write_report
+from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
 # Rates of the hidden matrices, and of embedding, head and norms.
@@ -77,9 +77,9 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
     if any(row["failures"] for row in result["rows"]):
         raise ValueError("a run of the demo failed (see the table)")
     folders = [run.folder for run in runs.values()]
-    page = write_report(folders, Path(config.out) / "report", title="Demo", noise=NOISE)
-    showed, seconds = describe_runs(folders, noise=NOISE), time.perf_counter() - start
-    print(f"\n{showed}\nTook {seconds:.0f} s.\n\n{_next_steps(page, runs['cosmos'])}")
+    report = write_report(folders, Path(config.out) / "report", title="Demo", noise=NOISE)
+    seconds = time.perf_counter() - start
+    print(f"\n{report.summary}\nTook {seconds:.0f} s.\n\n{_next_steps(report.page, runs['cosmos'])}")
     return result
 
 

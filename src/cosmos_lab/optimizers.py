@@ -86,11 +86,11 @@ def miniature(model: str) -> Decoder:
         return build_model(preset, width=preset.head_dim, depth=1, mlp=8, vocab_size=8, max_seq_len=1)
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
+def hyperparameters(config: RunConfig) -> dict[str, Any]:
     """Return a run's hyper-parameters by "rule.name", defaults included, as JSON has them; a list if groups differ.
 
     They come from an optimizer for a miniature of the model, before anything large is built. A wrong option is a
-    ValueError.
+    ValueError. A run's config.json has them under "settings".
     """
     model = miniature(config.model.model).to(WEIGHTS[config.training.weights])
     groups = build_optimizer(model, config.optimizer).param_groups

@@ -1,4 +1,4 @@
-"""A tiny text and a tiny run, so that a whole training takes a second."""
+"""A tiny text, a tiny run and reports without figures, so that a whole training takes a second."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +42,12 @@ def only_the_packages_rules() -> Iterator[None]:
     for table, before in kept:
         table.clear()
         table.update(before)
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write reports without figures, which take seconds to draw."""
+    monkeypatch.setattr("cosmos_lab.report._figures", lambda specs, folder: None)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
-from cosmos_lab.grid.compare import Budget
+from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.table import format_result, table_of
 from tests.lab.conftest import VOCAB, write_text
 
@@ -210,7 +210,7 @@ def test_runs_on_gpus_are_at_most_as_many_as_gpus_and_the_output_says_so(
 ) -> None:  # fmt: skip
     started = []
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(module, "_in_processes", lambda parallel, *more: started.append(parallel))
+    monkeypatch.setattr(module, "_in_processes", lambda *more: started.append(more[-1].number))
     monkeypatch.setattr(module, "_one_by_one", lambda *more: started.append(1))
     compare(grid(tiny_run, *({**ADAM, "lr": 1e-3 * i, "device": d} for i, d in enumerate(devices, 1))), parallel=3)
     assert started == [processes]

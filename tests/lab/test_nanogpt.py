@@ -9,7 +9,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer
 from cosmos_lab.recipes import get_recipe
-from cosmos_lab.run.schedule import factor
+from cosmos_lab.run.schedule import lr_factor
 
 RECIPES = ["nanogpt-124m-record4", "nanogpt-124m-record5", "nanogpt-350m-plain"]
 # Mean loss of the records' own models (two layers in float32, rotary tables of record 5 in float32 too), with the
@@ -20,7 +20,7 @@ RECORD_LOSS = {"nanogpt-124m-record4": (128, 4.498177), "nanogpt-124m-record5": 
 
 def factors(config: RunConfig) -> list[float]:
     """Return the share of the peak rate at every step."""
-    return [factor(step + 1, config.training.steps, config.schedule) for step in range(config.training.steps)]
+    return [lr_factor(step + 1, config.training.steps, config.schedule) for step in range(config.training.steps)]
 
 
 def groups_of(config: RunConfig) -> dict[str, dict[str, object]]:

@@ -5,7 +5,7 @@ import torch
 
 from cosmos_lab.config import OptimizerOptions, RunConfig
 from cosmos_lab.models import build
-from cosmos_lab.optimizers import build_optimizer, settings
+from cosmos_lab.optimizers import build_optimizer, hyperparameters
 
 
 @pytest.mark.parametrize("head_dim", [32, 64])
@@ -65,6 +65,6 @@ def test_split_heads_is_an_option_that_cuts_attention_by_the_heads_of_the_model(
     cuts = {name: (group["split_sizes"], group["split_side"]) for group in optimizer.param_groups
             for name in group["param_names"] if group["split_sizes"]}  # fmt: skip
     assert cuts == {f"blocks.0.attn.{x}.weight": (16, "input" if x == "o" else "output") for x in "qkvo"}
-    assert "cosmos.split_side" in settings(RunConfig().replace(model="tiny", options=("split_heads=true",)))
+    assert "cosmos.split_side" in hyperparameters(RunConfig().replace(model="tiny", options=("split_heads=true",)))
     with pytest.raises(ValueError, match="split_heads=True: AdamW"):
         build_optimizer(model, OptimizerOptions("adam", options=("split_heads=true",)))

@@ -8,7 +8,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import build, resolve
-from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
+from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_class
 from cosmos_lab.profile.config import PROFILES
 from cosmos_lab.recipes import RECIPES, get_recipe, label
 
@@ -105,7 +105,7 @@ NANOGPT = ["nanogpt-124m-record4", "nanogpt-124m-record5", "nanogpt-350m-plain"]
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """Return the hyper-parameters that a run's optimizer really has, by "rule.name"."""
-    return settings(config)
+    return hyperparameters(config)
 
 
 @pytest.mark.parametrize("name", NANOGPT)

@@ -10,21 +10,12 @@ from pathlib import Path
 import pytest
 
 from cosmos_lab.cli.main import main
-from cosmos_lab.report import describe_runs, write_report
+from cosmos_lab.report import write_report
 from cosmos_lab.report.curves import training, validation
 from cosmos_lab.report.words import cautions, summary
 from cosmos_lab.results.ranking import arrange
 from cosmos_lab.results.reading import find_runs, read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
-
-NO_FIGURES = "cosmos_lab.report._figures"
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the figures, which take seconds to draw."""
-    monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
-
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -78,7 +69,7 @@ def test_broken_folders_are_shown_as_such(
     run = read_run(folder)
     assert run.status == status
     assert note in " ".join(run.notes)
-    text = write_report([folder], tmp_path / "out").read_text()
+    text = write_report([folder], tmp_path / "out").page.read_text()
     assert not Tags(text).open
     assert status in text
     assert note in text
@@ -87,7 +78,7 @@ def test_broken_folders_are_shown_as_such(
 def test_a_folder_without_runs_is_refused_and_an_older_report_stays(
     tmp_path: Path, no_figures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = write_report([make_run(tmp_path / "run", "adam", [3.0])], tmp_path / "out")
+    page = write_report([make_run(tmp_path / "run", "adam", [3.0])], tmp_path / "out").page
     older = page.read_bytes()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("no run")
@@ -142,7 +133,7 @@ def test_an_unfinished_run_takes_its_numbers_from_the_log(tmp_path: Path) -> Non
 # -- comparing -------------------------------------------------------------------------------------------------------
 
 
-def test_best_rate_of_each_optimizer_is_marked(tmp_path: Path) -> None:
+def test_best_rate_of_each_optimizer_is_marked(tmp_path: Path, no_figures: None) -> None:
     folders = [
         make_run(tmp_path / f"{optimizer}-{lr}", optimizer, falling(end), lr=lr)
         for optimizer, lr, end in [
@@ -160,7 +151,7 @@ def test_best_rate_of_each_optimizer_is_marked(tmp_path: Path) -> None:
         "be chance."
     )
     assert "Of 7 runs, 1 diverged, 1 unfinished." in cautions(task)
-    assert describe_runs([tmp_path]) == summary(task)
+    assert write_report(folders, tmp_path / "out").summary == summary(task)
 
 
 def test_a_best_rate_at_the_edge_and_unequal_budgets_are_pointed_out(tmp_path: Path) -> None:
@@ -217,7 +208,8 @@ def test_the_headline_claims_no_win_within_the_noise_of_one_seed_each(tmp_path: 
     assert summary(task, noise=1.0).startswith("Of 4 optimizers, cosmos, soap, muon and adam cannot be told apart: ")
     clear = summary(task, noise=0.001)
     assert "cosmos ended lowest" in clear and "seed" not in clear
-    assert "cosmos and soap cannot be told apart" in write_report(folders, tmp_path / "out", noise=0.01).read_text()
+    page = write_report(folders, tmp_path / "out", noise=0.01).page
+    assert "cosmos and soap cannot be told apart" in page.read_text()
 
 
 def test_a_group_with_a_diverged_seed_is_not_ranked(tmp_path: Path) -> None:
@@ -249,9 +241,9 @@ def test_settings_of_one_optimizer_are_not_called_optimizers(tmp_path: Path, no_
     make_run(tmp_path / "runs" / "d", "adam", falling(2.8))
     folders = find_runs([tmp_path / "runs"])
     assert summary(task_of(*folders)).startswith("Of 3 settings, each at the best rate tried, cosmos (rank 16) ended")
-    page = write_report(folders, tmp_path / "out").read_text()
+    page = write_report(folders, tmp_path / "out").page.read_text()
     assert "Best of each setting" in page and "Each setting at the best" in page and "best rate of each setting" in page
-    page = write_report([folders[1], folders[2], folders[3]], tmp_path / "other").read_text()
+    page = write_report([folders[1], folders[2], folders[3]], tmp_path / "other").page.read_text()
     assert "Best of each optimizer" in page and "Of 2 optimizers" in page and "setting at" not in page
 
 
@@ -306,7 +298,7 @@ def test_without_validation_training_losses_are_compared(tmp_path: Path, no_figu
     ]
     task = task_of(*folders)
     assert "muon ended lowest, at a training loss of 2.000: 4.8 % below adam (2.100)" in summary(task)
-    assert data_of(write_report(folders, tmp_path / "out"))[0][0]["charts"][0]["title"] == "training loss"
+    assert data_of(write_report(folders, tmp_path / "out").page)[0][0]["charts"][0]["title"] == "training loss"
 
 
 def test_the_sentence_says_if_no_run_has_finished_or_logged_a_loss(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 DRIVER = shutil.which("chromedriver")
 if not CHROMIUM or not DRIVER:
     pytest.skip("no Chromium with its driver here: apt-get install chromium chromium-driver", allow_module_level=True)
-webdriver = pytest.importorskip(
-    "selenium.webdriver", reason="selenium is not installed: pip install selenium"
-)
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -55,7 +53,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (runs / "empty").mkdir()
     monkey = pytest.MonkeyPatch()
     monkey.setattr("cosmos_lab.report._figures", lambda specs, folder: None)  # tested without a browser
-    written = write_report([runs], tmp_path_factory.mktemp("out"), title=f"Report {EVIL}")
+    written = write_report([runs], tmp_path_factory.mktemp("out"), title=f"Report {EVIL}").page
     monkey.undo()
     return written
 

@@ -21,15 +21,6 @@ from cosmos_lab.report.style import KNOWN, THEMES, looks
 from cosmos_lab.results.reading import read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
-NO_FIGURES = "cosmos_lab.report._figures"
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the figures, which take seconds to draw."""
-    monkeypatch.setattr(NO_FIGURES, lambda specs, folder: None)
-
-
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +71,7 @@ def test_hostile_names_do_not_break_the_page(tmp_path: Path, no_figures: None) -
     with (folder / "metrics.jsonl").open("a") as log:
         log.write(json.dumps(diagnostics) + "\n")
     write(folder, "summary.json", {"status": evil})
-    page = write_report([folder], tmp_path / "out", title=evil)
+    page = write_report([folder], tmp_path / "out", title=evil).page
     parsed = Tags(page.read_text())
     assert not parsed.open
     assert [tag for tag, _ in parsed.tags].count("script") == 2
@@ -104,12 +95,12 @@ def test_extreme_numbers_do_not_stop_the_report(tmp_path: Path) -> None:
     }
     with (tmp_path / "runs" / "rate" / "metrics.jsonl").open("a") as log:
         log.write(json.dumps(odd) + "\n" + json.dumps(odd | {"step": 0, "loss": 1e308}) + "\n")
-    page = write_report([tmp_path / "runs"], tmp_path / "out")
+    page = write_report([tmp_path / "runs"], tmp_path / "out").page
     assert not Tags(page.read_text()).open and len(data_of(page)) == 2
 
 
 def test_the_page_loads_nothing(tmp_path: Path, no_figures: None) -> None:
-    text = write_report([make_run(tmp_path / "a", "cosmos", falling(2.0), layers=1)], tmp_path / "out").read_text()
+    text = write_report([make_run(tmp_path / "a", "cosmos", falling(2.0), layers=1)], tmp_path / "out").page.read_text()
     for tag, attributes in Tags(text).tags:
         for key in ("src", "srcset", "action", "data", "poster"):
             assert key not in attributes, (tag, attributes)
@@ -123,7 +114,7 @@ def test_the_page_loads_nothing(tmp_path: Path, no_figures: None) -> None:
 def test_the_table_has_every_number_and_marks_the_best(tmp_path: Path, no_figures: None) -> None:
     make_run(tmp_path / "runs" / "a", "adam", falling(2.0), lr=1e-3)
     make_run(tmp_path / "runs" / "b", "adam", falling(1.9), lr=2e-3)
-    text = write_report([tmp_path / "runs"], tmp_path / "out").read_text()
+    text = write_report([tmp_path / "runs"], tmp_path / "out").page.read_text()
     rows = re.findall(r'<tr class="([^"]*)">(.*?)</tr>', text)
     cells = {re.sub(r"<[^>]+>", " ", row): kind for kind, row in rows}
     (best,) = [row for row, kind in cells.items() if kind == "best"]
@@ -143,7 +134,7 @@ def test_figures_are_written_as_png_and_svg(tmp_path: Path) -> None:
     stale.parent.mkdir(parents=True)
     stale.touch()
     kept.touch()
-    page = write_report(folders, tmp_path / "out")
+    page = write_report(folders, tmp_path / "out").page
     stems = {"loss-by-tokens", "loss-by-time", "learning-rate-sweep"}
     names = {path.name for path in stale.parent.iterdir()}
     assert names == {f"{stem}.{ending}" for stem in stems for ending in ("png", "svg")} | {"mine.png"}
@@ -158,7 +149,7 @@ def test_the_page_and_the_figures_draw_the_same_specifications(tmp_path: Path, m
     drawn: list[Any] = []
     monkeypatch.setattr("cosmos_lab.report._figures", lambda specs, folder: drawn.append(specs))
     folders = [make_run(tmp_path / str(lr), "cosmos", falling(2.0), lr=lr, layers=2) for lr in (1e-3, 2e-3)]
-    page = write_report(folders, tmp_path / "out")
+    page = write_report(folders, tmp_path / "out").page
     assert json.loads(embed(drawn[0])) == data_of(page)
     assert [section.name for section in drawn[0][0]] == ["curves", "sweep", "heat"]
 
@@ -174,7 +165,7 @@ def test_without_matplotlib_the_page_is_written_and_says_what_to_install(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    page = write_report([make_run(tmp_path / "a", "adam", falling(2.0))], tmp_path / "out")
+    page = write_report([make_run(tmp_path / "a", "adam", falling(2.0))], tmp_path / "out").page
     assert "pip install matplotlib" in caplog.text
     assert "pip install matplotlib" in page.read_text()
     assert not (tmp_path / "out" / "figures").exists()
@@ -184,7 +175,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "a", "adam", falling(2.0))
-    page = write_report([run], tmp_path / "out")
+    page = write_report([run], tmp_path / "out").page
     before = page.read_bytes()
 
     def full(source: Any, target: Any) -> None:

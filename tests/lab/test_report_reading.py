@@ -20,12 +20,6 @@ from cosmos_lab.run.train import train
 from tests.lab.report_runs import data_of, falling, make_run, task_of
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the figures, which take seconds to draw."""
-    monkeypatch.setattr("cosmos_lab.report._figures", lambda specs, folder: None)
-
-
 def test_training_noise_is_smoothed_without_a_bias() -> None:
     noisy = [3.0 + (0.5 if index % 2 else -0.5) for index in range(200)]
     found = smoothed(noisy)
@@ -37,7 +31,9 @@ def test_training_noise_is_smoothed_without_a_bias() -> None:
 def test_the_page_draws_the_smoothed_training_loss_alone(tmp_path: Path, no_figures: None) -> None:
     losses = [3.0 + (0.5 if index % 2 else -0.5) for index in range(200)]
     run = make_run(tmp_path / "a", "cosmos", losses)
-    (train_line,) = [line for line in data_of(write_report([run], tmp_path / "out"))[0][0]["lines"] if line["faint"]]
+    (train_line,) = [
+        line for line in data_of(write_report([run], tmp_path / "out").page)[0][0]["lines"] if line["faint"]
+    ]
     assert train_line["y"] == pytest.approx(training(task_of(run).groups[0])[0].value, rel=1e-5)
 
 
@@ -46,7 +42,7 @@ def test_a_short_validation_line_has_a_mark_at_every_point(
     tmp_path: Path, no_figures: None, points: int, marked: bool
 ) -> None:
     run = make_run(tmp_path / "a", "cosmos", falling(2.0, points=points))
-    (line,) = [line for line in data_of(write_report([run], tmp_path / "out"))[0][0]["lines"] if not line["faint"]]
+    (line,) = [line for line in data_of(write_report([run], tmp_path / "out").page)[0][0]["lines"] if not line["faint"]]
     assert len(line["marks"]) == (points if marked else 0)
 
 
@@ -71,7 +67,7 @@ def test_diagnostics_open_on_cosmos_and_on_a_metric_that_varies(tmp_path: Path) 
 def test_a_column_has_one_unit_and_memory_shares_it(tmp_path: Path, no_figures: None) -> None:
     for name, seconds in (("adam", 14.4), ("muon", 17.8)):  # 86.4 s and 106.8 s, which would be 1.78 min
         make_run(tmp_path / "runs" / name, name, falling(2.0), seconds=seconds)
-    text = write_report([tmp_path / "runs"], tmp_path / "out").read_text()
+    text = write_report([tmp_path / "runs"], tmp_path / "out").page.read_text()
     rows = [re.sub(r"<[^>]+>", " ", row) for row in re.findall(r"<tr class=.*?</tr>", text)]
     assert {unit for row in rows for unit in re.findall(r"\d (s|min|h) ", row)} == {"s"}
     assert {unit for row in rows for unit in re.findall(r"\d (\w?i?B) ", row)} == {"MiB"}
@@ -88,7 +84,7 @@ def test_settings_left_to_the_default_are_shown_with_the_value_that_was_used(
     first, second = (group.method for group in tasks[0].groups)
     assert re.fullmatch(r"cosmos \(rank \d+\)", first) and re.fullmatch(r"cosmos \(rank \d+\)", second)
     assert "null" not in re.sub(
-        r"<script.*?</script>", "", write_report(folders, tmp_path / "out").read_text(), flags=re.S
+        r"<script.*?</script>", "", write_report(folders, tmp_path / "out").page.read_text(), flags=re.S
     )
 
 
@@ -103,7 +99,7 @@ def test_the_names_that_users_gave_are_kept(tmp_path: Path, no_figures: None) ->
     make_run(tmp_path / "runs" / "a", "cosmos", falling(2.0), name="my baseline")
     make_run(tmp_path / "runs" / "b", "cosmos", falling(1.9), name="bigger", lr=2e-3)
     make_run(tmp_path / "runs" / "c", "adam", falling(2.1), name="test-adam-lr0.001-s0")  # made up by a recipe
-    page = write_report([tmp_path / "runs"], tmp_path / "out")
+    page = write_report([tmp_path / "runs"], tmp_path / "out").page
     series = data_of(page)[0][0]["series"]
     assert {entry["label"] for entry in series if entry["named"]} == {"my baseline", "bigger"}
     text = page.read_text()
@@ -115,19 +111,19 @@ def test_runs_of_different_lengths_get_no_headline_and_no_winner(tmp_path: Path,
     folders = [make_run(tmp_path / n, n, falling(2.0, points=p)) for n, p in (("adam", 6), ("cosmos", 12))]
     task = task_of(*folders)
     assert summary(task).startswith("These runs are not ranked, because they trained on between 60 k and 120 k tokens")
-    assert "first" not in re.findall(r'<tr class="([^"]*)"', write_report(folders, tmp_path / "out").read_text())
+    assert "first" not in re.findall(r'<tr class="([^"]*)"', write_report(folders, tmp_path / "out").page.read_text())
 
 
 def test_several_recipes_are_said_not_to_be_compared(tmp_path: Path, no_figures: None) -> None:
     folders = [make_run(tmp_path / model, "adam", falling(2.0), model=model) for model in ("tiny", "llama-60m")]
-    text = write_report(folders, tmp_path / "out").read_text()
+    text = write_report(folders, tmp_path / "out").page.read_text()
     assert "Runs of different models, data or recipes are not compared with each other." in text
 
 
 def test_a_missing_log_is_said_above_the_curves_it_lacks(tmp_path: Path, no_figures: None) -> None:
     make_run(tmp_path / "runs" / "a", "adam", falling(2.0))
     (make_run(tmp_path / "runs" / "b", "muon", falling(2.1)) / "metrics.jsonl").unlink()
-    text = write_report([tmp_path / "runs"], tmp_path / "out").read_text()
+    text = write_report([tmp_path / "runs"], tmp_path / "out").page.read_text()
     curves = text[text.index("<h2>Loss curves") :]
     said = curves[: curves.index("data-chart")]
     assert "No curve for muon 1e-3 (folder b): metrics.jsonl is missing." in said
@@ -137,7 +133,7 @@ def test_a_missing_log_is_said_above_the_curves_it_lacks(tmp_path: Path, no_figu
 def test_missing_diagnostics_are_said_in_their_section(tmp_path: Path, no_figures: None) -> None:
     def page(optimizer: str) -> Any:
         run = make_run(tmp_path / optimizer, optimizer, falling(2.0))
-        return write_report([run], tmp_path / "out").read_text()
+        return write_report([run], tmp_path / "out").page.read_text()
 
     assert "No run of COSMOS has logged diagnostics: --diagnostics-every 100" in page("cosmos")
     assert "iagnostics</h2>" not in page("adam")

@@ -21,7 +21,7 @@ from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, best_rows, l
 from benchmarks.sweep import CLOSING, Filters, Options, Queue, compile_cache, main, split, train
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
-from cosmos_lab.optimizers import settings
+from cosmos_lab.optimizers import hyperparameters
 
 BUNDLE = Path(__file__).resolve().parents[2] / "results" / "protocol-60m.json"
 START = {"B": (1e-3, 2e-3)}
@@ -333,7 +333,7 @@ def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
         # "auto" was called "input" for the same side: every matrix has at least `rank` rows.
         now, then = (
             {name: "input" if x == "auto" else x for name, x in found.items()}
-            for found in (settings(config), result["settings"])
+            for found in (hyperparameters(config), result["settings"])
         )
         assert {name: now[name] for name in then} == then
 

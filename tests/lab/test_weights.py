@@ -9,7 +9,7 @@ import torch
 
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
-from cosmos_lab.optimizers import settings
+from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.run import build as run_build
 from cosmos_lab.run import checkpoint, launch, model_cache
 from cosmos_lab.run.evaluate import evaluate
@@ -54,10 +54,10 @@ def test_weights_stay_float32_unless_asked_and_tables_always_do(run24: RunConfig
 
 
 def test_weights_of_24_bits_need_bf16_and_the_error_names_the_flag(run24: RunConfig) -> None:
-    for check in (settings, train):
+    for check in (hyperparameters, train):
         with pytest.raises(ValueError, match="weight_correction.*--weights bf16"):
             check(run24.replace(weights="fp32"))
-    assert settings(run24)["cosmos.weight_correction"] is True
+    assert hyperparameters(run24)["cosmos.weight_correction"] is True
     with pytest.raises(ValueError, match="--weights must be one of fp32, bf16"):
         run24.replace(weights="bf8").check()
 

@@ -172,7 +172,7 @@ def report_command(arguments: list[str]) -> None:
 
     runs, rest = _words(arguments, "RUNS", "cosmos-lab report RUNS... -o DIR")
     asked = flags.parse(flags.ReportCommand(), rest, prog="cosmos-lab report RUNS...")
-    print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title))
+    print(write_report([Path(run) for run in runs], Path(asked.out), title=asked.title).page)
 
 
 def _words(arguments: list[str], what: str, usage: str) -> tuple[list[str], list[str]]:

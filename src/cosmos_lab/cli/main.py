@@ -68,21 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] in ("-V", "--version", "version"):
         print(f"cosmos-lab {__version__}")
         return 0
-    from cosmos_lab.run.stopping import Stopped
-
     command, rest = given[0], given[1:]
     work = _find(command)
     if work is None:
-        from cosmos_lab.cli.commands import COMMANDS  # _find has imported it
-
-        close = difflib.get_close_matches(command, COMMANDS, n=2)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ";"
-        return _fail(f"there is no command {command!r}{hint} `cosmos-lab --help` lists the commands")
+        return _fail(_unknown(command))
     before = sys.stdout
     warnings.formatwarning = _one_line
     sys.stdout = cast(TextIO, PipeSafeStream(before))
     try:
-        work(rest)
+        return _exit_code(command, lambda: work(rest))
+    finally:
+        sys.stdout, warnings.formatwarning = before, _format_warning
+
+
+def _exit_code(command: str, work: Callable[[], None]) -> int:
+    """Do the work of a command; print an error that a user can cause, or a stop, as one line, and return the code."""
+    from cosmos_lab.run.stopping import Stopped
+
+    try:
+        work()
     except ModuleNotFoundError as error:
         more = "; the lab's packages come with pip install '.[lab]' in the source folder"
         hint = "" if "pip install" in str(error) else more
@@ -96,8 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{stop}; the same command continues{flag}", stop.code)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
-    finally:
-        sys.stdout, warnings.formatwarning = before, _format_warning
     return 0
 
 
@@ -110,6 +112,15 @@ def _find(command: str) -> Callable[[list[str]], None] | None:
     from cosmos_lab.cli.commands import COMMANDS
 
     return COMMANDS.get(command)
+
+
+def _unknown(command: str) -> str:
+    """Say that there is no such command, and which ones have a similar name."""
+    from cosmos_lab.cli.commands import COMMANDS
+
+    close = difflib.get_close_matches(command, COMMANDS, n=2)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ";"
+    return f"there is no command {command!r}{hint} `cosmos-lab --help` lists the commands"
 
 
 def _told_by_another(error: Exception) -> bool:

@@ -7,27 +7,28 @@ SIGTERM and Ctrl-C end all runs after the current step, with checkpoints. Needs 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
+from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.table import FAILED, NOT_STARTED, UNFINISHED, format_result, table_of
 from cosmos_lab.io import explained, write_json
-from cosmos_lab.optimizers import settings
-from cosmos_lab.report import describe_runs, write_report
+from cosmos_lab.optimizers import hyperparameters
+from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import read_metrics, read_summary
 from cosmos_lab.run import build, checkpoint
 from cosmos_lab.run.run_folder import check_unfinished, finished
@@ -37,39 +38,6 @@ from cosmos_lab.run.train import train
 RESULT = "compare.json"
 _POLL_S = 0.5
 NumberedRuns = Sequence[tuple[int, RunConfig]]  # with their rows of the table
-
-
-class Budget:
-    """The time for the runs of one call, and whether another run would end within it.
-
-    A run is expected to take as long as the longest one that this call has finished with the same model and number of
-    tokens. A run of a new kind may start while any time is left, and the first run may always start.
-    """
-
-    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
-        if not minutes >= 0:
-            raise ValueError(f"--minutes must be 0 (no limit) or more; got {minutes}")
-        self._clock = clock
-        self._end = clock() + 60 * minutes if minutes else math.inf
-        self._longest: dict[Any, float] = {}
-        self._begun: dict[str, float] = {}
-
-    def start(self, run: RunConfig) -> bool:
-        """Tell whether ``run`` may start; if so, its time counts from now."""
-        now = self._clock()
-        allowed = not self._begun or now + self._longest.get(self._kind(run), 0.0) < self._end
-        if allowed:
-            self._begun[run.run_name] = now
-        return allowed
-
-    def finish(self, run: RunConfig) -> None:
-        """Note how long ``run`` took: another one like it will take as long."""
-        kind = self._kind(run)
-        self._longest[kind] = max(self._longest.get(kind, 0.0), self._clock() - self._begun[run.run_name])
-
-    @staticmethod
-    def _kind(run: RunConfig) -> Any:
-        return run.model, run.training.steps * run.training.batch * run.data.seq_len
 
 
 def compare(
@@ -94,25 +62,21 @@ def compare(
     Returns what compare.json holds: {"metric", "set_up": {field: value that all runs share}, "rows": [...],
     "best": {optimizer: label}, ...}; a row is one variant.
     """
-    runs = _checked(runs, out)
+    runs = _in_folder(runs, out)
     if parallel < 1:
         raise ValueError(f"--parallel must be 1 or more; got {parallel}")
     budget = Budget(minutes)
     if show:
         print(f"checking settings and data of {len(runs)} run{'s' * (len(runs) > 1)}", flush=True)  # may take minutes
-    summaries = _finished(runs)
-    gpus = torch.cuda.device_count() if any(run.training.device != "cpu" for run in runs) else 0
-    if gpus and parallel > gpus:
-        if show:
-            print(f"--parallel {parallel} is reduced to {gpus}, the number of GPUs: each run has its own")
-        parallel = gpus
-    failures: dict[str, str] = {}
+    summaries = _check_all(runs)
+    workers = _workers(runs, parallel, show)
+    grid = _Grid(TableDisplay(runs, show), budget)
     try:
-        _train_missing(runs, summaries, parallel, gpus > 0, budget, failures, show)
+        _train_missing(runs, summaries, workers, grid)
     except Stopped:
-        _conclude(runs, metric, failures, show)
+        _conclude(runs, metric, grid.failures, show)
         raise
-    result = _conclude(runs, metric, failures, show)
+    result = _conclude(runs, metric, grid.failures, show)
     left = sum(status in (NOT_STARTED, UNFINISHED) for row in result["rows"] for status in row["status"])
     if show and left:
         print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command continues")
@@ -121,7 +85,7 @@ def compare(
     return result
 
 
-def _checked(runs: Sequence[RunConfig], out: str | Path | None) -> Sequence[RunConfig]:
+def _in_folder(runs: Sequence[RunConfig], out: str | Path | None) -> Sequence[RunConfig]:
     """Return the runs with ``out`` as their folder, if it is given; raise a ValueError for none or equal names."""
     if not runs:
         raise ValueError("nothing to compare: the grid has no runs")
@@ -133,18 +97,67 @@ def _checked(runs: Sequence[RunConfig], out: str | Path | None) -> Sequence[RunC
     return runs
 
 
+class _Workers(NamedTuple):
+    """How many runs to train at a time, and whether each has its own GPU."""
+
+    number: int
+    own_gpu: bool
+
+
+def _workers(runs: Sequence[RunConfig], parallel: int, show: bool) -> _Workers:
+    """Return as many workers as asked for, but no more than GPUs if runs may use them."""
+    gpus = torch.cuda.device_count() if any(run.training.device != "cpu" for run in runs) else 0
+    if gpus and parallel > gpus:
+        if show:
+            print(f"--parallel {parallel} is reduced to {gpus}, the number of GPUs: each run has its own")
+        parallel = gpus
+    return _Workers(parallel, own_gpu=gpus > 0)
+
+
+@dataclass
+class _Grid:
+    """The state of a grid while it is trained: the live table, the time left, and by name why runs failed."""
+
+    display: TableDisplay
+    budget: Budget
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def may_start(self, row: int, run: RunConfig) -> bool:
+        """Tell whether there is time for the run, and show it if there is not."""
+        allowed = self.budget.start(run)
+        if not allowed:
+            self.display.update(row, NOT_STARTED)
+        return allowed
+
+    def finish(self, row: int, run: RunConfig, summary: Mapping[str, Any]) -> None:
+        self.budget.finish(run)
+        self.show_summary(row, summary)
+
+    def fail(self, row: int, run: RunConfig, reason: str) -> None:
+        self.failures[run.run_name] = reason
+        self.display.update(row, FAILED)
+
+    def show_summary(self, row: int, summary: Mapping[str, Any]) -> None:
+        names = {"step": "steps", "loss": "final_train_loss", "val_ppl": "final_val_ppl"}
+        record = {name: summary.get(key) for name, key in names.items()}
+        self.display.update(row, summary["status"], {**record, "tokens_per_s": summary.get("tokens_per_s")})
+
+
 def _train_missing(
-    runs: Sequence[RunConfig], summaries: Sequence[Mapping[str, Any] | None], parallel: int, own_gpu: bool,
-    budget: Budget, failures: dict[str, str], show: bool,
-) -> None:  # fmt: skip
-    """Train the runs without a summary, with a live table of all; put the reasons of failed runs into ``failures``."""
-    with TableDisplay(runs, show) as display, watch() as request:
-        for row, summary in enumerate(summaries):
-            if summary is not None:
-                display.update(row, summary["status"], _as_record(summary))
-        missing = [(row, run) for row, run in enumerate(runs) if summaries[row] is None]
-        train_all = _one_by_one if parallel == 1 else partial(_in_processes, parallel, own_gpu)
-        train_all(missing, display, budget, request, failures)
+    runs: Sequence[RunConfig], summaries: Sequence[Mapping[str, Any] | None], workers: _Workers, grid: _Grid
+) -> None:
+    """Train the runs without a summary, with a live table of all."""
+    with grid.display, watch() as request:
+        missing = []
+        for row, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
+            if summary is None:
+                missing.append((row, run))
+            else:
+                grid.show_summary(row, summary)
+        if workers.number == 1:
+            _one_by_one(missing, grid, request)
+        else:
+            _in_processes(missing, grid, request, workers)
 
 
 def _conclude(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str], show: bool) -> dict[str, Any]:
@@ -165,16 +178,16 @@ def _write_report(runs: Sequence[RunConfig], show: bool) -> None:
         return
     try:
         place = runs[0].logging
-        page = write_report(folders, Path(place.out) / "report", title=f"Comparison: {place.recipe}")
+        written = write_report(folders, Path(place.out) / "report", title=f"Comparison: {place.recipe}")
     except (OSError, ValueError) as error:  # the runs are worth more than their report
         print(f"cosmos-lab: no report: {error}", file=sys.stderr)
         return
     if show:
-        print(f"\n{describe_runs(folders)}\nReport: {page}")
+        print(f"\n{written.summary}\nReport: {written.page}")
 
 
-def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
-    """Return the summary of each finished run, after a check of all runs.
+def _check_all(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
+    """Check all runs before any is trained; return the summary of each finished one, and None for the others.
 
     One ValueError names every run with a wrong option, model or text, or with a folder that holds another run.
     """
@@ -183,7 +196,7 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
     opened: set[Any] = set()  # most runs share model and text
     for run in runs:
         try:
-            settings(run.check())
+            hyperparameters(run.check())
             build.model_config(run)  # a wrong size, before any data is unpacked
             summaries.append(finished(run))
             if summaries[-1] is None:
@@ -194,13 +207,18 @@ def _finished(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
         except ValueError as problem:
             problems.setdefault(str(problem), []).append(run.run_name)
     if problems:
-        count = sum(map(len, problems.values()))
-        found = "a run is invalid or its folder holds another run"
-        if count > 1:
-            found = f"{count} of {len(runs)} runs are invalid or their folders hold other runs"
-        lines = (f"{_some(names)}: {problem}" for problem, names in problems.items())
-        raise ValueError("\n  ".join([f"no run was started because {found}:", *lines]))
+        raise ValueError(_told(problems, len(runs)))
     return summaries
+
+
+def _told(problems: Mapping[str, Sequence[str]], runs: int) -> str:
+    """List the problems, each once, with the names of the runs that have it."""
+    count = sum(map(len, problems.values()))
+    found = "a run is invalid or its folder holds another run"
+    if count > 1:
+        found = f"{count} of {runs} runs are invalid or their folders hold other runs"
+    lines = (f"{_some(names)}: {problem}" for problem, names in problems.items())
+    return "\n  ".join([f"no run was started because {found}:", *lines])
 
 
 def _some(names: Sequence[str]) -> str:
@@ -208,32 +226,22 @@ def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _one_by_one(
-    runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request, failures: dict[str, str]
-) -> None:
-    """Train one run after another in this process; put the reasons of failed runs into ``failures``."""
+def _one_by_one(runs: NumberedRuns, grid: _Grid, request: Request) -> None:
+    """Train one run after another in this process."""
     for row, run in runs:
         request.check(f"before {run.run_name}")
-        if not budget.start(run):
-            display.update(row, NOT_STARTED)
+        if not grid.may_start(row, run):
             continue
-        display.update(row, "running")
+        grid.display.update(row, "running")
         try:
-            summary = train(run, progress=lambda record, row=row: display.update(row, "running", record))  # type: ignore[misc]
+            summary = train(run, progress=partial(grid.display.update, row, "running"))
         except (RuntimeError, ValueError, OSError) as error:  # for example out of memory: the other runs may still fit
-            failures[run.run_name] = str(error).splitlines()[0]
-            display.update(row, FAILED)
-            continue
+            grid.fail(row, run, str(error).splitlines()[0])
         except Stopped:
-            display.update(row, UNFINISHED)
+            grid.display.update(row, UNFINISHED)
             raise
-        budget.finish(run)
-        display.update(row, summary["status"], _as_record(summary))
-
-
-def _as_record(summary: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"step": "steps", "loss": "final_train_loss", "val_ppl": "final_val_ppl", "tokens_per_s": "tokens_per_s"}
-    return {name: summary.get(field) for name, field in names.items()}
+        else:
+            grid.finish(row, run, summary)
 
 
 @dataclass
@@ -247,51 +255,66 @@ class _Job:
     slot: int  # the number of its GPU, if there are any
 
 
-def _in_processes(
-    parallel: int, own_gpu: bool, runs: NumberedRuns, display: TableDisplay, budget: Budget, request: Request,
-    failures: dict[str, str],
-) -> None:  # fmt: skip
-    """Train up to ``parallel`` runs at a time, each in its own process and, with ``own_gpu``, on its own GPU."""
-    slots = range(parallel)
+def _in_processes(runs: NumberedRuns, grid: _Grid, request: Request, workers: _Workers) -> None:
+    """Train several runs at a time, each in its own process."""
     waiting = list(runs)
     jobs: list[_Job] = []
     signalled: list[_Job] = []
     try:
         while jobs or (waiting and not request.signum):
-            while waiting and not request.signum and len(jobs) < len(slots):
-                row, run = waiting.pop(0)
-                if not budget.start(run):
-                    display.update(row, NOT_STARTED)
-                    continue
-                slot = next(slot for slot in slots if slot not in {job.slot for job in jobs})
-                try:
-                    jobs.append(_start(row, run, slot, own_gpu))
-                except OSError as error:  # its folder cannot be written; those of other runs may be
-                    failures[run.run_name] = str(error)
-                display.update(row, FAILED if run.run_name in failures else "running")
+            while waiting and not request.signum and len(jobs) < workers.number:
+                jobs += _started(*waiting.pop(0), grid, _free_slot(jobs), workers.own_gpu)
             time.sleep(_POLL_S)
             if request.signum and not signalled:
                 signalled = list(jobs)
                 for job in signalled:
                     job.process.send_signal(request.signum)
             for job in list(jobs):
-                if _poll(job, display, failures, request.signum):
+                if _poll(job, grid, request.signum):
                     jobs.remove(job)
-                    if job.run.run_name not in failures:
-                        budget.finish(job.run)
     finally:
-        for job in jobs:  # an error here, or a second signal: the runs resume from their checkpoints next time
-            job.process.terminate()
-        for job in jobs:
-            job.process.wait()
-            job.log.close()
-    left = [folder for job in signalled if read_summary(folder := job.run.folder) is None]
+        _terminate(jobs)  # an error here, or a second signal: the runs resume from their checkpoints next time
+    request.check(f"in {_unfinished(signalled, len(runs))}")
+
+
+def _free_slot(jobs: Sequence[_Job]) -> int:
+    """Return the lowest number that no job has."""
+    taken = {job.slot for job in jobs}
+    return next(slot for slot in itertools.count() if slot not in taken)
+
+
+def _started(row: int, run: RunConfig, grid: _Grid, slot: int, own_gpu: bool) -> list[_Job]:
+    """Start a run if there is time for it; return its job, or nothing if it was not started."""
+    if not grid.may_start(row, run):
+        return []
+    try:
+        job = _start(row, run, slot, own_gpu)
+    except OSError as error:  # its folder cannot be written; those of other runs may be
+        grid.fail(row, run, str(error))
+        return []
+    grid.display.update(row, "running")
+    return [job]
+
+
+def _terminate(jobs: Sequence[_Job]) -> None:
+    """End the processes of jobs that still run, and wait for them."""
+    for job in jobs:
+        job.process.terminate()
+    for job in jobs:
+        job.process.wait()
+        job.log.close()
+
+
+def _unfinished(jobs: Sequence[_Job], runs: int) -> str:
+    """Say how many of all runs a signal stopped, and how many of them have a checkpoint."""
+    left = [folder for job in jobs if read_summary(folder := job.run.folder) is None]
     kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
     how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
-    request.check(f"in {len(left)} of {len(runs)} runs, {how}")
+    return f"{len(left)} of {runs} runs, {how}"
 
 
-def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
+def _start(row: int, run: RunConfig, slot: int, own_gpu: bool) -> _Job:
+    """Start a process that trains a run, with ``own_gpu`` on the GPU of its slot."""
     folder = run.folder
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -300,7 +323,7 @@ def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
     # The workers import what this process imported, installed or not.
     places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
-    if gpu:
+    if own_gpu:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot] if visible else str(slot)
     command = [sys.executable, "-m", "cosmos_lab.grid.compare", str(folder / "asked.json")]
@@ -308,26 +331,25 @@ def _start(row: int, run: RunConfig, slot: int, gpu: bool) -> _Job:
     return _Job(row, run, process, log, slot)
 
 
-def _poll(job: _Job, display: TableDisplay, failures: dict[str, str], signum: int) -> bool:
+def _poll(job: _Job, grid: _Grid, signum: int) -> bool:
     """Show a job's progress; return True if it has ended. ``signum`` is the signal that asked all to stop, or 0."""
     folder = job.run.folder
     code = job.process.poll()
     if code is None:
         if records := list(read_metrics(folder)):
-            display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
+            grid.display.update(job.row, "running", {k: v for record in records[-20:] for k, v in record.items()})
         return False
     job.log.close()
     summary = read_summary(folder)
     # Ended by a signal, ours or one to the whole process group: in training (128 + number), or before and after it.
     stopped = bool(signum) and any(code in (128 + known, -known) for known in SIGNALS)
     if stopped and summary is None:
-        display.update(job.row, UNFINISHED)
+        grid.display.update(job.row, UNFINISHED)
     elif summary is None or (code and not stopped):
         lines = (folder / "output.txt").read_text().strip().splitlines()
-        failures[job.run.run_name] = lines[-1] if lines else f"exit code {code}"
-        display.update(job.row, FAILED)
+        grid.fail(job.row, job.run, lines[-1] if lines else f"exit code {code}")
     else:
-        display.update(job.row, summary["status"], _as_record(summary))
+        grid.finish(job.row, job.run, summary)
     return True
 
 

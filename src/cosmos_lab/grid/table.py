@@ -55,19 +55,26 @@ def _common(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
     """Return data, date, commit and versions from the run folders, maybe older than this call; lists if several."""
-    made = [dict(run.config) for run in runs]
-    if not all("val_fingerprint" in about["data"] for about in made if isinstance(about.get("data"), dict)):
-        for about in made:  # older runs do not say
-            if isinstance(about.get("data"), dict):
-                about["data"] = {key: value for key, value in about["data"].items() if key != "val_fingerprint"}
+    about = [{**run.config, "data": data} for run, data in zip(runs, _data_of(runs), strict=True)]
     found: dict[str, Any] = {}
     for name in ("data", "date", "commit", "versions"):
         values: list[Any] = []
-        for about in made:
-            if about.get(name) is not None and about[name] not in values:
-                values.append(about[name])
+        for own in about:
+            if own.get(name) is not None and own[name] not in values:
+                values.append(own[name])
         found[name] = values[0] if len(values) == 1 else values or None
     return found
+
+
+def _data_of(runs: Sequence[Run]) -> list[Any]:
+    """Return the data of each run, without the hash of the validation text if older runs do not have it."""
+    data = [run.config.get("data") for run in runs]
+    if all("val_fingerprint" in own for own in data if isinstance(own, Mapping)):
+        return data
+    return [
+        {key: value for key, value in own.items() if key != "val_fingerprint"} if isinstance(own, Mapping) else own
+        for own in data
+    ]
 
 
 def _edge(group: Group, groups: Sequence[Group]) -> str | None:
@@ -87,11 +94,12 @@ def _label(group: Group) -> str:
 
 
 def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, Any]:
+    """Return one variant's row of compare.json; lists have one entry per seed, and the mean needs all of them."""
     runs, config = group.runs, group.runs[0].config["config"]
     finished = [run.stats if run.finished else {} for run in runs]
     values = [stats.get(metric) for stats in finished]
     spread = group.stat(metric)
-    if None in values or (spread and spread.n < len(values)):  # no mean over a part of the seeds
+    if None in values or (spread and spread.n < len(values)):
         spread = None
     fields = {name: config[name] for name in group.differs if name in config}
     return {
@@ -115,38 +123,38 @@ def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, An
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """Format the table that ends a comparison; ``*`` marks the best variant of each optimizer."""
-    lines = []
-    for row in result["rows"]:
-        mean = "-" if row["mean"] is None else f"{row['mean']:.4f}"
-        mean += "" if row["spread"] is None else f" ± {row['spread']:.4f}"
-        state = [value / 2**20 for value in row["state_bytes"] if value]
-        lines.append(
-            (
-                row["label"],
-                "*" if row["best"] else "",
-                mean,
-                _average(row["final_val_ppl"] if row["mean"] is not None else (), ".2f"),
-                _average(row["step_ms"]),
-                _average(row["optimizer_ms"]),
-                _average(state[:1]),
-                ", ".join([*sorted(set(row["status"]) - {"done"}), *row["failures"]]),
-            )
-        )
+    """Format the table that ends a comparison; ``*`` marks the best variant of each optimizer. Remarks follow it."""
+    rows = result["rows"]
     head = ("run", "best", result["metric"], "val ppl", "step ms", "optimizer ms", "state MiB", "")
-    table = format_table(head, lines, left=(0, 7))
-    statuses = [status for row in result["rows"] for status in row["status"]]
-    table += f"\n{statuses.count('done')} of {len(statuses)} runs done"
-    if edges := [f"{row['optimizer']} ({row['edge']}, {rate(row['lr'])})" for row in result["rows"] if row["edge"]]:
-        table += (
-            f"\nThe best rate is at the edge of the rates tried for {', '.join(edges)}: "
-            "one beyond it may be better (--lrs)"
-        )
+    lines = [format_table(head, [_cells(row) for row in rows], left=(0, len(head) - 1))]
+    statuses = [status for row in rows for status in row["status"]]
+    lines.append(f"{statuses.count('done')} of {len(statuses)} runs done")
+    if edges := [f"{row['optimizer']} ({row['edge']}, {rate(row['lr'])})" for row in rows if row["edge"]]:
+        advice = "one beyond it may be better (--lrs)"
+        lines.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}: {advice}")
     texts = result.get("data")
     if isinstance(texts, list):
         sizes = " and ".join(_text(about) for about in texts)
-        table += f"\nThese runs cannot be compared: they were trained on different data, {sizes}"
-    return table
+        lines.append(f"These runs cannot be compared: they were trained on different data, {sizes}")
+    return "\n".join(lines)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """Format one row; the last cell has the states other than done, and the reasons of failures."""
+    has_mean = row["mean"] is not None
+    mean = f"{row['mean']:.4f}" if has_mean else "-"
+    mean += "" if row["spread"] is None else f" ± {row['spread']:.4f}"
+    state = [value / 2**20 for value in row["state_bytes"] if value]
+    return [
+        row["label"],
+        "*" if row["best"] else "",
+        mean,
+        _average(row["final_val_ppl"] if has_mean else (), ".2f"),
+        _average(row["step_ms"]),
+        _average(row["optimizer_ms"]),
+        _average(state[:1]),
+        ", ".join([*sorted(set(row["status"]) - {"done"}), *row["failures"]]),
+    ]
 
 
 def _text(about: Mapping[str, Any]) -> str:

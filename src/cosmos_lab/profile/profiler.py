@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cosmos_lab.config import RunConfig, parse_options
 from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
-from cosmos_lab.optimizers import WEIGHTS, build_optimizer, optimizer_class, settings
+from cosmos_lab.optimizers import WEIGHTS, build_optimizer, hyperparameters, optimizer_class
 from cosmos_lab.profile.config import ProfileConfig, split_row
 from cosmos_lab.run import model_cache
 from cosmos_lab.run.build import cast_weights
@@ -258,7 +258,7 @@ def check_rows(config: ProfileConfig) -> None:
     """Build the optimizer of every row for a miniature of the model: a wrong option is a ValueError that names it."""
     for row in config.optimizers:
         try:
-            settings(run_of_row(row, config).check())
+            hyperparameters(run_of_row(row, config).check())
         except ValueError as error:
             raise ValueError(f"row {row}: {error}") from error
 

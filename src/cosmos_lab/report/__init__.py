@@ -5,24 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from cosmos_lab.io import atomic_write, explained
 from cosmos_lab.report.charts import Section, specify
 from cosmos_lab.report.heat import HeatSection
 from cosmos_lab.report.page import render
 from cosmos_lab.report.words import reason, summary, unreadable
-from cosmos_lab.results.ranking import arrange
+from cosmos_lab.results.ranking import Task, arrange
 from cosmos_lab.results.reading import find_runs, read_run
 
-__all__ = ["describe_runs", "write_report"]
+__all__ = ["Report", "write_report"]
 
 _log = logging.getLogger("cosmos_lab.report")
 
 
+class Report(NamedTuple):
+    """A written report: its page, and the page's sentences on what the runs showed."""
+
+    page: Path
+    summary: str
+
+
 def write_report(
     runs: Sequence[Path], out: Path, *, title: str = "Pre-training report", noise: float | None = None
-) -> Path:
-    """Write ``out``/index.html and ``out``/figures/ about run folders, or folders of them; return the page's path.
+) -> Report:
+    """Write ``out``/index.html and ``out``/figures/ about run folders, or folders of them.
 
     ``noise``, the standard deviation of the final loss over seeds, lets the headline judge runs of one seed each.
     A warning counts the folders that hold no run, or says how to get figures if matplotlib is missing. If no folder
@@ -40,12 +48,11 @@ def write_report(
             file.write(text.encode())
     if misfits:
         _log.warning("%s %s: %s", unreadable(misfits), misfits[0].folder, reason(misfits[0]))
-    return page
+    return Report(page, _summaries(tasks, noise))
 
 
-def describe_runs(runs: Sequence[Path], *, noise: float | None = None) -> str:
-    """Say what the runs showed, in the page's sentence, one for each model and recipe; ``noise`` is as for the page."""
-    tasks, _ = arrange(map(read_run, find_runs(runs)))
+def _summaries(tasks: Sequence[Task], noise: float | None) -> str:
+    """Say what the runs showed, one sentence for each model and recipe, named if there are several."""
     return " ".join(f"{task.title}: " * (len(tasks) > 1) + summary(task, noise) for task in tasks)
 
 

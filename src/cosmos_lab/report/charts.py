@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cosmos_lab.display import rate
 from cosmos_lab.report.curves import Curve, training, validation
@@ -23,7 +23,20 @@ Numbers = Sequence[Any]  # finite numbers, or None
 _X_DIGITS, _Y_DIGITS = 7, 6  # more than a screen can show
 _SKIPPED_SHARE = 0.12  # of the x axis: the first steep fall would flatten all that follows
 _MOST_DOTS = 30  # points of a line that are marked; more would run together
-_TIME_UNITS = ((1, "s", "seconds"), (60, "min", "minutes"), (3600, "h", "hours"), (86400, "d", "days"))
+
+
+class _TimeUnit(NamedTuple):
+    seconds: int
+    short: str
+    name: str
+
+
+_TIME_UNITS = (
+    _TimeUnit(1, "s", "seconds"),
+    _TimeUnit(60, "min", "minutes"),
+    _TimeUnit(3600, "h", "hours"),
+    _TimeUnit(86400, "d", "days"),
+)
 
 
 @dataclass(frozen=True)
@@ -128,46 +141,34 @@ def embed(specs: Sequence[Sequence[Any]]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+class _Extent(NamedTuple):
+    """How far the loss curves of a task reach, and the unit for its times."""
+
+    tokens: float
+    seconds: float
+    unit: _TimeUnit
+
+
 def _losses(task: Task, suffix: str) -> Section | None:
     """Specify loss over tokens and over time: validation wide, training thin and smoothed, seeds' spread as a band."""
-    found = [(group, validation(group) if task.validated else None, training(group)) for group in task.groups]
-    every = [curve for _, main, faint in found for curve in ([main] if main else []) + faint]
-    tokens, time = _most(x for c in every for x in c.tokens), _most(x for c in every for x in c.time)
-    unit, short, long = next(u for u in _TIME_UNITS if time < 150 * u[0] or u[0] == 86400)
+    found = [_curves(task, group) for group in task.groups]
+    extent = _extent([curve for main, faint in found for curve in (main, *faint) if curve])
     behind: list[Line] = []
     minor: list[Line] = []
     front: list[Line] = []
-    for index, (group, main, faint) in enumerate(found):
-        if main is None and faint:
-            main, *faint = faint
-        opacity = round(0.6 / math.sqrt(len(faint) or 1), 3)  # many seeds must not hide the line that counts
-        behind += [_loss(index, c, unit, tokens, faint=True, width=1.2, opacity=opacity) for c in faint if c.value]
+    for index, (group, (main, faint)) in enumerate(zip(task.groups, found, strict=True)):
+        behind += _faint_lines(index, faint, extent)
         if main is not None and main.value:
-            last, failed = len(main.value) - 1, main.diverged or group.status == "diverged"
-            dots = dict.fromkeys(range(last + 1), "dot") if task.validated and last < _MOST_DOTS else {}
-            marks = {**dots, last: "failed"} if failed else dots if last else {0: "point"}
-            style: Any = {} if group.shown else {"width": 1.3, "opacity": 0.75}
-            style |= {"marks": marks, "notes": {last: "diverged here"} if failed else {}}
-            (front if group.best else minor).append(_loss(index, main, unit, tokens, **style))
+            (front if group.best else minor).append(_main_line(task, index, main, extent))
     lines = [*behind, *minor, *front]
     if not lines:
         return None
-
-    def chart(key: str, about: str, title: str, unit: str, end: float) -> Chart:
-        low = min((x for line in lines for x in line.x[key] if x and x > 0), default=1)
-        loss, axis = "validation" if task.validated else "training", Axis(title, (0, end or 1), low, unit)
-        about += "; thin lines: training, smoothed" if behind else "" if task.validated else ", smoothed"
-        return Chart(key, f"loss-by-{key}{suffix}", f"{loss} loss", about, axis, task.validated, 0.68)
-
     return Section(
         "curves",
         list(looks_of(task).values()),
         [_series(task, group) for group in task.groups],
         lines,
-        [
-            chart("tokens", "by tokens", "tokens", "tokens", tokens),
-            chart("time", "by wall-clock time", f"wall-clock {long}", short, time / unit),
-        ],
+        _loss_charts(task, lines, extent, suffix),
         [
             Control("logY", "Loss", False, scale=True),
             Control("logX", "Tokens and time", False, scale=True),
@@ -177,16 +178,70 @@ def _losses(task: Task, suffix: str) -> Section | None:
     )
 
 
+def _curves(task: Task, group: Group) -> tuple[Curve | None, list[Curve]]:
+    """Return the curve that counts, and those to draw faintly; without a validation loss, that of a seed counts."""
+    main, faint = validation(group) if task.validated else None, training(group)
+    if main is None and faint:
+        main, *faint = faint
+    return main, faint
+
+
+def _extent(curves: Sequence[Curve]) -> _Extent:
+    """Return how far the curves reach, with the smallest unit that keeps the numbers on the time axis below 150."""
+    seconds = _most(time for curve in curves for time in curve.time)
+    unit = next((unit for unit in _TIME_UNITS if seconds < 150 * unit.seconds), _TIME_UNITS[-1])
+    return _Extent(_most(tokens for curve in curves for tokens in curve.tokens), seconds, unit)
+
+
+def _faint_lines(series: int, curves: Sequence[Curve], extent: _Extent) -> list[Line]:
+    """Specify the lines behind the one that counts: many seeds must not hide it."""
+    opacity = round(0.6 / math.sqrt(len(curves) or 1), 3)
+    return [_loss(series, c, extent, faint=True, width=1.2, opacity=opacity) for c in curves if c.value]
+
+
+def _main_line(task: Task, series: int, curve: Curve, extent: _Extent) -> Line:
+    """Specify the line that counts: few points are dots, a single one a point, and the end of a diverged run a cross.
+
+    ``series`` is the index of the group, which is drawn thin unless it is shown when the page opens.
+    """
+    group, last = task.groups[series], len(curve.value) - 1
+    style: dict[str, Any] = {} if group.shown else {"width": 1.3, "opacity": 0.75}
+    marks: dict[int, str] = {}
+    if task.validated and last < _MOST_DOTS:
+        marks = dict.fromkeys(range(last + 1), "dot")
+    if curve.diverged or group.status == "diverged":
+        return _loss(series, curve, extent, marks={**marks, last: "failed"}, notes={last: "diverged here"}, **style)
+    return _loss(series, curve, extent, marks=marks if last else {0: "point"}, **style)
+
+
+def _loss_charts(task: Task, lines: Sequence[Line], extent: _Extent, suffix: str) -> list[Chart]:
+    """Specify the same lines twice, by tokens and by time."""
+    loss, remark = ("validation loss", "") if task.validated else ("training loss", ", smoothed")
+    if any(line.faint for line in lines):
+        remark = "; thin lines: training, smoothed"
+    unit = extent.unit
+    found = []
+    for key, about, title, short, end in (
+        ("tokens", "by tokens", "tokens", "tokens", extent.tokens),
+        ("time", "by wall-clock time", f"wall-clock {unit.name}", unit.short, extent.seconds / unit.seconds),
+    ):
+        low = min((x for line in lines for x in line.x[key] if x and x > 0), default=1)
+        axis = Axis(title, (0, end or 1), low, short)
+        found.append(Chart(key, f"loss-by-{key}{suffix}", loss, about + remark, axis, task.validated, aspect=0.68))
+    return found
+
+
 def _series(task: Task, group: Group) -> Series:
     method, short = task.methods.index(group.method), group.name or group.label.removeprefix(group.method).strip()
     return Series(method, group.title, short, group.best, group.shown, group.status, bool(group.name))
 
 
-def _loss(series: int, curve: Curve, unit: float, end: float, faint: bool = False, **style: Any) -> Line:
+def _loss(series: int, curve: Curve, extent: _Extent, faint: bool = False, **style: Any) -> Line:
+    """Specify one curve as a line; its view leaves out the first steep fall."""
     x = {"tokens": _round(curve.tokens, _X_DIGITS)}
-    x["time"] = _round([None if t is None else t / unit for t in curve.time], _X_DIGITS)
+    x["time"] = _round([None if t is None else t / extent.unit.seconds for t in curve.time], _X_DIGITS)
     lo, y, hi = (_round(values, _Y_DIGITS) for values in (curve.low, curve.value, curve.high))
-    late = [i for i, t in enumerate(x["tokens"]) if t is None or t >= _SKIPPED_SHARE * end] or range(len(y))
+    late = [i for i, t in enumerate(x["tokens"]) if t is None or t >= _SKIPPED_SHARE * extent.tokens] or range(len(y))
     view = _span([values[i] for values in (lo or y, hi or y) for i in late])
     if view and faint:
         view = (view[0], view[0])  # training must not flatten the other lines
@@ -200,36 +255,50 @@ def _span(values: Iterable[float | None]) -> tuple[float, float] | None:
 
 def _sweep(task: Task, suffix: str) -> Section | None:
     """Specify the final result over learning rate, one line per method; None unless some method has several rates."""
-    lines: list[Line] = []
-    for groups in task.sweeps.values():
-        spreads = [None if g.status in ("diverged", "broken", "empty") else g.stat(task.result_key) for g in groups]
-        known = [(s.mean - s.deviation, s.mean, s.mean + s.deviation) if s else (None,) * 3 for s in spreads]
-        lo, y, hi = (_round(values, _Y_DIGITS) for values in zip(*known, strict=True))
-        span = _span([*lo, *hi])
-        marks, notes = {}, {}
-        for i, (g, s) in enumerate(zip(groups, spreads, strict=True)):
-            marks[i] = "failed" if s is None else "best" if g.best else "point" if g.complete else "open"
-            notes[i] = _note(g, s)
-        lines.append(
-            Line(len(lines), {"lr": _round([g.lr for g in groups], _X_DIGITS)}, y, span, span, lo, hi, marks, notes)
-        )
+    lines = [_sweep_line(index, groups, task.result_key) for index, groups in enumerate(task.sweeps.values())]
     if not lines:
         return None
-    rates = sorted({x for line in lines for x in line.x["lr"] if x})
-    low, high, values = rates[0] / 1.15, rates[-1] * 1.15, [y for line in lines for y in line.y if y is not None]
-    axis = Axis("learning rate", (low, high), low, log=True, ticks=[(x, rate(x)) for x in rates])
-    title = "final validation perplexity" if task.validated else "final training loss"
-    about = "by learning rate; a ring marks the best"
-    wide = bool(values) and min(values) > 0 and max(values) > 2.5 * min(values)
+    results = [y for line in lines for y in line.y if y is not None]
+    wide = bool(results) and min(results) > 0 and max(results) > 2.5 * min(results)
     return Section(
         "sweep",
         list(looks_of(task).values()),
         [Series(task.methods.index(name), name) for name in task.sweeps],
         lines,
-        [Chart("lr", f"learning-rate-sweep{suffix}", title, about, axis, False, 0.42, 0.06)],
+        [_sweep_chart(task, lines, suffix)],
         [Control("logY", "Scale", wide, scale=True)],
         marked=True,
     )
+
+
+def _sweep_line(series: int, groups: Sequence[Group], key: str) -> Line:
+    """Specify the results of one method, a mean with its deviation per rate; a failed rate has a mark but no value."""
+    spreads = [None if group.status in ("diverged", "broken", "empty") else group.stat(key) for group in groups]
+    bands = [(s.mean - s.deviation, s.mean, s.mean + s.deviation) if s else (None,) * 3 for s in spreads]
+    lo, y, hi = (_round(values, _Y_DIGITS) for values in zip(*bands, strict=True))
+    rates, span = _round([group.lr for group in groups], _X_DIGITS), _span([*lo, *hi])
+    marks, notes = {}, {}
+    for i, (group, spread) in enumerate(zip(groups, spreads, strict=True)):
+        marks[i], notes[i] = _mark(group, spread), _note(group, spread)
+    return Line(series, {"lr": rates}, y, span, span, lo, hi, marks, notes)
+
+
+def _sweep_chart(task: Task, lines: Sequence[Line], suffix: str) -> Chart:
+    """Specify the chart with a log axis of rates, and a tick at each of them."""
+    rates = sorted({x for line in lines for x in line.x["lr"] if x})
+    low, high = rates[0] / 1.15, rates[-1] * 1.15
+    axis = Axis("learning rate", (low, high), low, log=True, ticks=[(x, rate(x)) for x in rates])
+    title = "final validation perplexity" if task.validated else "final training loss"
+    about = "by learning rate; a ring marks the best"
+    return Chart("lr", f"learning-rate-sweep{suffix}", title, about, axis, perplexity=False, aspect=0.42, pad=0.06)
+
+
+def _mark(group: Group, spread: Spread | None) -> str:
+    if spread is None:
+        return "failed"
+    if group.best:
+        return "best"
+    return "point" if group.complete else "open"
 
 
 def _note(group: Group, spread: Spread | None) -> str:

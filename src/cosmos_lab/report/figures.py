@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 from cosmos_lab.display import count
 from cosmos_lab.io import atomic_write
 from cosmos_lab.report.charts import Axis, Chart, Line, Section
-from cosmos_lab.report.style import THEMES
+from cosmos_lab.report.style import THEMES, Look
 
 _INK, _SOFT, _GRID = (THEMES["light"][key] for key in ("ink", "soft", "grid"))
 _STYLE: dict[Any, Any] = {
@@ -59,21 +59,13 @@ def _lines(spec: Section, chart: Chart) -> Figure:
     """Draw the series that the page shows when it opens."""
     figure = Figure(figsize=(5.6, 3.8), dpi=200, layout="constrained")
     axes: Axes = figure.subplots()
-    log = any(control.on for control in spec.controls if control.key == "logY")
     lines = [line for line in spec.lines if spec.series[line.series].shown]
     for line in lines:
         _line(axes, spec, chart, line)
     axes.set(xlabel=chart.x.title, ylabel=chart.title, xlim=chart.x.range)
     if spans := [line.view for line in lines if line.view]:
-        low, high = min(low for low, _ in spans), max(high for _, high in spans)
-        log = log and low > 0
-        pad = (high / low) ** chart.pad if log else chart.pad * ((high - low) or 1)
-        axes.set_ylim((low / pad, high * pad) if log else (low - pad, high + pad))
-        if log:
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 4, 6)))
-            for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                set_formatter(FuncFormatter(lambda y, _: f"{y:g}"))  # 4 x 10^1 would leave no room for the label
+        log = any(control.on for control in spec.controls if control.key == "logY")
+        _y_axis(axes, min(low for low, _ in spans), max(high for _, high in spans), chart.pad, log)
         names = [spec.series[line.series].label for line in lines]
         if max(map(len, names)) <= _LONG_NAME:
             axes.legend(fontsize=8)
@@ -81,6 +73,20 @@ def _lines(spec: Section, chart: Chart) -> Figure:
             figure.legend(fontsize=8, loc="outside lower left")
     _x_axis(axes, chart.x)
     return figure
+
+
+def _y_axis(axes: Axes, low: float, high: float, pad: float, log: bool) -> None:
+    """Set range and scale; ``pad`` is the share of the axis to leave free at both ends."""
+    if not log or low <= 0:
+        room = pad * ((high - low) or 1)
+        axes.set_ylim((low - room, high + room))
+        return
+    factor = (high / low) ** pad
+    axes.set_ylim((low / factor, high * factor))
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 4, 6)))
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter(FuncFormatter(lambda y, _: f"{y:g}"))  # 4 x 10^1 would leave no room for the label
 
 
 def _x_axis(axes: Axes, axis: Axis) -> None:
@@ -100,33 +106,42 @@ def _x_axis(axes: Axes, axis: Axis) -> None:
 
 
 def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
-    """Draw one line with its band or error bars and its marks; a point without a value is on the upper edge."""
+    """Draw one line with its band or error bars, and its marks."""
     series = spec.series[line.series]
-    look = spec.methods[series.method]
-    color, xs = look.light, line.x[chart.key]
+    look, xs = spec.methods[series.method], line.x[chart.key]
     known = [i for i, (x, y) in enumerate(zip(xs, line.y, strict=True)) if x is not None and y is not None]
     x, y = [xs[i] for i in known], [line.y[i] for i in known]
     dash: Any = (0, look.dash) if look.dash and not line.faint else "-"
     label = "_" if line.faint else series.label.replace("$", r"\$")  # which would start a formula
-    axes.plot(x, y, color=color, linestyle=dash, linewidth=_POINTS * line.width, alpha=line.opacity, label=label)
+    axes.plot(x, y, color=look.light, linestyle=dash, linewidth=_POINTS * line.width, alpha=line.opacity, label=label)
     if line.lo:
         low, high = ([values[i] for i in known] for values in (line.lo, line.hi))
         if spec.marked:
-            axes.vlines(x, low, high, color=color, linewidth=1.2)
+            axes.vlines(x, low, high, color=look.light, linewidth=1.2)
         else:
-            axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
-    edge = axes.get_xaxis_transform()
+            axes.fill_between(x, low, high, color=look.light, alpha=0.16, linewidth=0)
     for i, kind in line.marks.items():
         if xs[i] is None:
             continue
-        at, where = (xs[i], line.y[i]), axes.transData
-        if at[1] is None:
-            at, where = (xs[i], 1.0), edge
-            place: Any = {"xytext": (-6, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
-            axes.annotate(line.notes[i], at, xycoords=edge, fontsize=7, color=color, **place)
-        marker = "x" if kind == "failed" else look.marker
-        face, width = "none" if kind == "open" else color, 3 if kind == "dot" else 5
-        shape: Any = {"marker": marker, "markersize": width, "markerfacecolor": face}
-        axes.plot(*at, **shape, color=color, transform=where, clip_on=kind == "dot")
-        if kind == "best":
-            axes.plot(*at, marker="o", markersize=10, markerfacecolor="none", color=color)
+        if line.y[i] is not None:
+            _mark(axes, kind, look, xs[i], line.y[i])
+        else:
+            _mark_without_value(axes, kind, look, xs[i], line.notes[i])
+
+
+def _mark(axes: Axes, kind: str, look: Look, x: float, y: float, **more: Any) -> None:
+    """Draw the mark of one point: a small dot, a point, an open one, a cross, or a point in a ring for the best."""
+    marker = "x" if kind == "failed" else look.marker
+    face, width = "none" if kind == "open" else look.light, 3 if kind == "dot" else 5
+    shape: Any = {"marker": marker, "markersize": width, "markerfacecolor": face}
+    axes.plot(x, y, **shape, color=look.light, clip_on=kind == "dot", **more)
+    if kind == "best":
+        axes.plot(x, y, marker="o", markersize=10, markerfacecolor="none", color=look.light)
+
+
+def _mark_without_value(axes: Axes, kind: str, look: Look, x: float, note: str) -> None:
+    """Draw the mark of a point without a value on the upper edge, with the reason to its left."""
+    edge = axes.get_xaxis_transform()  # x in data, y as a share of the height
+    left: Any = {"xytext": (-6, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+    axes.annotate(note, (x, 1.0), xycoords=edge, fontsize=7, color=look.light, **left)
+    _mark(axes, kind, look, x, 1.0, transform=edge)

@@ -11,7 +11,7 @@ from cosmos_lab.display import count, significant
 from cosmos_lab.report.curves import thinned
 from cosmos_lab.report.style import HEAT
 from cosmos_lab.results.ranking import Group, Task
-from cosmos_lab.results.reading import DIAGNOSTICS, Run
+from cosmos_lab.results.reading import DIAGNOSTICS, Run, Snapshot
 
 MOST_COLUMNS = 96
 MOST_CELLS = 600_000  # of all heat maps together: about 4 MB of the page
@@ -91,15 +91,8 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | N
     """Specify the heat maps of one run with at most ``budget`` cells, or None if it logged no diagnostics."""
     names = list(dict.fromkeys(name for snapshot in run.diagnostics for name in snapshot.values))
     shots = thinned(run.diagnostics, max(2, min(MOST_COLUMNS, budget // max(1, len(names) * len(DIAGNOSTICS)))))
-    places = {name: kind_and_layer(name) for name in names}
-    panels = []
-    for kind in sorted({kind for kind, _ in places.values()}, key=lambda kind: [*KINDS, kind].index(kind)):
-        rows = sorted((name for name in names if places[name][0] == kind), key=lambda name: places[name][1] or 0)
-        values = {
-            metric: [[_cell(shot.values.get(name, {}).get(metric)) for shot in shots] for name in rows]
-            for metric in DIAGNOSTICS
-        }
-        panels.append(Panel(kind, KINDS.get(kind, ""), [places[name][1] for name in rows], rows, values))
+    kinds = {kind_and_layer(name)[0] for name in names}
+    panels = [_panel(kind, names, shots) for kind in sorted(kinds, key=lambda kind: [*KINDS, kind].index(kind))]
     metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels))]
     metrics.sort(key=lambda metric: metric.constant)  # the page opens on the first: one number everywhere is no map
     if not metrics:
@@ -108,6 +101,17 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | N
     columns = [s if shot.tokens is None else f"{s}, {count(shot.tokens)} tokens" for s, shot in zip(steps, shots)]
     ends = [steps[i] if shots[i].tokens is None else count(shots[i].tokens) for i in (0, -1)]
     return HeatMap(label, columns, ends, metrics, panels)
+
+
+def _panel(kind: str, names: Sequence[str], shots: Sequence[Snapshot]) -> Panel:
+    """Specify the matrices of one kind, in the order of their layers."""
+    layers = {name: layer for name in names for own, layer in [kind_and_layer(name)] if own == kind}
+    rows = sorted(layers, key=lambda name: layers[name] or 0)
+    values = {
+        metric: [[_cell(shot.values.get(name, {}).get(metric)) for shot in shots] for name in rows]
+        for metric in DIAGNOSTICS
+    }
+    return Panel(kind, KINDS.get(kind, ""), [layers[name] for name in rows], rows, values)
 
 
 def _metric(name: str, panels: Sequence[Panel]) -> Metric | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib import resources
 from string import Template
+from typing import NamedTuple
 
 from cosmos_lab.display import count
 from cosmos_lab.report import charts, tables, words
@@ -64,47 +65,76 @@ def _lead(tasks: Sequence[Task], misfits: Sequence[Run], noise: float | None) ->
         lines += f'<p class="lead">{name}{escape(words.summary(task, noise)).replace(" %", "&nbsp;%")}</p>'
     if several:
         lines += '<p class="lead">Runs of different models, data or recipes are not compared with each other.</p>'
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in _facts(tasks))
+    if misfits:
+        items += f'<li><a href="#not-shown">{words.unreadable(misfits)}</a></li>'
+    links = "".join(f'<a href="#task-{index}">{escape(task.title)}</a>' for index, task in enumerate(tasks))
+    navigation = f'<nav class="tasks" aria-label="Models">{links}</nav>' if several else ""
+    return f'{lines}<ul class="facts">{items}</ul>{navigation}'
+
+
+def _facts(tasks: Sequence[Task]) -> list[str]:
+    """List the number of runs, what was trained, its number of parameters, and the GPUs."""
     runs = [run for task in tasks for group in task.groups for run in group.runs]
-    facts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}", *(task.title for task in tasks[:1] if not several)]
+    facts = [f"{len(runs)} run{'' if len(runs) == 1 else 's'}"]
+    if len(tasks) == 1:
+        facts.append(tasks[0].title)
     if parameters := sorted({run.stats["parameters"] for run in runs if "parameters" in run.stats}):
         facts.append(" / ".join(map(count, parameters)) + " parameters")
     versions = [run.config.get("versions") for run in runs]
-    facts += sorted({v["gpu"] for v in versions if isinstance(v, Mapping) and isinstance(v.get("gpu"), str)})
-    listed = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
-    if misfits:
-        listed += f'<li><a href="#not-shown">{words.unreadable(misfits)}</a></li>'
-    links = "".join(f'<a href="#task-{index}">{escape(task.title)}</a>' for index, task in enumerate(tasks))
-    navigation = f'<nav class="tasks" aria-label="Models">{links}</nav>' if several else ""
-    return f'{lines}<ul class="facts">{listed}</ul>{navigation}'
+    return facts + sorted({v["gpu"] for v in versions if isinstance(v, Mapping) and isinstance(v.get("gpu"), str)})
+
+
+class _Part(NamedTuple):
+    """One part of a task on the page: its heading, a line beside it, and its HTML (none: the part is left out)."""
+
+    head: str
+    about: str
+    content: str
 
 
 def _task(index: int, task: Task, specs: Sequence[Section | HeatSection], drawn: bool, titled: bool) -> str:
     """Return the part of the page about one task, with a heading if there are several."""
-    cautions = "".join(f"<li>{escape(note)}</li>" for note in words.cautions(task))
-    best = tables.table(task, task.ranking, f"Best of each {task.kind}", state=False) if task.ranking else ""
-    best += f'<ul class="cautions">{cautions}</ul>' if cautions else ""
-    parts = [("Results", f"Each {task.kind} at the best learning rate tried." if task.sweeps else "", best)]
-    of = "COSMOS diagnostics" if any(group.optimizer.startswith("cosmos") for group in task.groups) else "Diagnostics"
-    missing = {"curves": words.missing_curves(task), "sweep": [], "heat": [words.missing_diagnostics(task)]}
-    for name, head in (("curves", "Loss curves"), ("sweep", "Learning-rate sweep"), ("heat", of)):
-        spec = next((spec for spec in specs if spec.name == name), None)
-        hint = "Drag across a chart to zoom. " if spec and name == "curves" else ""
-        saved = _saved(spec) if drawn and isinstance(spec, Section) else ""
-        notes = missing[name] if spec is None or name == "curves" else []
-        content = "".join(f'<p class="notice">{escape(note)}</p>' for note in notes if note)
-        content += f'<div data-chart="{name}"></div>' if spec else ""  # the script draws into it
-        parts.append((head, hint + saved, content))
-    if len(task.ranking) != len(task.groups):
-        every = tables.table(task, task.groups, "All settings", state=True)
-        parts.append(("All settings", f"★ marks the best rate of each {task.kind}.", every))
     level = "h3" if titled else "h2"
     sections = "".join(
         f'<section><div class="head"><{level}>{head}</{level}><p>{about}</p></div>{content}</section>'
-        for head, about, content in parts
+        for head, about, content in (_results(task), *_charts(task, specs, drawn), _all_settings(task))
         if content
     )
     heading = f"<h2>{escape(task.title)}</h2>" if titled else ""
     return f'<section class="task" id="task-{index}" data-task="{index}">{heading}{sections}</section>'
+
+
+def _results(task: Task) -> _Part:
+    """Return the table of the best group of each method, with the cautions below it."""
+    cautions = "".join(f"<li>{escape(note)}</li>" for note in words.cautions(task))
+    content = tables.table(task, task.ranking, f"Best of each {task.kind}", state=False) if task.ranking else ""
+    content += f'<ul class="cautions">{cautions}</ul>' if cautions else ""
+    return _Part("Results", f"Each {task.kind} at the best learning rate tried." if task.sweeps else "", content)
+
+
+def _charts(task: Task, specs: Sequence[Section | HeatSection], drawn: bool) -> Iterator[_Part]:
+    """Yield a place for the charts of each section, which the script draws, with notes on what is missing."""
+    of = "COSMOS diagnostics" if any(group.optimizer.startswith("cosmos") for group in task.groups) else "Diagnostics"
+    by_name = {spec.name: spec for spec in specs}
+    for name, head in (("curves", "Loss curves"), ("sweep", "Learning-rate sweep"), ("heat", of)):
+        spec = by_name.get(name)
+        notes = words.missing_curves(task) if name == "curves" else []
+        if name == "heat" and spec is None:
+            notes = [words.missing_diagnostics(task)]
+        hint = "Drag across a chart to zoom. " if spec and name == "curves" else ""
+        saved = _saved(spec) if drawn and isinstance(spec, Section) else ""
+        content = "".join(f'<p class="notice">{escape(note)}</p>' for note in notes if note)
+        content += f'<div data-chart="{name}"></div>' if spec else ""
+        yield _Part(head, hint + saved, content)
+
+
+def _all_settings(task: Task) -> _Part:
+    """Return the table of all groups, if some of them are not in the table of results."""
+    every = ""
+    if len(task.ranking) != len(task.groups):
+        every = tables.table(task, task.groups, "All settings", state=True)
+    return _Part("All settings", f"★ marks the best rate of each {task.kind}.", every)
 
 
 def _saved(spec: Section) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 
@@ -14,7 +15,6 @@ from cosmos_lab.results.reading import Run
 
 Form = Callable[[float], str]
 Column = tuple[str, str, Form]
-
 
 _short = partial(significant, digits=3)
 # Heading, key in the run's statistics, format; those in units get one unit for the whole column.
@@ -55,21 +55,33 @@ def _tag(status: str) -> str:
     return f'<span class="tag {status if status in ("done", "unfinished") else "bad"}">{escape(status)}</span>'
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Which columns a table has beside optimizer and learning rate."""
+
+    named: bool  # what the user called the runs
+    state: bool  # done, unfinished, ...
+    seeds: bool
+    numbers: Sequence[Column]
+
+    def heads(self) -> tuple[list[str], list[str]]:
+        """Return the headings of the columns with words, and of those with numbers."""
+        words = [*(["Name"] * self.named), "Optimizer", "Learning rate", *(["State of run"] * self.state)]
+        return words, [*(["Seeds"] * self.seeds), *(name for name, _, _ in self.numbers)]
+
+
 def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
     """Return one row per group; with ``state``, show the state of its runs and star the best of each method."""
-    columns, named = _columns(task), any(group.name for group in task.groups)
-    seeds = any(len(group.runs) > 1 for group in task.groups)
-    left = [*(["Name"] if named else []), "Optimizer", "Learning rate", *(["State of run"] if state else [])]
-    names = [*left, *(["Seeds"] if seeds else []), *(column[0] for column in columns)]
-    heads = "".join(
-        f'<th scope="col"{" class=l" if name in left else ""}><button type="button">{name}</button></th>'
-        for name in names
+    layout = _Layout(
+        named=any(group.name for group in task.groups),
+        state=state,
+        seeds=any(len(group.runs) > 1 for group in task.groups),
+        numbers=_columns(task),
     )
-    first = -1 if state or unequal(task) else 0
-    has, looks = (named, seeds, state), looks_of(task)
-    rows = "".join(
-        _row(task, group, looks[group.method], columns, has, index == first) for index, group in enumerate(groups)
-    )
+    words, numbers = layout.heads()
+    heads = "".join(_head(name, " class=l") for name in words) + "".join(map(_head, numbers))
+    looks, winner = looks_of(task), None if state or unequal(task) else next(iter(groups), None)
+    rows = "".join(_row(task, group, looks[group.method], layout, group is winner) for group in groups)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}, {escape(task.title)}">'
         f'<table class="data sortable{" all" if state else ""}"><thead><tr>{heads}</tr></thead>'
@@ -77,29 +89,34 @@ def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str
     )
 
 
-def _row(
-    task: Task, group: Group, look: Look, columns: Iterable[Column], has: tuple[bool, bool, bool], first: bool
-) -> str:
-    """Return one row; ``has`` tells which of the columns name, seeds and state there are."""
-    named, seeds, state = has
-    edge = at_edge(group, task.groups) if group.best else None
-    star = f'<span class="star" title="best rate of this {task.kind}"> ★<span hidden> best</span></span>'
-    star = star if state and group.best else ""
-    hint = f' <span class="pm" title="the {edge} rate tried: one beyond it may be better">{edge}</span>' if edge else ""
-    rate_text = escape(group.label.removeprefix(group.method).strip())
+def _head(name: str, attributes: str = "") -> str:
+    return f'<th scope="col"{attributes}><button type="button">{name}</button></th>'
+
+
+def _row(task: Task, group: Group, look: Look, layout: _Layout, winner: bool) -> str:
+    """Return one row: the first column with the method's colour, the learning rate, and the numbers."""
     swatch = f'<i class="swatch m" style="--light:{look.light};--dark:{look.dark}"></i>'
-    heads = ([escape(group.title)] if named else []) + [escape(group.method)]
-    cells = f'<th scope="row" class="l">{swatch}{heads[0]}{star}</th>'
-    cells += "".join(f'<td class="l">{text}</td>' for text in heads[1:])
-    cells += f'<td class="l" data-sort="{group.lr if group.lr is not None else ""}">{rate_text}{hint}</td>'
-    cells += f'<td class="l">{_tag(group.status)}</td>' if state else ""
+    star = f'<span class="star" title="best rate of this {task.kind}"> ★<span hidden> best</span></span>'
+    star = star if layout.state and group.best else ""
+    first, *second = ([escape(group.title)] if layout.named else []) + [escape(group.method)]
+    cells = f'<th scope="row" class="l">{swatch}{first}{star}</th>'
+    cells += "".join(f'<td class="l">{text}</td>' for text in second)
+    cells += _rate_cell(task, group)
+    cells += f'<td class="l">{_tag(group.status)}</td>' if layout.state else ""
     done, total = len(group.counted), len(group.runs)
-    cells += f"<td>{done if done == total else f'{done} of {total}'}</td>" if seeds else ""
-    for _, key, form in columns:
-        score = key in (("final_val_loss", "final_val_ppl") if task.validated else ("final_train_loss",))
-        cells += _cell(group.stat(key), form, score)
-    kinds = " ".join(kind for kind, on in (("best", group.best), ("first", first)) if on)
+    cells += f"<td>{done if done == total else f'{done} of {total}'}</td>" if layout.seeds else ""
+    scores = ("final_val_loss", "final_val_ppl") if task.validated else ("final_train_loss",)
+    cells += "".join(_cell(group.stat(key), form, key in scores) for _, key, form in layout.numbers)
+    kinds = " ".join(kind for kind, on in (("best", group.best), ("first", winner)) if on)
     return f'<tr class="{kinds}">{cells}</tr>'
+
+
+def _rate_cell(task: Task, group: Group) -> str:
+    """Return the learning rate, with a hint if it is the best and at the edge of the rates tried."""
+    edge = at_edge(group, task.groups) if group.best else None
+    hint = f' <span class="pm" title="the {edge} rate tried: one beyond it may be better">{edge}</span>' if edge else ""
+    text = escape(group.label.removeprefix(group.method).strip())
+    return f'<td class="l" data-sort="{group.lr if group.lr is not None else ""}">{text}{hint}</td>'
 
 
 def _cell(spread: Spread | None, form: Form, score: bool) -> str:

@@ -11,22 +11,7 @@ from cosmos_lab.results.ranking import Group, Task, at_edge
 from cosmos_lab.results.reading import METRICS, Run
 
 _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
-FEW_POINTS = 5  # a line with fewer points has no shape
-
-
-def ties(losses: Sequence[float], noise: float) -> int:
-    """Return how many of the losses, lowest first and one seed each, cannot be told from the lowest."""
-    return sum(loss - losses[0] <= sure_gap(noise) for loss in losses)
-
-
-def sure_gap(noise: float) -> float:
-    """Return the largest gap that may be chance: two deviations of the difference of two runs."""
-    return 2 * math.sqrt(2) * noise
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join names with commas, and "and" before the last."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+_FEW_POINTS = 5  # a line with fewer points has no shape
 
 
 def summary(task: Task, noise: float | None = None) -> str:
@@ -34,28 +19,20 @@ def summary(task: Task, noise: float | None = None) -> str:
 
     ``noise`` is the standard deviation of the final loss over seeds, if it is known: it judges runs of one seed each.
     """
-    what = "validation perplexity" if task.validated else "training loss"
     ranking = task.ranking
     if not ranking:
-        started = [group for group in task.groups if math.isfinite(task.score(group))]
-        if not started:
-            return "No run has logged a finite loss yet."
-        lead = min(started, key=task.score)
-        return f"No run has finished; the lowest {what} so far is {_value(task, lead)}, by {_at_rate(lead)}."
-    first, rest = ranking[0], ranking[1:]
+        return _so_far(task)
     if lengths := unequal(task):
         return f"These runs are not ranked, because {lengths}: compare runs of the same length."
-    if not rest:
-        return f"{_at_rate(first)} ended at a {what} of {_value(task, first)}."
-    field = f"Of {len(ranking)} {task.kind}s" + (", each at the best rate tried" if task.sweeps else "")
+    if len(ranking) == 1:
+        return f"{_at_rate(ranking[0])} ended at a {_result(task)} of {_value(task, ranking[0])}."
     if any(len(group.counted) > 1 for group in ranking):
         noise = None  # these seeds tell more
-    if noise is not None and (near := ties([task.score(group) for group in ranking], noise)) > 1:
-        return f"{field}, {_tied(task, ranking[:near], ranking[near:], what)}."
-    rivals = [rest[0]] + [group for group in rest[1:] if group.optimizer == "adam" != rest[0].optimizer][:1]
-    compared = " and ".join(_gap(task, first, rival) for rival in rivals)
-    doubt = _doubt(task, first, rest[0]) if noise is None else ""
-    return f"{field}, {_who(first)} ended lowest, at a {what} of {_value(task, first)}: {compared}{doubt}."
+    field = f"Of {len(ranking)} {task.kind}s" + (", each at the best rate tried" if task.sweeps else "")
+    if noise is not None and (near := _ties([task.score(group) for group in ranking], noise)) > 1:
+        return f"{field}, {_tied(task, ranking[:near], ranking[near:])}."
+    doubt = _doubt(task, *ranking[:2]) if noise is None else ""
+    return f"{field}, {_lead(task, ranking)}{doubt}."
 
 
 def cautions(task: Task) -> list[str]:
@@ -95,7 +72,7 @@ def missing_curves(task: Task) -> list[str]:
                 why = "; ".join(problems) or f"{METRICS} has no finite loss"
                 notes.append(f"{'' if points else 'No curve for '}{group.title} (folder {run.folder.name}): {why}.")
     few = [len(run.validation) for group in task.groups if group.shown for run in group.runs if run.validation]
-    if few and max(few) < FEW_POINTS:
+    if few and max(few) < _FEW_POINTS:
         notes.append(
             f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, too few to show a curve: "
             "--val-every with fewer steps makes more."
@@ -118,6 +95,43 @@ def unreadable(runs: Sequence[Run]) -> str:
 def reason(run: Run) -> str:
     """Say why a folder cannot be shown."""
     return "; ".join(run.notes) or "config.json names no optimizer"
+
+
+def _so_far(task: Task) -> str:
+    """Say which run leads while none has finished."""
+    started = [group for group in task.groups if math.isfinite(task.score(group))]
+    if not started:
+        return "No run has logged a finite loss yet."
+    lead = min(started, key=task.score)
+    return f"No run has finished; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
+
+
+def _lead(task: Task, ranking: Sequence[Group]) -> str:
+    """Say by how much the first is below the second, and below AdamW if that is not the second."""
+    first, second, *others = ranking
+    adam = [group for group in others if group.optimizer == "adam" != second.optimizer]
+    gaps = " and ".join(_gap(task, first, rival) for rival in (second, *adam[:1]))
+    return f"{_who(first)} ended lowest, at a {_result(task)} of {_value(task, first)}: {gaps}"
+
+
+def _result(task: Task) -> str:
+    """Name the number that the sentences give."""
+    return "validation perplexity" if task.validated else "training loss"
+
+
+def _ties(losses: Sequence[float], noise: float) -> int:
+    """Return how many of the losses, lowest first and one seed each, cannot be told from the lowest."""
+    return sum(loss - losses[0] <= _chance_gap(noise) for loss in losses)
+
+
+def _chance_gap(noise: float) -> float:
+    """Return the largest gap that may be chance: two deviations of the difference of two runs."""
+    return 2 * math.sqrt(2) * noise
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Join names with commas, and "and" before the last."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _value(task: Task, group: Group) -> str:
@@ -143,10 +157,11 @@ def _gap(task: Task, first: Group, rival: Group) -> str:
     return f"{significant(100 * (1 - ours.mean / theirs.mean), 2)} % below {_who(rival)} ({significant(theirs.mean)})"
 
 
-def _tied(task: Task, near: Sequence[Group], far: Sequence[Group], what: str) -> str:
-    names, ends = listed([_who(group) for group in near]), f"{_value(task, near[0])} to {_value(task, near[-1])}"
-    behind = f"; {listed([_who(group) for group in far])} ended higher" if far else ""
-    return f"{names} cannot be told apart: {what} {ends}, a gap that seeds alone can make{behind}"
+def _tied(task: Task, near: Sequence[Group], far: Sequence[Group]) -> str:
+    """Say that the nearest groups cannot be told apart, and which ended higher."""
+    names, ends = _listed([_who(group) for group in near]), f"{_value(task, near[0])} to {_value(task, near[-1])}"
+    behind = f"; {_listed([_who(group) for group in far])} ended higher" if far else ""
+    return f"{names} cannot be told apart: {_result(task)} {ends}, a gap that seeds alone can make{behind}"
 
 
 def _doubt(task: Task, first: Group, second: Group) -> str:

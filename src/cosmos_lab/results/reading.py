@@ -234,6 +234,7 @@ class Log:
 
 
 def read_log(folder: Path, notes: list[str] | None = None) -> Log:
+    """Read all of metrics.jsonl, sorted into losses, diagnostics and measurements."""
     log = Log()
     for row in read_metrics(folder, notes):
         log.add(row)
@@ -246,10 +247,10 @@ def _rewind(points: list[Any], step: float) -> None:
         points.pop()
 
 
-def begin_of_final(steps: int) -> int:
+def last_step_before_final(steps: int) -> int:
     """Return the last step that does not count for the final training loss.
 
-    >>> begin_of_final(1000)
+    >>> last_step_before_final(1000)
     950
     """
     return math.floor(steps - max(1, _FINAL_SHARE * steps))
@@ -290,7 +291,7 @@ def _final_train_loss(points: Sequence[Point], steps: int) -> float | None:
     """
     if not points:
         return None
-    begin = points[-1].step - steps + begin_of_final(steps)
+    begin = points[-1].step - steps + last_step_before_final(steps)
     before = [0.0, *(point.step for point in points)]
     weighted = [(p.value, max(1, p.step - b)) for p, b in zip(points, before, strict=False) if p.step > begin]
     return _finite(sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted))

@@ -11,7 +11,7 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Split
 from cosmos_lab.io import disk_error, locked, read_json
-from cosmos_lab.optimizers import settings
+from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.results.reading import CONFIG, read_summary
 from cosmos_lab.run import build, checkpoint, launch
 
@@ -87,7 +87,7 @@ def check_unfinished(config: RunConfig) -> None:
 def _check_same(config: RunConfig) -> None:
     about = read_json(config.folder / CONFIG) or {}
     # The optimizer's defaults may have been others when the run was made.
-    asked = config.identity() | settings(config)
+    asked = config.identity() | hyperparameters(config)
     saved = {**asked, **checkpoint.EARLIER, **about.get("config", {}), **about.get("settings", {})}
     checkpoint.check_identity(config.folder, saved, asked)
     _check_text(config, about.get("data", {}))

@@ -10,13 +10,13 @@ import math
 from cosmos_lab.config import ScheduleOptions
 
 
-def factor(step: int, steps: int, options: ScheduleOptions) -> float:
+def lr_factor(step: int, steps: int, options: ScheduleOptions) -> float:
     """Return the share of the peak rate used by optimizer step ``step`` (counted from 1) of ``steps``.
 
     With w warm-up steps the warm-up is step / w; afterwards the share falls from 1 towards ``final_lr`` at the end.
 
     >>> paper = ScheduleOptions()
-    >>> [round(factor(t, 100, paper), 2) for t in (1, 10, 55, 100)]
+    >>> [round(lr_factor(t, 100, paper), 2) for t in (1, 10, 55, 100)]
     [0.1, 1.0, 0.51, 0.01]
     """
     warm = round(options.warmup * steps)

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data import Batches, validation_batches, validation_windows
-from cosmos_lab.optimizers import build_optimizer, optimizer_class, settings
-from cosmos_lab.results.reading import begin_of_final, read_log, read_metrics, summarize
+from cosmos_lab.data import Batches, TokenSource, validation_batches, validation_windows
+from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_class
+from cosmos_lab.results.reading import last_step_before_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
 from cosmos_lab.run.run_folder import exclusive
-from cosmos_lab.run.schedule import factor
+from cosmos_lab.run.schedule import lr_factor
 
 Progress = Callable[[Mapping[str, Any]], None]
 
@@ -69,7 +69,7 @@ class Trainer:
         self.model, self.runner = self.network.model, self.network.runner
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        asked = settings(config)
+        asked = hyperparameters(config)
         self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
         if world.sharding == "ddp" and world.size > 2:  # a sum of two does not depend on their order
             self._order_buckets()
@@ -81,15 +81,18 @@ class Trainer:
         self.loss_sum = torch.tensor(self.state.loss_sum, device=world.device)
         self.first = self.timed = self.state.step
         self.logged_seconds = self.state.seconds
-        self.log = None
-        if world.main:
-            about = run_log.header(config, self.model, self.optimizer, source, self.val_source, asked)
-            self.log = run_log.RunLog(config, about, resumed_at=self.state.step)
-            if progress is not None:
-                step, steps = self.state.step, config.training.steps
-                resumed = f"; continues after step {step} of {steps}" if step else ""
-                progress({"step": step, "about": f"{source}; {about['parameters']:,} parameters{resumed}"})
+        self.log = self._open_log(source, asked) if world.main else None
         self.batches = Prefetcher(batches, world.device)
+
+    def _open_log(self, source: TokenSource, asked: Mapping[str, Any]) -> run_log.RunLog:
+        """Write config.json, drop log lines after the step to continue from, and tell ``progress`` what was opened."""
+        about = run_log.header(self.config, self.model, self.optimizer, source, self.val_source, asked)
+        log = run_log.RunLog(self.config, about, resumed_at=self.state.step)
+        if self.progress is not None:
+            step, steps = self.state.step, self.config.training.steps
+            resumed = f"; continues after step {step} of {steps}" if step else ""
+            self.progress({"step": step, "about": f"{source}; {about['parameters']:,} parameters{resumed}"})
+        return log
 
     def _resume(self, batches: Batches, check: checkpoint.Check | None) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -129,7 +132,7 @@ class Trainer:
         """Train to the last step and return the summary, or stop with a checkpoint when a signal asks for it."""
         steps = self.config.training.steps
         logging = self.config.logging
-        before_final = begin_of_final(steps)  # logged, so that the final training loss is only of the steps after it
+        before_final = last_step_before_final(steps)  # logged: the final training loss is the mean of what follows
         with stopping.watch() as request:
             signum = self.world.max(request.signum)  # a signal may have come while this run was built
             while not signum and self.state.step < steps and self.state.bad_losses < _BAD_LOSSES:
@@ -155,7 +158,7 @@ class Trainer:
     def _step(self) -> None:
         """Make one optimizer step over all its micro-batches."""
         self.state.step += 1
-        share = factor(self.state.step, self.config.training.steps, self.config.schedule)
+        share = lr_factor(self.state.step, self.config.training.steps, self.config.schedule)
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * share
         tokens, targets = (part.to(self.world.device, non_blocking=True) for part in self.batches.next())
@@ -207,6 +210,7 @@ class Trainer:
         return self.state.step * self.config.training.batch * self.config.data.seq_len
 
     def save(self) -> None:
+        """Write a checkpoint; one that only a resume needs is removed when the run is finished."""
         self.state.seconds, self.state.loss_sum = self.clock.read(), self.loss_sum.item()
         every, keep = self.config.logging.checkpoint_every, self.config.logging.keep
         checkpoint.save(self.checkpoints, self.state, self.identity, self.world, keep, temporary=not every)
@@ -257,7 +261,7 @@ class Trainer:
                 "tokens": self.tokens,
                 "time": now,
                 "loss": loss,
-                "lr": self.config.optimizer.lr * factor(self.state.step, training.steps, self.config.schedule),
+                "lr": self.config.optimizer.lr * lr_factor(self.state.step, training.steps, self.config.schedule),
                 "tokens_per_s": speed if has_rates else None,
                 "mfu": mfu if has_rates else None,
                 "memory_gb": meters.peak_memory_gb(self.world.device),

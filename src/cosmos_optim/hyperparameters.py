@@ -97,9 +97,8 @@ def _rate(name: str, value: Any) -> None:
 
 
 def _is_sizes(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(isinstance(size, int) for size in value)
-    return value is None or (isinstance(value, int) and not is_bool(value))
+    sizes = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    return all(isinstance(size, Integral) and not is_bool(size) for size in sizes)
 
 
 _NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")

@@ -32,9 +32,11 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
 
     Match the groups, check and convert what was saved, and apply it. An error before `_apply` changes nothing.
     """
+    _require("state_dict", state_dict, dict)
     state_dict = state_dict.copy()  # hooks may change it, but the caller owns the original
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
+    _check_form(state_dict)
     groups = saved_groups.read(state_dict["param_groups"])
     saved_state = dict(state_dict["state"])  # a copy, as `groups` are: the functions below change both
     optimizer._match_layouts()
@@ -52,6 +54,26 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
 
 
 # -- check and convert ------------------------------------------------------------------------------------------------
+
+
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    """Raise an error if this is not the state_dict of an optimizer."""
+    for name in ("param_groups", "state"):
+        if name not in state_dict:
+            inside = [key for key, value in state_dict.items() if isinstance(value, dict) and name in value]
+            hint = f"did you mean its entry {inside[0]!r}?" if inside else "give what optimizer.state_dict() returned"
+            raise ValueError(f"the state_dict has no {name!r}, only {list(state_dict)[:8]}: {hint}")
+    _require("'state' of the state_dict", state_dict["state"], dict)
+    _require("'param_groups' of the state_dict", state_dict["param_groups"], list)
+    for i, group in enumerate(state_dict["param_groups"]):
+        _require(f"group {i} of the state_dict", group, dict)
+        if "params" not in group:
+            raise ValueError(f"group {i} of the state_dict has no 'params', only {list(group)[:8]}")
+
+
+def _require(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} must be a {wanted.__name__}, got a {type(value).__name__}")
 
 
 def _convert_dtypes(optimizer: MatrixOptimizer, matches: list[Match], saved_state: dict[Any, Any]) -> None:

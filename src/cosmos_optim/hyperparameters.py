@@ -28,6 +28,8 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 # Names with a meaning here. In a group of a rule without such a setting they are errors; any other key is left alone.
 OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
+# The settings that a group has once it is added, by its rule.
+KEPT = {name: frozenset(("lr", *COMMON, *rule.defaults)) for name, rule in RULES.items()}
 ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "offload", "head_dim")  # of optimizers, not keys of groups
 ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay"}
@@ -97,9 +99,8 @@ def _rate(name: str, value: Any) -> None:
 
 
 def _is_sizes(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(isinstance(size, int) for size in value)
-    return value is None or (isinstance(value, int) and not is_bool(value))
+    sizes = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    return all(isinstance(size, Integral) and not is_bool(size) for size in sizes)
 
 
 _NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
@@ -171,6 +172,12 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in CHECKS:
             CHECKS[name](name, value)
+
+
+def fill_in_defaults(group: dict[str, Any]) -> None:
+    """Add settings that a group lacks because an older version made it."""
+    for key, default in {**COMMON, **RULES[group["rule"]].defaults}.items():
+        group.setdefault(key, default)
 
 
 def adam_rate(lr: Any, adam_lr: Any, ratio: float) -> Any:

@@ -293,6 +293,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
+        self._check_structure()
+        self._check_presence()
         self._check_rates()
         entries = self._collect()
         if not entries:
@@ -326,7 +328,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
-        self._check_structure()
         if self._not_compared:
             self._compare_ranks(STEP_S)
         entries = []
@@ -390,6 +391,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._started.discard(e.p)
             for name in ("step", *e.layout.rule_slots(e.group)):
                 e.layout.local(e.state[name]).zero_()
+
+    def _check_presence(self) -> None:
+        """Raise a ValueError if a setting was deleted from a group."""
+        for i, group in enumerate(self.param_groups):
+            kept = hyperparameters.KEPT.get(group.get("rule", ""), frozenset(("rule",)))
+            if not group.keys() >= kept:
+                lost = sorted(kept - group.keys())
+                raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
 
     def _check_rates(self) -> None:
         """Raise a ValueError or warn if all groups run at one rate, but were built with two."""
@@ -519,6 +528,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._create_attributes()
         super().__setstate__(state)
         self.state = defaultdict(dict, self.state)
+        for group in self.param_groups:
+            hyperparameters.fill_in_defaults(group)
         shared = self._shared_rates()
         self._last_shared_rates = shared if "lr" in shared else None
         self._match_layouts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,36 @@ def test_finite_gradients_with_squares_that_overflow_leave_finite_state(name: st
     with pytest.raises(FloatingPointError, match="'w'.*its square"):
         opt.param_groups[0]["nonfinite"] = "raise"
         opt.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_float64_gradients_beyond_float32_train_if_their_state_is_float64(name: str) -> None:
+    p = matrix((64, 48), dtype=torch.float64)
+    opt = OPTIMIZERS[name]([p], **small_rank(name, 3))
+    for step, scale in enumerate((1.0, 1e30, 1e38, 1e100, 1e140)):
+        p.grad = gradient((64, 48), step, torch.float64) * scale
+        old = p.detach().clone()
+        opt.step()
+        assert opt.skipped_steps == 0 and not torch.equal(p, old), scale
+        assert all(value.isfinite().all() for value in (p, *opt.state[p].values())), scale
+    p.grad = torch.full((64, 48), float("inf"), dtype=torch.float64)
+    opt.step()
+    assert opt.skipped_steps == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtypes", [{"adam_dtype": torch.float32}, {"momentum_dtype": torch.bfloat16}])
+def test_huge_float64_gradients_leave_finite_state_of_fewer_bits(name: str, dtypes: dict[str, torch.dtype]) -> None:
+    if not dtypes.keys() <= inspect.signature(OPTIMIZERS[name]).parameters.keys():
+        pytest.skip("has no momentum_dtype")
+    p, q = matrix((64, 48), dtype=torch.float64), matrix((48,), dtype=torch.float64)
+    opt = OPTIMIZERS[name]([{"params": [p]}, {"params": [q], "rule": "adam"}], **small_rank(name, 3), **dtypes)
+    for step, scale in enumerate((1.0, 1e18, 1e20, 1e30, 1e38, 1e100, 1e300)):
+        for x in (p, q):
+            x.grad = gradient(tuple(x.shape), step, torch.float64) * scale
+        opt.step()
+        assert all(value.isfinite().all() for x in (p, q) for value in (x, *opt.state[x].values())), scale
+    assert opt.skipped_steps > 0
 
 
 def test_tiny_float64_gradients_start_training() -> None:

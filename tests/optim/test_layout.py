@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from cosmos_optim import Cosmos
 from cosmos_optim.engine.layout import Layout
 from cosmos_optim.rules import RULES
+from tests.optim.helpers import matrix
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,16 @@ def test_the_bases_of_all_blocks_are_stacked_or_concatenated(
     slots = Layout("w", torch.zeros(stored), RULES["cosmos"], group).slots(group)
     assert (slots["U"].axes, slots["U"].shape) == (axes, shape)
     assert (slots["M"].axes, slots["M"].shape) == ("*", stored)
+
+
+@pytest.mark.parametrize("sizes", [np.int64(4), [np.int64(4), np.int32(4)], (4, np.int64(4))])
+def test_split_sizes_may_be_integers_of_numpy(sizes: Any) -> None:
+    p = matrix((8, 6))
+    opt = Cosmos([{"params": [p], "split_sizes": sizes}], rank=2)
+    assert opt.state[p]["U"].shape == (2, 6, 2)
+
+
+@pytest.mark.parametrize("sizes", [True, [True] * 8, [4.0, 4.0], np.float64(4), "44"])
+def test_split_sizes_that_are_not_integers_are_refused(sizes: Any) -> None:
+    with pytest.raises(ValueError, match="split_sizes=.* is not valid: give the size of each block"):
+        Cosmos([{"params": [matrix((8, 6))], "split_sizes": sizes}], rank=2)

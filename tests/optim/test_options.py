@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -127,6 +130,15 @@ def test_a_matrix_with_fewer_rows_than_the_rank_is_tracked_on_the_side_of_its_ro
     assert sum(x.numel() for x in opt.state[few].values()) < 1.1 * 2 * few.numel()
     assert opt.state[more]["U"].shape == (64, 32)
     assert Cosmos([few], side="input").state[few]["U"].shape == (1024, 32)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("maximize", [np.bool_(True), 1, torch.tensor(True)])
+def test_maximize_may_be_anything_that_is_true(name: str, maximize: Any) -> None:
+    model, other = decoder(), decoder()
+    train(model, OPTIMIZERS[name](model, maximize=True, **small_rank(name)), range(2))
+    train(other, OPTIMIZERS[name](other, maximize=maximize, **small_rank(name)), range(2))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

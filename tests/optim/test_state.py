@@ -245,6 +245,25 @@ def test_another_rule_model_or_grouping_is_refused_and_changes_nothing() -> None
     assert same(before, snapshot(torch.nn.ParameterList([p]), opt))
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda saved: None, "^state_dict must be a dict, got a NoneType$"),
+        (lambda saved: {}, r"has no 'param_groups', only \[\]: give what optimizer.state_dict\(\) returned"),
+        (lambda saved: {"model": {}, "optimizer": saved}, r"only \['model', 'optimizer'\].*mean its entry 'optimizer'"),
+        (lambda saved: {"param_groups": saved["param_groups"]}, "has no 'state'"),
+        (lambda saved: saved | {"state": None}, "'state' of the state_dict must be a dict, got a NoneType"),
+        (lambda saved: saved | {"param_groups": None}, "'param_groups' of the state_dict must be a list"),
+        (lambda saved: saved | {"param_groups": [None]}, "group 0 of the state_dict must be a dict"),
+        (lambda saved: saved | {"param_groups": [{"lr": 1.0}]}, r"group 0 .* has no 'params', only \['lr'\]"),
+    ],
+)
+def test_the_error_for_what_is_not_a_state_dict_says_what_is_wrong(damage: Any, message: str) -> None:
+    opt = Cosmos([matrix((10, 8))], rank=4)
+    with pytest.raises((TypeError, ValueError), match=message):
+        opt.load_state_dict(damage(opt.state_dict()))
+
+
 def test_hyper_parameters_travel_with_the_checkpoint() -> None:
     p = matrix((10, 8))
     saved = Cosmos([p], lr=1e-3, rank=4, gamma=0.7, nesterov=False).state_dict()

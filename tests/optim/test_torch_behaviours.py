@@ -304,6 +304,35 @@ def test_an_older_checkpoint_without_newer_group_keys_can_be_loaded(name: str) -
 
 
 @ALL
+def test_an_older_pickle_without_newer_group_keys_continues_with_the_defaults(name: str) -> None:
+    model = decoder()
+    opt = build(name, model)
+    train(model, opt, range(2))
+    older_model, older = copy.deepcopy((model, opt))
+    for group in older.param_groups:
+        for key in ("maximize", "missing", "stochastic_rounding", "weight_correction", "nonfinite"):
+            del group[key]
+    newer_model, newer = pickle.loads(pickle.dumps((older_model, older)))
+    train(model, opt, range(2, 3))
+    train(newer_model, newer, range(2, 3))
+    assert same(snapshot(model, opt), snapshot(newer_model, newer))
+
+
+@ALL
+def test_a_step_after_a_setting_was_deleted_names_it_and_changes_nothing(name: str) -> None:
+    model = decoder()
+    opt = build(name, model)
+    train(model, opt, range(2))
+    before = snapshot(model, opt)
+    for key in ("rule", "lr", "nonfinite", "missing", "weight_correction", "maximize", "weight_decay"):
+        value = opt.param_groups[-1].pop(key)
+        with pytest.raises(ValueError, match=rf"group \d has lost its \['{key}'\]: set a value"):
+            train(model, opt, range(2, 3))
+        opt.param_groups[-1][key] = value
+    assert same(before, snapshot(model, opt))
+
+
+@ALL
 def test_hooks_of_steps_and_checkpoints_run_in_order_and_may_replace_a_checkpoint(name: str) -> None:
     model = decoder()
     opt = build(name, model)

@@ -113,15 +113,26 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:
-    """Return the largest |g| for which the sum of squares of a matrix fits into a float32 second moment."""
+    """Return the largest |g| for which the sum of squares of a matrix fits into its second moment.
+
+    The limit is one for all entries: that of float32, unless all of them have gradients and state in float64.
+    """
+    narrow = [e for e in entries if not _is_float64(e)]
+    limit = torch.finfo(torch.float32 if narrow else torch.float64).max
     most = 0.0
-    for members in by_group(entries):
-        numels = [e.p.numel() for e in members if e.p.dtype is not torch.float64]
-        if numels and "betas" in members[0].group:
+    for members in by_group(narrow or entries):
+        if "betas" in members[0].group:
             weight = 1 - members[0].group["betas"][1]
-            most = max(most, 1.0, weight * (1 if members[0].rule.elementwise else max(numels)))
-    limit = torch.finfo(torch.float32).max
+            numel = 1 if members[0].rule.elementwise else max(e.p.numel() for e in members)
+            most = max(most, 1.0, weight * numel)
     return math.sqrt(limit / most) if most else limit
+
+
+def _is_float64(e: Entry) -> bool:
+    """Return whether the gradient and the state of an entry are in float64."""
+    if e.p.dtype is not torch.float64 or e.grad.dtype is not torch.float64:
+        return False
+    return e.group.get("momentum_dtype") is None and e.group.get("adam_dtype") is None
 
 
 def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:

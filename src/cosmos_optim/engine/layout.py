@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class Layout:
 
     def _check_splits(self, sizes: int | Sequence[int] | None, length: int) -> tuple[int, ...] | None:
         side = "input columns" if self.split_dim else "output rows"
-        if isinstance(sizes, int):
+        if isinstance(sizes, (int, Integral)):  # Integral: also numpy's
             if sizes < 1 or length % sizes:
                 raise ValueError(
                     f"split_sizes={sizes} does not divide the {length} {side} of parameter {self.name!r} of shape "
@@ -175,7 +176,7 @@ class Layout:
                 f"split_sizes={list(sizes)} do not cut parameter {self.name!r} of shape {self.shape}: "
                 f"they must be positive and add up to its {length} {side}"
             )
-        return tuple(sizes)
+        return tuple(map(int, sizes))
 
     def check_dtypes(self, settings: Settings) -> None:
         """Raise ValueError if the parameter cannot have state of these dtypes; one that is whole can have any."""

@@ -66,7 +66,7 @@ def fused_(
     torch._fused_adamw_(
         list(params), list(grads), state["exp_avg"], state["exp_avg_sq"], [], list(steps),
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=settings["weight_decay"], eps=settings["eps"],
-        amsgrad=False, maximize=settings["maximize"], grad_scale=None,
+        amsgrad=False, maximize=bool(settings["maximize"]), grad_scale=None,  # it may be 1, or a bool of numpy
         found_inf=None if skip is None else skip.float(),
     )  # fmt: skip
 

@@ -503,6 +503,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._match_layouts()
         self._finish_copies()
         saved = super().state_dict()
+        if "param_groups" not in saved:  # a hook has put them elsewhere
+            return saved
         return saved | {"param_groups": saved_groups.in_plain_types(saved["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

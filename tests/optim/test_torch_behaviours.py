@@ -354,6 +354,16 @@ def test_hooks_of_steps_and_checkpoints_run_in_order_and_may_replace_a_checkpoin
     assert opt.param_groups[0]["lr"] == 2 * saved["param_groups"][0]["lr"]
 
 
+def test_a_hook_may_put_a_checkpoint_into_another_dict() -> None:
+    opt = Cosmos([with_gradient()], rank=2)
+    opt.register_state_dict_post_hook(lambda _, saved: {"optimizer": saved})
+    opt.register_load_state_dict_pre_hook(lambda _, saved: saved["optimizer"])
+    opt.step()
+    saved = opt.state_dict()
+    assert list(saved) == ["optimizer"]
+    opt.load_state_dict(saved)
+
+
 def faster(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [group | {"lr": 2 * group["lr"]} for group in groups]
 

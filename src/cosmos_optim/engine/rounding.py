@@ -3,7 +3,8 @@
 Stochastic rounding of x to bfloat16 adds a uniform integer from [0, 2^16) to the bits of the float32 and clears the low
 16 bits. The expectation is x, so updates far below one unit in the last place are not lost. The integers are a hash of
 (element index, step count) instead of random numbers, so replicas of a parameter use the same ones without
-communication.
+communication. A process numbers the elements that it stores, so shards are not rounded as the whole parameter would
+be. The mean stays right.
 
 Shapes: everything is elementwise; a seed is a 0-dim tensor.
 """

@@ -72,8 +72,11 @@ def test_a_coarse_curve_is_refused_with_what_to_store() -> None:
         evidence.test_curve(run)
 
 
-def test_every_kept_run_has_a_curve_that_is_fine_enough() -> None:
-    for run in evidence.read_results([KEPT]).values():
+def test_every_kept_run_of_the_comparison_has_a_curve_that_is_fine_enough() -> None:
+    runs = evidence.read_results(sorted(KEPT.parent.glob("protocol-*.json"))).values()
+    compared = [run for run in runs if run["regime"] in Protocol().regimes]
+    assert {run["model"] for run in compared} == {"llama-60m", "llama-130m"}
+    for run in compared:
         assert evidence.test_curve(run)[-1][0] == run["tokens"]
 
 

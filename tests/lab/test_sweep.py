@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import benchmarks.protocol as protocol_module
-from benchmarks import sweep, trials
+from benchmarks import rate_runs, sweep, trials
 from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, best_rows, losses, read_results, run_of, table
 from benchmarks.sweep import CLOSING, Filters, Options, Queue, compile_cache, main, split, train
 from benchmarks.variants import VARIANTS, Variant
@@ -322,9 +322,12 @@ def with_weights_field(config: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
     trials.register()
-    for result in read_results([BUNDLE]).values():
+    results = read_results(sorted(BUNDLE.parent.glob("protocol-*.json")))
+    assert {r["model"] for r in results.values()} == set(rate_runs.SIZES)
+    for result in results.values():
         run = run_of(result)
-        config = Protocol().config(run)
+        compared = run.regime in Protocol().regimes
+        config = (Protocol(model=run.model) if compared else rate_runs.protocol(run.model)).config(run)
         asked = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items()}
         kept = with_weights_field(result["config"])
         other = {name for name, value in kept.items() if asked[name] != value}

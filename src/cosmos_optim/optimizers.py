@@ -71,7 +71,8 @@ class Cosmos(MatrixOptimizer):
         split_sizes: rows of each block of a fused weight, or one number for equal blocks; each block is updated as its
             own matrix. In a group, `split_side="input"` cuts columns instead.
         maximize: ascend instead of descend.
-        nonfinite: "skip" skips a step with a NaN or inf gradient; "raise" raises an error that names the parameter.
+        nonfinite: "skip" skips a step with a NaN or inf gradient; "raise" raises an error that names the parameter,
+            and uses no CUDA graph, because it must look at every gradient.
         missing: "skip" ignores a parameter with gradient None; "zero" treats it as zero.
         stochastic_rounding: round updates of bfloat16 parameters stochastically.
         weight_correction: keep 8 more bits of each bfloat16 weight in the state, so that updates below its last place

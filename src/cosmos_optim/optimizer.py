@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import checkpoint, hyperparameters, rate_checks, saved_groups, sharding
+from cosmos_optim.engine import parameter_state
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import check_gradients
-from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
+from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
@@ -162,15 +163,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for name, p in zip(names, group["params"], strict=True):
             if p in self._layouts:
                 continue
-            layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
-            layout.offloads = self._options.get("offload") is not None  # older pickles lack it
-            if layout.offloads and layout.is_sharded:
-                raise ValueError(
-                    f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole "
-                    "parameters only: leave offload out. To keep shards in host memory, give fully_shard(..., "
-                    "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
-                )
-            self._layouts[p] = layout
+            offloads = self._options.get("offload") is not None  # older pickles lack it
+            self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group, offloads=offloads)
             if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
 
@@ -231,40 +225,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         """Allocate the state of a parameter, beside what other code keeps there."""
-        with torch.inference_mode(False):  # what is allocated in inference mode can be written only there
-            step = torch.zeros((), dtype=torch.float32, device=p.device)
-            self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
+        self.state[p] = parameter_state.allocated(self._layouts[p], p, group, self.state.get(p, {}))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter after model.to(...) to the new device and dtype.
-
-        Other code's state follows the parameter's dtype if it had it before.
-        """
+        """Move the state of a parameter after model.to(...) to the new device and dtype."""
         self._finish_copies()
-        layout, state = self._layouts[p], self.state[p]
-        check_trainable(layout.name, p)
-        check_correction(layout.name, p, group)
-        old, layout.dtype = layout.dtype, p.dtype
-        dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
-
-        def moved(x: Tensor) -> Tensor:
-            return x.to(p.device, p.dtype if x.dtype is old else x.dtype)
-
-        self.state[p] = {
-            name: value.to(p.device, dtypes[name]) if name in dtypes else checkpoint.converted(value, moved)
-            for name, value in state.items()
-        }
-        self._place_state(p, group)
-
-    def _place_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter to where its layout keeps it, in pinned memory only if it is on a GPU."""
-        layout = self._layouts[p]
-        if layout.offloads and not p.is_meta and p in self.state:
-            state = self.state[p]
-            slots = {name: slot for name, slot in layout.slots(group).items() if name in state}
-            self.state[p] = state | {name: layout.adopt(state[name], p, slot) for name, slot in slots.items()}
+        self.state[p] = parameter_state.moved(self._layouts[p], p, group, self.state[p])
 
     def _finish_copies(self) -> None:
         """Wait until state that is in host memory has come back from the GPU, before the host reads it."""
@@ -537,7 +503,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._match_layouts()
         for group in self.param_groups:
             for p in group["params"]:
-                self._place_state(p, group)
+                if p in self.state:
+                    self.state[p] = parameter_state.placed(self._layouts[p], p, group, self.state[p])
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)

@@ -30,16 +30,28 @@ if TYPE_CHECKING:
     from cosmos_optim.sharding.agreement import Description
 
 
-def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
-    """Return the layout of a parameter. Raise ValueError for a flat partition of a matrix."""
+def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any], *, offloads: bool = False) -> Layout:
+    """Return the layout of a parameter. Raise ValueError for a flat partition of a matrix.
+
+    offloads: whether large state is in host memory if the parameter is on a GPU. Raise ValueError for a shard then.
+    """
     refuse_flat(name, p, is_piece=p.dim() < 2 and not rule.elementwise)
     # Importing DTensor takes seconds; if nothing has imported it, no parameter is a DTensor.
     tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and isinstance(p, tensors.DTensor):
-        from cosmos_optim.sharding.sharded_layout import ShardedLayout
+    if tensors is None or not isinstance(p, tensors.DTensor):
+        layout = Layout(name, p, rule, group)
+        layout.offloads = offloads
+        return layout
+    from cosmos_optim.sharding.sharded_layout import ShardedLayout
 
-        return ShardedLayout(name, p, rule, group)
-    return Layout(name, p, rule, group)
+    sharded = ShardedLayout(name, p, rule, group)
+    if offloads:
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole parameters "
+            "only: leave offload out. To keep shards in host memory, give fully_shard(..., "
+            "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
+        )
+    return sharded
 
 
 def describe(

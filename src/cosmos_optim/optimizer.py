@@ -8,7 +8,6 @@ Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint ne
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
@@ -33,10 +32,6 @@ from cosmos_optim.sharding import other_engines
 
 if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
-    from cosmos_optim.sharding.agreement import Description
-
-# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
-BUILD_S, STEP_S = 10.0, 600.0
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -80,7 +75,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _create_attributes(self) -> None:
         """Create the attributes that a pickle lacks, for `__init__` and `__setstate__`."""
         self._layouts: dict[Tensor, Layout] = {}
-        self._not_compared: list[Description] = []  # groups that wait for other ranks
+        self._agreement = sharding.Agreement(type(self).__name__)
         self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
         self._started: set[Tensor] = set()  # parameters that have had a non-zero gradient
         self._first_rates: dict[str, float] = {}  # "lr" and "adam_lr" of the first groups; old pickles lack it
@@ -108,7 +103,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Add a group. Without a "rule", its parameters follow their marks, as those of the constructor do."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
-        count, not_compared, rates = len(self.param_groups), list(self._not_compared), dict(self._first_rates)
+        count, waiting, rates = len(self.param_groups), list(self._agreement.waiting), dict(self._first_rates)
         try:
             for group in as_groups([param_group], self.rule, stacklevel=3) if self._is_built else [param_group]:
                 self._add_group(group)
@@ -118,7 +113,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     self._layouts.pop(p, None)
                     self.state.pop(p, None)
             del self.param_groups[count:]
-            self._not_compared, self._first_rates = not_compared, rates
+            self._agreement.waiting, self._first_rates = waiting, rates
             self._keep_structure()
             raise
 
@@ -170,24 +165,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
         """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
-        groups = {i: self.param_groups[i] for i in indices}
-        if description := sharding.describe(groups, settings, self._layouts):
-            self._not_compared.append(description)
-            self._compare_ranks(BUILD_S)
+        self._agreement.add({i: self.param_groups[i] for i in indices}, settings, self._layouts)
+        self._agreement.compare(self._layouts, sharding.BUILD_S)
         sharding.prepare(list(self._layouts.values()))
-
-    def _compare_ranks(self, seconds: float) -> None:
-        """Raise ValueError if other ranks have built other groups. Warn if some have not built theirs in time."""
-        layouts = list(self._layouts.values())
-        while self._not_compared:
-            if not sharding.compare(self._not_compared[0], layouts, seconds):
-                warnings.warn(
-                    f"{type(self).__name__}: not all ranks that share these parameters built it within {seconds:.0f} s "
-                    "of this one. They are compared at the first step",
-                    stacklevel=2,
-                )
-                return
-            self._not_compared.pop(0)
 
     def _match_layouts(self) -> None:
         """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
@@ -294,8 +274,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
-        if self._not_compared:
-            self._compare_ranks(STEP_S)
+        if self._agreement.waiting:
+            self._agreement.compare(self._layouts, sharding.STEP_S)
         entries = []
         for group in self.param_groups:
             rule = RULES[group["rule"]]
@@ -305,7 +285,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 layout = self._layouts.get(p)
                 if layout is None:
                     self._match_layouts()
-                    self._compare_ranks(STEP_S)
+                    self._agreement.compare(self._layouts, sharding.STEP_S)
                     layout = self._layouts[p]
                 grad = self._gradient(p, layout, group)
                 if grad is not None:

@@ -16,6 +16,7 @@ No file in this folder depends on a particular rule.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ from cosmos_optim.sharding.other_engines import refuse_flat
 
 if TYPE_CHECKING:
     from cosmos_optim.sharding.agreement import Description
+
+# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
+BUILD_S, STEP_S = 10.0, 600.0
 
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any], *, offloads: bool = False) -> Layout:
@@ -54,30 +58,42 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any], *, offloa
     return sharded
 
 
-def describe(
-    groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
-) -> Description | None:
-    """Describe groups, by number, for a comparison of the ranks; None if no parameter is sharded.
+class Agreement:
+    """Whether the ranks that share sharded parameters build the same groups.
 
-    settings: the names of the settings to compare.
+    name: the class of the optimizer.
+    waiting: new groups that are not compared yet, or that some rank has not built yet.
     """
-    if not any(layout.is_sharded for layout in layouts.values()):
-        return None
-    from cosmos_optim.sharding import agreement
 
-    lines = []
-    for i, group in groups.items():
-        names = group.get("param_names") or [None] * len(group["params"])
-        held = {key: group[key] for key in settings if key in group}
-        lines += agreement.lines_of(f"group {i}", held, names, [layouts[p] for p in group["params"]])
-    return agreement.Description(lines)
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.waiting: list[Description] = []
 
+    def add(
+        self, groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
+    ) -> None:
+        """Add groups, by number, that are to be compared. Do nothing if no parameter is sharded.
 
-def compare(description: Description, layouts: Sequence[Layout], seconds: float) -> bool:
-    """Raise ValueError on all ranks that share these parameters if they differ. Return False if one is not there."""
-    from cosmos_optim.sharding import agreement
+        settings: the names of the settings to compare.
+        """
+        if any(layout.is_sharded for layout in layouts.values()):
+            from cosmos_optim.sharding import agreement
 
-    return agreement.compare(description, agreement.ranks_of(layouts), seconds)
+            self.waiting.append(agreement.describe(groups, settings, layouts))
+
+    def compare(self, layouts: Mapping[Tensor, Layout], seconds: float) -> None:
+        """Raise ValueError on all ranks if they differ. Warn if some rank has not come after this many seconds."""
+        while self.waiting:
+            from cosmos_optim.sharding import agreement
+
+            if not agreement.compare(self.waiting[0], agreement.ranks_of(list(layouts.values())), seconds):
+                warnings.warn(
+                    f"{self._name}: not all ranks that share these parameters built it within {seconds:.0f} s of this "
+                    "one. They are compared at the first step",
+                    stacklevel=2,
+                )
+                return
+            self.waiting.pop(0)
 
 
 def prepare(layouts: Sequence[Layout]) -> None:

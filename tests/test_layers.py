@@ -20,7 +20,7 @@ ORDER = (
     "sharding",
     "routing",
     "hyperparameters",
-    "rate_checks",
+    "group_checks",
     "saved_groups",
     "checkpoint",
     "optimizer",

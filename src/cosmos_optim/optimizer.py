@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint, hyperparameters, rate_checks, saved_groups, sharding
+from cosmos_optim import checkpoint, group_checks, hyperparameters, saved_groups, sharding
 from cosmos_optim.engine import parameter_state
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import check_gradients
@@ -350,7 +350,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Raise a ValueError or warn if all groups run at one rate, but were built with two."""
         shared = self._shared_rates()
         if shared:
-            rate_checks.check_one_rate(
+            group_checks.check_one_rate(
                 self.param_groups, shared, self._last_shared_rates, built=self._first_rates, name=type(self).__name__
             )
         self._last_shared_rates = shared
@@ -358,7 +358,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _shared_rates(self) -> dict[str, float]:
         """Return the rates that all groups have in common: key in the groups -> number, not 0."""
         shared: dict[str, Any] = {}
-        for key in rate_checks.KEYS:
+        for key in group_checks.KEYS:
             rates = [group.get(key) for group in self.param_groups]
             # A tensor is not read: on a GPU that would wait for it at every step.
             if all(isinstance(rate, (int, float)) and rate and rate == rates[0] for rate in rates):
@@ -459,7 +459,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), torch.no_grad():  # steps write to the copies
             checkpoint.load(self, state_dict)
         shared, name = self._shared_rates(), type(self).__name__
-        self._first_rates = rate_checks.adopt_one_rate(shared, built=self._first_rates, name=name)
+        self._first_rates = group_checks.adopt_one_rate(shared, built=self._first_rates, name=name)
         self._last_shared_rates = shared if "lr" in shared else None
 
     def __getstate__(self) -> dict[str, Any]:

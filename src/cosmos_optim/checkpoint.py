@@ -256,7 +256,7 @@ def _apply(optimizer: MatrixOptimizer, matches: list[Match], new_state: dict[Any
         ours.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
         if names:
             ours["param_names"] = list(names)
-    optimizer._keep_structure(loaded=True)
+    optimizer._group_checks.note_structure(optimizer.param_groups, loaded=True)
     optimizer.state.update(new_state)
     for ours, _ in matches:
         for p in ours["params"]:

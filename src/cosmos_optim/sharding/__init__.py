@@ -59,10 +59,10 @@ def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any], *, offloa
 
 
 class Agreement:
-    """Whether the ranks that share sharded parameters build the same groups.
+    """Compare the groups of an optimizer with those that the other ranks of its sharded parameters build.
 
     name: the class of the optimizer.
-    waiting: new groups that are not compared yet, or that some rank has not built yet.
+    waiting: groups that are not compared yet, because some rank has not built them.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,10 +72,7 @@ class Agreement:
     def add(
         self, groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
     ) -> None:
-        """Add groups, by number, that are to be compared. Do nothing if no parameter is sharded.
-
-        settings: the names of the settings to compare.
-        """
+        """Add groups, by number, to compare in these settings. Do nothing if no parameter is sharded."""
         if any(layout.is_sharded for layout in layouts.values()):
             from cosmos_optim.sharding import agreement
 
@@ -83,17 +80,19 @@ class Agreement:
 
     def compare(self, layouts: Mapping[Tensor, Layout], seconds: float) -> None:
         """Raise ValueError on all ranks if they differ. Warn if some rank has not come after this many seconds."""
-        while self.waiting:
-            from cosmos_optim.sharding import agreement
+        if not self.waiting:
+            return
+        from cosmos_optim.sharding import agreement
 
-            if not agreement.compare(self.waiting[0], agreement.ranks_of(list(layouts.values())), seconds):
-                warnings.warn(
-                    f"{self._name}: not all ranks that share these parameters built it within {seconds:.0f} s of this "
-                    "one. They are compared at the first step",
-                    stacklevel=2,
-                )
-                return
+        ranks = agreement.ranks_of(list(layouts.values()))
+        while self.waiting and agreement.compare(self.waiting[0], ranks, seconds):
             self.waiting.pop(0)
+        if self.waiting:
+            warnings.warn(
+                f"{self._name}: not all ranks that share these parameters built it within {seconds:.0f} s of this one. "
+                "They are compared at the first step",
+                stacklevel=2,
+            )
 
 
 def prepare(layouts: Sequence[Layout]) -> None:

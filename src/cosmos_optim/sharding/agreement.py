@@ -32,10 +32,7 @@ Line = tuple[str, str]  # what is described, and its value
 def describe(
     groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
 ) -> Description:
-    """Describe groups, by number, for a comparison of the ranks.
-
-    settings: the names of the settings to compare.
-    """
+    """Describe groups, by number, with these of their settings."""
     lines = []
     for i, group in groups.items():
         names = group.get("param_names") or [None] * len(group["params"])

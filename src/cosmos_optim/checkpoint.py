@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from cosmos_optim import saved_groups
 from cosmos_optim.engine.layout import CORRECTION, Layout
+from cosmos_optim.engine.parameter_state import converted
 from cosmos_optim.rules import RULES, adam
 from cosmos_optim.rules.rule import M_SCALE, Settings, Slot, load_momentum
 from cosmos_optim.saved_groups import DTYPES, Match, differing
@@ -256,7 +256,7 @@ def _apply(optimizer: MatrixOptimizer, matches: list[Match], new_state: dict[Any
         ours.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
         if names:
             ours["param_names"] = list(names)
-    optimizer._keep_structure(loaded=True)
+    optimizer._group_checks.note_structure(optimizer.param_groups, loaded=True)
     optimizer.state.update(new_state)
     for ours, _ in matches:
         for p in ours["params"]:
@@ -264,20 +264,6 @@ def _apply(optimizer: MatrixOptimizer, matches: list[Match], new_state: dict[Any
                 optimizer.state.pop(p, None)
                 optimizer._allocate(p, ours)
     optimizer._started = started(optimizer)
-
-
-# -- also for the optimizer -------------------------------------------------------------------------------------------
-
-
-def converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of other code's state with all of its tensors converted."""
-    if isinstance(value, Tensor):
-        return convert(value)
-    if isinstance(value, dict):
-        return {key: converted(x, convert) for key, x in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(converted(x, convert) for x in value)
-    return copy.deepcopy(value)
 
 
 def started(optimizer: MatrixOptimizer) -> set[Tensor]:

@@ -2,13 +2,13 @@
 
 A step collects gradients, checks that they are finite, and runs each group's rule over stacks of equal matrices, by
 `engine.run` on a CPU and `cuda.gpu_run` on a GPU. Rules, layouts and kernels are independent; this file combines them.
-Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint needs no other attribute.
+Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint needs no other attribute. `group_checks`
+notes what the groups had when they were added, and `sharding.Agreement` which of them wait for other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import checkpoint, hyperparameters, rate_checks, saved_groups, sharding
+from cosmos_optim import checkpoint, hyperparameters, saved_groups, sharding
+from cosmos_optim.engine import parameter_state
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.engine.gradients import check_gradients
-from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, check_trainable, refuse_four_dimensions
+from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, refuse_four_dimensions
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
 from cosmos_optim.engine.skipped_steps import SkippedSteps
+from cosmos_optim.group_checks import GroupChecks
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
@@ -32,10 +34,6 @@ from cosmos_optim.sharding import other_engines
 
 if TYPE_CHECKING:
     from cosmos_optim.cuda.graph import GraphedStep
-    from cosmos_optim.sharding.agreement import Description
-
-# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
-BUILD_S, STEP_S = 10.0, 600.0
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -79,11 +77,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _create_attributes(self) -> None:
         """Create the attributes that a pickle lacks, for `__init__` and `__setstate__`."""
         self._layouts: dict[Tensor, Layout] = {}
-        self._not_compared: list[Description] = []  # groups that wait for other ranks
-        self._structure: dict[Tensor, Mapping[str, Any]] = {}  # by the first parameter of each group
+        self._group_checks = GroupChecks(type(self).__name__)
+        self._agreement = sharding.Agreement(type(self).__name__)
         self._started: set[Tensor] = set()  # parameters that have had a non-zero gradient
-        self._first_rates: dict[str, float] = {}  # "lr" and "adam_lr" of the first groups; old pickles lack it
-        self._last_shared_rates: dict[str, float] | None = None  # at the last step, or when loaded with one lr
         self._skipped = SkippedSteps(other_engines.is_first)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
@@ -107,18 +103,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Add a group. Without a "rule", its parameters follow their marks, as those of the constructor do."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got a {type(param_group).__name__}")
-        count, not_compared, rates = len(self.param_groups), list(self._not_compared), dict(self._first_rates)
+        count, waiting = len(self.param_groups), list(self._agreement.waiting)
         try:
             for group in as_groups([param_group], self.rule, stacklevel=3) if self._is_built else [param_group]:
                 self._add_group(group)
+            self._group_checks.add(self.param_groups[count:])
         except Exception:
             for group in self.param_groups[count:]:
                 for p in group["params"]:
                     self._layouts.pop(p, None)
                     self.state.pop(p, None)
             del self.param_groups[count:]
-            self._not_compared, self._first_rates = not_compared, rates
-            self._keep_structure()
+            self._agreement.waiting = waiting
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
@@ -137,8 +133,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._add_layouts(index)
         if self._is_built:
             self._join_ranks([index], ("lr", *hyperparameters.OURS))
-        self._first_rates.setdefault("adam_lr" if rule.name == "adam" else "lr", float(group["lr"]))
-        self._keep_structure()
 
     def _check_naming(self, group: dict[str, Any]) -> None:
         """Raise ValueError if a new group has names and those before it have none, or the other way round."""
@@ -151,6 +145,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             f"as (name, parameter) pairs, {remedy}"
         )
 
+    def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
+        """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
+        self._agreement.add({i: self.param_groups[i] for i in indices}, settings, self._layouts)
+        self._agreement.compare(self._layouts, sharding.BUILD_S)
+        sharding.prepare(list(self._layouts.values()))
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Allocate state that is missing. Megatron-LM calls this before it saves or loads a checkpoint."""
         self._match_layouts()
@@ -162,38 +164,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for name, p in zip(names, group["params"], strict=True):
             if p in self._layouts:
                 continue
-            layout = sharding.layout_of(name, p, RULES[group["rule"]], group)
-            layout.offloads = self._options.get("offload") is not None  # older pickles lack it
-            if layout.offloads and layout.is_sharded:
-                raise ValueError(
-                    f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole "
-                    "parameters only: leave offload out. To keep shards in host memory, give fully_shard(..., "
-                    "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
-                )
-            self._layouts[p] = layout
+            offloads = self._options.get("offload") is not None  # older pickles lack it
+            self._layouts[p] = sharding.layout_of(name, p, RULES[group["rule"]], group, offloads=offloads)
             if "step" not in self.state.get(p, {}) and not p.is_meta:
                 self._allocate(p, group)
-
-    def _join_ranks(self, indices: Iterable[int], settings: Collection[str]) -> None:
-        """Compare new groups with those of the other ranks, and make the process groups that a step needs."""
-        groups = {i: self.param_groups[i] for i in indices}
-        if description := sharding.describe(groups, settings, self._layouts):
-            self._not_compared.append(description)
-            self._compare_ranks(BUILD_S)
-        sharding.prepare(list(self._layouts.values()))
-
-    def _compare_ranks(self, seconds: float) -> None:
-        """Raise ValueError if other ranks have built other groups. Warn if some have not built theirs in time."""
-        layouts = list(self._layouts.values())
-        while self._not_compared:
-            if not sharding.compare(self._not_compared[0], layouts, seconds):
-                warnings.warn(
-                    f"{type(self).__name__}: not all ranks that share these parameters built it within {seconds:.0f} s "
-                    "of this one. They are compared at the first step",
-                    stacklevel=2,
-                )
-                return
-            self._not_compared.pop(0)
 
     def _match_layouts(self) -> None:
         """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
@@ -207,64 +181,30 @@ class MatrixOptimizer(torch.optim.Optimizer):
         known = len(self._layouts)
         for index in range(len(self.param_groups)):
             self._add_layouts(index)
-        self._keep_structure()
+        self._group_checks.note_structure(self.param_groups)
         if self._is_built and len(self._layouts) > known:  # schedulers may have changed lr since then
             self._join_ranks(range(len(self.param_groups)), hyperparameters.OURS)
 
-    def _keep_structure(self, *, loaded: bool = False) -> None:
-        """Note the settings that the state of each new group was allocated for, or of all groups if just loaded."""
-        old = {} if loaded else self._structure
-        firsts = [(group["params"][0], group) for group in self.param_groups if group["params"]]
-        self._structure = {p: old.get(p) or saved_groups.structure(group) for p, group in firsts}
-
-    def _check_structure(self) -> None:
-        """Raise ValueError if a setting was changed that the state depends on."""
-        for i, group in enumerate(self.param_groups):
-            kept = self._structure.get(group["params"][0]) if group["params"] else None
-            if kept is None or kept.items() <= group.items():
-                continue
-            for key in saved_groups.differing(kept, group, kept):
-                raise ValueError(
-                    f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
-                    f"it back, or build another optimizer with {key}={group[key]!r}"
-                )
-
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         """Allocate the state of a parameter, beside what other code keeps there."""
-        with torch.inference_mode(False):  # what is allocated in inference mode can be written only there
-            step = torch.zeros((), dtype=torch.float32, device=p.device)
-            self.state[p] = {**self.state.get(p, {}), "step": step, **self._layouts[p].allocate(p, group)}
+        self.state[p] = parameter_state.allocated(self._layouts[p], p, group, self.state.get(p, {}))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    def _current_state(self, p: Tensor, layout: Layout, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter. Allocate it if it is missing, and move it if the parameter was moved."""
+        state = self.state.get(p)
+        if not state or "step" not in state:  # materialized since then, or reset by the user
+            self._allocate(p, group)
+            self._started.discard(p)
+        elif state["step"].device != p.device or layout.dtype != p.dtype:
+            self._move_state(p, group)
+        else:
+            return state
+        return self.state[p]
+
     def _move_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter after model.to(...) to the new device and dtype.
-
-        Other code's state follows the parameter's dtype if it had it before.
-        """
+        """Move the state of a parameter after model.to(...) to the new device and dtype."""
         self._finish_copies()
-        layout, state = self._layouts[p], self.state[p]
-        check_trainable(layout.name, p)
-        check_correction(layout.name, p, group)
-        old, layout.dtype = layout.dtype, p.dtype
-        dtypes = {"step": torch.float32} | {name: slot.dtype for name, slot in layout.slots(group).items()}
-
-        def moved(x: Tensor) -> Tensor:
-            return x.to(p.device, p.dtype if x.dtype is old else x.dtype)
-
-        self.state[p] = {
-            name: value.to(p.device, dtypes[name]) if name in dtypes else checkpoint.converted(value, moved)
-            for name, value in state.items()
-        }
-        self._place_state(p, group)
-
-    def _place_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Move the state of a parameter to where its layout keeps it, in pinned memory only if it is on a GPU."""
-        layout = self._layouts[p]
-        if layout.offloads and not p.is_meta and p in self.state:
-            state = self.state[p]
-            slots = {name: slot for name, slot in layout.slots(group).items() if name in state}
-            self.state[p] = state | {name: layout.adopt(state[name], p, slot) for name, slot in slots.items()}
+        self.state[p] = parameter_state.moved(self._layouts[p], p, group, self.state[p])
 
     def _finish_copies(self) -> None:
         """Wait until state that is in host memory has come back from the GPU, before the host reads it."""
@@ -293,9 +233,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> None:
         """Check the gradients, and step every parameter that has one."""
-        self._check_structure()
-        self._check_presence()
-        self._check_rates()
+        self._group_checks.before_step(self.param_groups)
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
@@ -328,8 +266,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> list[Entry]:
         """Return every parameter with a gradient, with its layout and state."""
-        if self._not_compared:
-            self._compare_ranks(STEP_S)
+        if self._agreement.waiting:
+            self._agreement.compare(self._layouts, sharding.STEP_S)
         entries = []
         for group in self.param_groups:
             rule = RULES[group["rule"]]
@@ -339,7 +277,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 layout = self._layouts.get(p)
                 if layout is None:
                     self._match_layouts()
-                    self._compare_ranks(STEP_S)
+                    self._agreement.compare(self._layouts, sharding.STEP_S)
                     layout = self._layouts[p]
                 grad = self._gradient(p, layout, group)
                 if grad is not None:
@@ -372,18 +310,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             )
         return grad
 
-    def _current_state(self, p: Tensor, layout: Layout, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter. Allocate it if it is missing, and move it if the parameter was moved."""
-        state = self.state.get(p)
-        if not state or "step" not in state:  # materialized since then, or reset by the user
-            self._allocate(p, group)
-            self._started.discard(p)
-        elif state["step"].device != p.device or layout.dtype != p.dtype:
-            self._move_state(p, group)
-        else:
-            return state
-        return self.state[p]
-
     def _undo_start(self, entries: Sequence[Entry]) -> None:
         """Reset the state of entries if their first step failed, because only a first step takes their first bases."""
         self._finish_copies()
@@ -391,33 +317,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._started.discard(e.p)
             for name in ("step", *e.layout.rule_slots(e.group)):
                 e.layout.local(e.state[name]).zero_()
-
-    def _check_presence(self) -> None:
-        """Raise a ValueError if a setting was deleted from a group."""
-        for i, group in enumerate(self.param_groups):
-            kept = hyperparameters.KEPT.get(group.get("rule", ""), frozenset(("rule",)))
-            if not group.keys() >= kept:
-                lost = sorted(kept - group.keys())
-                raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
-
-    def _check_rates(self) -> None:
-        """Raise a ValueError or warn if all groups run at one rate, but were built with two."""
-        shared = self._shared_rates()
-        if shared:
-            rate_checks.check_one_rate(
-                self.param_groups, shared, self._last_shared_rates, built=self._first_rates, name=type(self).__name__
-            )
-        self._last_shared_rates = shared
-
-    def _shared_rates(self) -> dict[str, float]:
-        """Return the rates that all groups have in common: key in the groups -> number, not 0."""
-        shared: dict[str, Any] = {}
-        for key in rate_checks.KEYS:
-            rates = [group.get(key) for group in self.param_groups]
-            # A tensor is not read: on a GPU that would wait for it at every step.
-            if all(isinstance(rate, (int, float)) and rate and rate == rates[0] for rate in rates):
-                shared[key] = rates[0]
-        return shared
 
     # -- information for the user -------------------------------------------------------------------------------------
 
@@ -497,9 +396,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 local(found[name]).copy_(read_weight(local(x), torch.float32, local(self.state[x][CORRECTION])))
         return found
 
+    # -- checkpoints and copies ---------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict, with settings in plain types that every reader of checkpoints takes."""
-        self._check_structure()
+        self._group_checks.check_structure(self.param_groups)
         self._match_layouts()
         self._finish_copies()
         saved = super().state_dict()
@@ -512,32 +413,31 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._finish_copies()
         with torch.inference_mode(False), torch.no_grad():  # steps write to the copies
             checkpoint.load(self, state_dict)
-        shared, name = self._shared_rates(), type(self).__name__
-        self._first_rates = rate_checks.adopt_one_rate(shared, built=self._first_rates, name=name)
-        self._last_shared_rates = shared if "lr" in shared else None
+        self._group_checks.adopt_rates(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_structure()
+        self._group_checks.check_structure(self.param_groups)
         self._finish_copies()
         for group in self.param_groups:
             for p in group["params"]:
                 if p in self._layouts and self._layouts[p].dtype != p.dtype and "step" in self.state.get(p, {}):
                     self._move_state(p, group)  # a copy has new layouts, and could not see that the dtype has changed
-        kept = ("defaults", "param_groups", "_options", "_first_rates")
-        return {name: self.__dict__[name] for name in kept} | {"state": dict(self.state)}
+        kept = {name: self.__dict__[name] for name in ("defaults", "param_groups", "_options")}
+        return kept | {"_first_rates": self._group_checks.first_rates, "state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._create_attributes()
         super().__setstate__(state)
+        first_rates = self.__dict__.pop("_first_rates", {})  # older pickles lack it
         self.state = defaultdict(dict, self.state)
         for group in self.param_groups:
             hyperparameters.fill_in_defaults(group)
-        shared = self._shared_rates()
-        self._last_shared_rates = shared if "lr" in shared else None
+        self._group_checks.restore(first_rates, self.param_groups)
         self._match_layouts()
         for group in self.param_groups:
             for p in group["params"]:
-                self._place_state(p, group)
+                if p in self.state:
+                    self.state[p] = parameter_state.placed(self._layouts[p], p, group, self.state[p])
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)

@@ -28,11 +28,6 @@ STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "blo
 DTYPES = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
 
 
-def structure(group: Settings) -> dict[str, Any]:
-    """Return the settings that decide what state a group has, also its dtype."""
-    return {key: group[key] for key in (*STRUCTURE, *DTYPES, "weight_correction") if key in group}
-
-
 def differing(a: Settings, b: Settings, keys: Iterable[str]) -> list[str]:
     """Return the keys with values that need different state. Groups of older versions may lack some keys."""
 

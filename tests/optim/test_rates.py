@@ -76,6 +76,17 @@ def test_a_loop_that_writes_one_rate_gets_a_warning_with_both_rates() -> None:
         train(model, opt, range(1))
 
 
+def test_a_pickle_has_the_keys_that_other_versions_read_and_loads_without_its_rates() -> None:
+    """Older versions keep the rates at build time in an attribute of this name; the oldest have none."""
+    opt = Cosmos(decoder(), lr=1e-3, adam_lr=4e-3, rank=4)
+    held = opt.__getstate__()
+    assert list(held) == ["defaults", "param_groups", "_options", "_first_rates", "state"]
+    assert held.pop("_first_rates") == {"lr": 1e-3, "adam_lr": 4e-3}
+    again = Cosmos.__new__(Cosmos)
+    again.__setstate__(held)
+    assert again.__getstate__()["_first_rates"] == {}
+
+
 def test_a_loop_that_writes_another_rate_at_each_step_gets_one_warning() -> None:
     model = decoder()
     opt = Cosmos(model, lr=1e-3, adam_lr=4e-3, rank=4)

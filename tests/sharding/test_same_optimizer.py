@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from cosmos_optim import Cosmos, Muon, optimizer
+from cosmos_optim import Cosmos, Muon, sharding
 from cosmos_optim.sharding import agreement
 from tests.sharding.cases import gradient, placed
 from tests.sharding.ranks import run_ranks
@@ -158,7 +158,7 @@ def test_a_group_added_later_is_compared_and_leaves_nothing_behind_if_refused() 
 
 def alone_and_late(rank: int) -> list[Any]:
     """Rank 0 builds one optimizer alone; rank 1 builds the next late; then both build different ones, rank 1 late."""
-    optimizer.BUILD_S = 0.2
+    sharding.BUILD_S = 0.2
     mesh = init_device_mesh("cpu", (2,))
     found: list[Any] = []
     with warnings.catch_warnings(record=True) as caught:

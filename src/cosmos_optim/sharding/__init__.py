@@ -16,6 +16,7 @@ No file in this folder depends on a particular rule.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -29,43 +30,69 @@ from cosmos_optim.sharding.other_engines import refuse_flat
 if TYPE_CHECKING:
     from cosmos_optim.sharding.agreement import Description
 
+# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
+BUILD_S, STEP_S = 10.0, 600.0
 
-def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> Layout:
-    """Return the layout of a parameter. Raise ValueError for a flat partition of a matrix."""
+
+def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any], *, offloads: bool = False) -> Layout:
+    """Return the layout of a parameter. Raise ValueError for a flat partition of a matrix.
+
+    offloads: whether large state is in host memory if the parameter is on a GPU. Raise ValueError for a shard then.
+    """
     refuse_flat(name, p, is_piece=p.dim() < 2 and not rule.elementwise)
     # Importing DTensor takes seconds; if nothing has imported it, no parameter is a DTensor.
     tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and isinstance(p, tensors.DTensor):
-        from cosmos_optim.sharding.sharded_layout import ShardedLayout
+    if tensors is None or not isinstance(p, tensors.DTensor):
+        layout = Layout(name, p, rule, group)
+        layout.offloads = offloads
+        return layout
+    from cosmos_optim.sharding.sharded_layout import ShardedLayout
 
-        return ShardedLayout(name, p, rule, group)
-    return Layout(name, p, rule, group)
+    sharded = ShardedLayout(name, p, rule, group)
+    if offloads:
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(p.shape)} is sharded, and offload='cpu' supports whole parameters "
+            "only: leave offload out. To keep shards in host memory, give fully_shard(..., "
+            "offload_policy=CPUOffloadPolicy()), which moves parameters, gradients and state"
+        )
+    return sharded
 
 
-def describe(
-    groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
-) -> Description | None:
-    """Describe groups, by number, for a comparison of the ranks; None if no parameter is sharded.
+class Agreement:
+    """Compare the groups of an optimizer with those that the other ranks of its sharded parameters build.
 
-    settings: the names of the settings to compare.
+    name: the class of the optimizer.
+    waiting: groups that are not compared yet, because some rank has not built them.
     """
-    if not any(layout.is_sharded for layout in layouts.values()):
-        return None
-    from cosmos_optim.sharding import agreement
 
-    lines = []
-    for i, group in groups.items():
-        names = group.get("param_names") or [None] * len(group["params"])
-        held = {key: group[key] for key in settings if key in group}
-        lines += agreement.lines_of(f"group {i}", held, names, [layouts[p] for p in group["params"]])
-    return agreement.Description(lines)
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.waiting: list[Description] = []
 
+    def add(
+        self, groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
+    ) -> None:
+        """Add groups, by number, to compare in these settings. Do nothing if no parameter is sharded."""
+        if any(layout.is_sharded for layout in layouts.values()):
+            from cosmos_optim.sharding import agreement
 
-def compare(description: Description, layouts: Sequence[Layout], seconds: float) -> bool:
-    """Raise ValueError on all ranks that share these parameters if they differ. Return False if one is not there."""
-    from cosmos_optim.sharding import agreement
+            self.waiting.append(agreement.describe(groups, settings, layouts))
 
-    return agreement.compare(description, agreement.ranks_of(layouts), seconds)
+    def compare(self, layouts: Mapping[Tensor, Layout], seconds: float) -> None:
+        """Raise ValueError on all ranks if they differ. Warn if some rank has not come after this many seconds."""
+        if not self.waiting:
+            return
+        from cosmos_optim.sharding import agreement
+
+        ranks = agreement.ranks_of(list(layouts.values()))
+        while self.waiting and agreement.compare(self.waiting[0], ranks, seconds):
+            self.waiting.pop(0)
+        if self.waiting:
+            warnings.warn(
+                f"{self._name}: not all ranks that share these parameters built it within {seconds:.0f} s of this one. "
+                "They are compared at the first step",
+                stacklevel=2,
+            )
 
 
 def prepare(layouts: Sequence[Layout]) -> None:

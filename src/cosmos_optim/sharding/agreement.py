@@ -13,7 +13,7 @@ import math
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -29,7 +29,19 @@ LONGEST_PAUSE_S = 0.25  # between two looks at the store
 Line = tuple[str, str]  # what is described, and its value
 
 
-def lines_of(
+def describe(
+    groups: Mapping[int, Mapping[str, Any]], settings: Collection[str], layouts: Mapping[Tensor, Layout]
+) -> Description:
+    """Describe groups, by number, with these of their settings."""
+    lines = []
+    for i, group in groups.items():
+        names = group.get("param_names") or [None] * len(group["params"])
+        held = {key: group[key] for key in settings if key in group}
+        lines += _lines_of(f"group {i}", held, names, [layouts[p] for p in group["params"]])
+    return Description(lines)
+
+
+def _lines_of(
     group: str, settings: Mapping[str, Any], names: Iterable[str | None], layouts: Sequence[Layout]
 ) -> list[Line]:
     """Describe a group: its settings, then its parameters. Those that are not sharded may differ between ranks."""

@@ -1,0 +1,156 @@
+"""Check the groups before each step: other code may have changed or deleted settings, or given all groups one rate.
+
+The state was allocated for some of the settings, so these must stay as they were. Hidden matrices run at `lr`, other
+parameters at `adam_lr`: schedulers and loops that know only one rate write it into all groups. The errors and warnings
+explain that to their author.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cosmos_optim import hyperparameters
+from cosmos_optim.rules.rule import Settings
+from cosmos_optim.saved_groups import DTYPES, STRUCTURE, differing
+
+# Rates that torch's schedulers write into every group when built: who does, and how to give one for each group.
+OF_SCHEDULERS = {
+    "max_lr": ("OneCycleLR", "OneCycleLR(max_lr={})"),
+    "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
+    "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
+}
+KEYS = (*OF_SCHEDULERS, "lr")
+
+Groups = Sequence[dict[str, Any]]
+
+
+class GroupChecks:
+    """Compare the groups of an optimizer with what they were when they were added.
+
+    name: the class of the optimizer.
+    first_rates: "lr" and "adam_lr" of the first groups that have them: the rates that the optimizer was built with.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.first_rates: dict[str, float] = {}
+        self._last_shared: dict[str, float] | None = None  # rates at the last step, or when loaded with one lr
+        self._structure: dict[Tensor, Settings] = {}  # what state was allocated for, by a group's first parameter
+
+    def add(self, groups: Groups) -> None:
+        """Note the rates of new groups, and the settings that their state was allocated for."""
+        for group in groups:
+            self.first_rates.setdefault("adam_lr" if group["rule"] == "adam" else "lr", float(group["lr"]))
+        self._structure |= _structure_of(groups)
+
+    def note_structure(self, groups: Groups, *, loaded: bool = False) -> None:
+        """Note the settings that the state of unknown groups was allocated for, or of all groups if just loaded."""
+        old = {} if loaded else self._structure
+        self._structure = {p: old.get(p, settings) for p, settings in _structure_of(groups).items()}
+
+    def before_step(self, groups: Groups) -> None:
+        """Raise ValueError for settings that were changed or deleted, and raise or warn if all groups share a rate."""
+        self.check_structure(groups)
+        _check_presence(groups)
+        shared = _shared_rates(groups)
+        if shared:
+            self._check_one_rate(groups, shared)
+        self._last_shared = shared
+
+    def check_structure(self, groups: Groups) -> None:
+        """Raise ValueError if a setting was changed that the state depends on."""
+        for i, group in enumerate(groups):
+            kept = self._structure.get(group["params"][0]) if group["params"] else None
+            if kept is None or kept.items() <= group.items():
+                continue
+            for key in differing(kept, group, kept):
+                raise ValueError(
+                    f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
+                    f"it back, or build another optimizer with {key}={group[key]!r}"
+                )
+
+    def _check_one_rate(self, groups: Groups, shared: Mapping[str, float]) -> None:
+        """Raise ValueError if a scheduler gave all groups one rate, and they were built with two. Warn if a loop did.
+
+        A loop without a scheduler may mean it, such as in a warm-up. Rates that differed, meet and then stay are at a
+        floor (ReduceLROnPlateau's min_lr), which needs no warning.
+        """
+        built = self.first_rates
+        has_both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
+        if not self._has_two_rates() or built["lr"] == 0 or not has_both_kinds:
+            return
+        key, rate = next(iter(shared.items()))
+        adam_lr = f"adam_lr={built['adam_lr']:g}"
+        rates_built = f"{self._name} was built with lr={built['lr']:g} for the hidden matrices and {adam_lr}"
+        if_meant = f"(build it with adam_lr={built['lr']:g} if one rate is meant)"
+        if key in OF_SCHEDULERS:  # not repaired here, because schedulers also keep rates themselves
+            writer, argument = OF_SCHEDULERS[key]
+            ratio = built["adam_lr"] / built["lr"]
+            rates = ", ".join(f"{rate * (ratio if group['rule'] == 'adam' else 1.0):g}" for group in groups)
+            raise ValueError(
+                f"{writer} set {key}={rate:g} in all groups, but {rates_built}: give one value for each group, "
+                f"{argument.format(f'[{rates}]')} {if_meant}"
+            )
+        at_floor = self._last_shared is not None and self._last_shared.get("lr", rate) == rate
+        has_scheduler = any("initial_lr" in group for group in groups)  # it may have a floor too
+        if not at_floor and not has_scheduler:
+            warnings.warn(
+                # Without the rate, so that Python shows the same text only once, not at every step of a schedule.
+                f"all groups run at one lr, but {rates_built}: scale each group's own rate by the same factor "
+                f"{if_meant}",
+                stacklevel=3,
+            )
+
+    def restore(self, first_rates: Mapping[str, float], groups: Groups) -> None:
+        """Continue with the rates of a pickle."""
+        shared = _shared_rates(groups)
+        self.first_rates = dict(first_rates)
+        self._last_shared = shared if "lr" in shared else None
+
+    def adopt_rates(self, groups: Groups) -> None:
+        """Continue with the rates of a checkpoint. If a scheduler drove it with one rate, that is meant for both."""
+        shared, built = _shared_rates(groups), self.first_rates
+        self.restore(built, groups)
+        key = next((key for key in OF_SCHEDULERS if key in shared), None)
+        if key is None or not self._has_two_rates():
+            return
+        replaced = " and ".join(f"{key}={rate:g}" for key, rate in built.items())
+        warnings.warn(
+            f"the checkpoint was saved with one rate for all groups, {key}={shared[key]:g}, which replaces {replaced} "
+            f"of this {self._name}: to train with both, write lr and {key} into each group after loading",
+            stacklevel=3,
+        )
+        self.first_rates = dict.fromkeys(built, shared[key])
+
+    def _has_two_rates(self) -> bool:
+        return len(set(self.first_rates.values())) == 2
+
+
+def _structure_of(groups: Groups) -> dict[Tensor, Settings]:
+    """Return the settings that decide what state a group has, also its dtype, by the first parameter of each group."""
+    keys = (*STRUCTURE, *DTYPES, "weight_correction")
+    return {g["params"][0]: {key: g[key] for key in keys if key in g} for g in groups if g["params"]}
+
+
+def _check_presence(groups: Groups) -> None:
+    """Raise a ValueError if a setting was deleted from a group."""
+    for i, group in enumerate(groups):
+        kept = hyperparameters.KEPT.get(group.get("rule", ""), frozenset(("rule",)))
+        if not group.keys() >= kept:
+            lost = sorted(kept - group.keys())
+            raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
+
+
+def _shared_rates(groups: Groups) -> dict[str, float]:
+    """Return the rates that all groups have in common, by key in the order of `KEYS`; 0 is none."""
+    shared: dict[str, Any] = {}
+    for key in KEYS:
+        rates = [group.get(key) for group in groups]
+        # A tensor is not read: on a GPU that would wait for it at every step.
+        if all(isinstance(rate, (int, float)) and rate and rate == rates[0] for rate in rates):
+            shared[key] = rates[0]
+    return shared

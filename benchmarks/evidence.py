@@ -1,4 +1,4 @@
-"""From the kept results to what people compare: settings, seeds, differences, tokens and time to AdamW's loss.
+"""From the kept results to what people compare: settings, seeds, differences, and tokens to AdamW's loss.
 
     python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, outer-rates.svg
 
@@ -181,6 +181,9 @@ def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) 
     rows = dict(sorted(rows.items(), key=lambda item: item[1].test_loss))
     title = f"## {protocol.model}, regime {regime}: {how.steps:,} steps of {how.batch} x {how.seq_len} tokens"
     lines = [title, "", *tables.seeds_table(protocol, regime, rows, results)]
+    if source := protocol.source(regime):
+        tuned, like = source
+        lines += [f"No optimizer was tuned here: the settings are the best of {tuned.model}, regime {like}.", ""]
     if len(rows) > 1:
         lines += _differences_and_tokens(protocol, regime, rows, results)
     lines += tables.short_table(protocol, regime, rows, results)
@@ -193,32 +196,27 @@ def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) 
     if listed := tables.settings_table(others, least_seeds=2):
         lines += ["Other settings with more than one seed:", "", *listed]
     lines += [f"### Search of {protocol.model}, regime {regime}", "", "Validation perplexity, seed 0.", ""]
-    return lines + tables.search_tables(protocol, regime, results)
+    return lines + tables.finer_steps(protocol, regime, results) + tables.search_tables(protocol, regime, results)
 
 
 def _differences_and_tokens(
     protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result]
 ) -> list[str]:
-    """Return the table of differences to COSMOS, and of tokens and time to AdamW's loss."""
-    cost = costs()
-    gaps, number = tables.differences(rows), tables.number_of_comparisons(rows)
+    """Return the table of differences to COSMOS, and of tokens to AdamW's loss."""
+    number = sum(tables.comparisons(best_rows(protocol, name, results)) for name in protocol.regimes)
+    gaps = tables.differences(rows, max(1, number))
     measured, bounds = token_shares(protocol, regime, rows, results), curve_shares(rows)
     lines = []
     for entry in rows:
-        share = time = "1" if entry == "adamw" else "not reached" if "adamw" in rows else "open"
-        slower = cost[entry].step_s / cost["adamw"].step_s if entry in cost else None
+        share = "1" if entry == "adamw" else "not reached" if "adamw" in rows else "open"
         if entry in measured:
-            share, factor, before = str(measured[entry]), measured[entry].share, measured[entry].outside
+            share = str(measured[entry])
         elif entry in bounds:
-            share, factor, before = f"at most {bounds[entry]:.2f}", bounds[entry], "at most"
-        else:
-            factor, before = None, ""
-        if factor is not None:
-            time = f"{before} {factor * slower:.2f}".strip() if slower else "not measured"
-        lines.append([NAMES[entry], *gaps.get(entry, [""] * 3), share, time])
+            share = f"at most {bounds[entry]:.2f}"
+        lines.append([NAMES[entry], *gaps.get(entry, [""] * 3), share])
     corrected = f"corrected for {number} comparisons" if number > 1 else "corrected"
     head = ["optimizer", "difference to COSMOS, nats", corrected, "without seed 0", "tokens to AdamW's loss"]
-    page = tables.markdown([*head, "calculated time at 1B"], lines)
+    page = tables.markdown(head, lines)
     for target in ("muon", "normuon"):
         if ours := token_shares(protocol, regime, rows, results, target).get("cosmos"):
             page += [f"COSMOS reaches the loss of {NAMES[target]} with {ours} of the tokens.", ""]
@@ -238,7 +236,7 @@ def rate_runs_part(results: Mapping[str, Result]) -> list[str]:
 
 
 def report(results: Mapping[str, Result]) -> str:
-    """Return the page: results of each model and regime, the caveats, and step times."""
+    """Return the page: results of each model and regime, how to read them, and step times."""
     cost, (few, longer) = costs(), small_step()
     lines = ["# Results of the protocol", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
     lines += ["The rules are in [the protocol](../protocol.md). How to read the tables: [below](#notes).", ""]
@@ -252,8 +250,8 @@ def report(results: Mapping[str, Result]) -> str:
         "search, the best value of each row is bold.",
         "- **Runs of the search**: all runs with seed 0 at the full length, of any setting.",
         "- **Difference**: test loss minus that of COSMOS, the mean over pairs of runs with the same seed, with its "
-        "95 % interval by Student's t. The corrected interval (Bonferroni) counts every optimizer of the table that "
-        "has more than one seed. Seed 0 was also used to choose the settings, so the mean without it is printed.",
+        "95 % interval by Student's t. The corrected interval (Bonferroni) counts every such difference of this model, "
+        "in all regimes. Seed 0 was also used to choose the settings, so the mean without it is printed.",
         "- **Tokens**: the share of AdamW's tokens with which an optimizer reaches AdamW's final test loss. It comes "
         "from shorter runs with complete schedules (0.45, 0.6 and 0.75 of the steps, seed 0), by interpolation. Their "
         "rates are those tuned for the full length.",
@@ -264,12 +262,6 @@ def report(results: Mapping[str, Result]) -> str:
         "loss. Rates decay until the end of a run, so a run planned to end there should be lower"
         f"{_lower_than_curves(results)}.",
         "- **Open**: not finished, so an optimizer may still improve.",
-        "- **Calculated time at 1B**: not measured. The share times the time of a training step of 256,000 tokens at "
-        "LLaMA-1B over AdamW's, composed from measured parts (below). It assumes that the share at 60M, from "
-        f"steps of 16,384 tokens, holds at 1B, which is not known. Small steps cost more: one of {few:,} tokens "
-        f"took {longer:.2f} times as long with COSMOS as with AdamW (one timed step, "
-        "`results/h200-profile-llama-1b-forms.json`). In the runs of regime B it was "
-        f"{step_ratio(results, 'B'):.2f} times (medians, two runs on the GPU).",
         "", "## Step and state at LLaMA-1B", "",
         "| | optimizer step in training, ms | over AdamW's training step | state GiB |", "|---|---|---|---|",
     ]  # fmt: skip
@@ -283,6 +275,10 @@ def report(results: Mapping[str, Result]) -> str:
         "first varies by about 1 % between measurements (`results/h200-profile-llama-1b*.json`). Measured as a whole,",
         "a step with the paper's settings took 0.6 and 1.3 % longer than AdamW's, and one with the defaults, on",
         "another machine, 2.7 %.",
+        "",
+        f"Small steps cost more: one of {few:,} tokens took {longer:.2f} times as long with COSMOS as with AdamW (one",
+        "timed step, `results/h200-profile-llama-1b-forms.json`). A step of LLaMA-60M with 16,384 tokens, in the runs",
+        f"of regime B, took {step_ratio(results, 'B'):.2f} times as long (medians, two runs on the GPU).",
     ]
     lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs of several commits:", ""]
     lines += ["| row | ms |", "|---|---|"]

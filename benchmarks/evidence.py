@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from cosmos_lab.report.style import KNOWN, THEMES
 ROOT = Path(__file__).resolve().parents[1]
 DRAWN = ("adamw", "soap-f10", "muon", "normuon", "cosmos")
 WITH_BARS = ("adamw", "soap-f10", "muon", "cosmos")  # NorMuon's step and state were not measured
-COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in DRAWN}
+LOOKS = {entry: KNOWN[Protocol().entries[entry].optimizer] for entry in DRAWN}
 TEXT, GROUND = THEMES["light"]["soft"], THEMES["light"]["card"]
 LEAST_POINTS = 20  # of a curve; a coarser one is refused
 # In benchmarks/results: measurements of the step in float32 that count, of several commits.
@@ -308,37 +309,49 @@ def picture(target: Path, **layout: Any) -> Iterator[Any]:
         plt.close(figure)
 
 
-def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
-    """Draw test loss against tokens of each optimizer with a finished search, and bars of step time and state.
+def look(entry: str) -> dict[str, Any]:
+    """Return how an optimizer is drawn: its colour, and a dash and a marker for readers who cannot tell colours."""
+    one = LOOKS[entry]
+    return {"color": one.light, "marker": one.marker, "linestyle": (0, one.dash) if one.dash else "-", "markersize": 5}
 
-    Lines are means over seeds, dots are the ends of shorter runs, and the dashed line is AdamW's last loss.
+
+def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
+    """Draw the last test perplexity of complete runs by their tokens, and bars of step time and state.
+
+    An optimizer is drawn if its search has finished. The points of full runs are means over seeds. Between points the
+    loss is linear in log tokens, so a line crosses AdamW's last perplexity at the share that the page has.
     """
     protocol, cost = Protocol(), costs()
     rows = best_rows(protocol, regime, results)
-    with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
+    shares = token_shares(protocol, regime, rows, results)
+    with picture(target, ncols=3, figsize=(9, 3.1), width_ratios=(2.4, 1, 1)) as (left, middle, right):
         for entry in DRAWN:
-            _, unfinished, _ = protocol.best(regime, entry, losses(results))
-            if unfinished:
+            if protocol.best(regime, entry, losses(results))[1]:
                 continue
-            tokens, *_ = zip(*test_curve(rows[entry].run), strict=True)
-            losses_by_seed = [[loss for _, loss in test_curve(run)] for run in rows[entry].seeds]
-            loss = [statistics.fmean(values) for values in zip(*losses_by_seed, strict=True)]
-            ppl = statistics.fmean(run["test_ppl"] for run in rows[entry].seeds)
-            left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=f"{NAMES[entry]}: {ppl:.1f}")
+            row = rows[entry]
+            points = [(r["tokens"] / 1e6, r["test_ppl"]) for r in shorter_runs(protocol, regime, entry, results)]
+            points.append((row.run["tokens"] / 1e6, math.exp(row.test_loss)))
+            label = f"{NAMES[entry]}: {points[-1][1]:.1f}"
+            if entry in shares:
+                label += f" ({100 * shares[entry].share:.0f} % of the tokens)"
+            left.plot(*zip(*points, strict=True), **look(entry), label=label)
             if entry == "adamw":
-                left.axhline(loss[-1], color=COLORS[entry], linestyle="--", linewidth=0.8)
-            for run in shorter_runs(protocol, regime, entry, results):
-                t, last = test_curve(run)[-1]
-                left.plot(t / 1e6, last, "o", markersize=4, color=COLORS[entry])
-        title = f"LLaMA-60M, {protocol.regimes[regime].steps:,} steps (last perplexity)"
-        left.set(xlim=(12, None), ylim=(3.3, 4.2), title=title, xlabel="million tokens", ylabel="test loss")
-        left.legend(frameon=False, loc="upper right")
+                left.axhline(points[-1][1], color=LOOKS[entry].light, linestyle=":", linewidth=1)
+                note = {"xy": points[-1], "xytext": (0, 6), "textcoords": "offset points", "ha": "right"}
+                left.annotate("AdamW's last value", **note)
+        steps = protocol.regimes[regime].steps
+        left.set(xscale="log", yscale="log", title=f"LLaMA-60M, {steps:,} steps, and shorter runs", ylim=(27, 43),
+                 xlabel="million tokens of a run", ylabel="test perplexity at its end")  # fmt: skip
+        for axis, ticks in ((left.xaxis, (25, 30, 35, 40, 45, 50)), (left.yaxis, (28, 30, 32, 34, 36, 38, 40, 42))):
+            axis.set_ticks(ticks, list(map(str, ticks)))
+        left.minorticks_off()
+        left.legend(frameon=False, loc="lower left")
         for axes, title, values in (
-            (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in WITH_BARS}),
-            (right, "optimizer state, 1B, GiB", {e: cost[e].state_gib for e in WITH_BARS}),
+            (middle, "Optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in WITH_BARS}),
+            (right, "Optimizer state, 1B, GiB", {e: cost[e].state_gib for e in WITH_BARS}),
         ):
             bars = axes.barh([NAMES[e].split(",")[0] for e in values], list(values.values()),
-                             color=[COLORS[e] for e in values])  # fmt: skip
+                             color=[LOOKS[e].light for e in values])  # fmt: skip
             axes.bar_label(bars, fmt="%.0f" if axes is middle else "%.1f", padding=2, color=TEXT)
             axes.set(title=title, xticks=[], xlim=(0, 1.25 * max(values.values())))
             axes.invert_yaxis()
@@ -359,7 +372,7 @@ def draw_outer_rates(results: Mapping[str, Result], regime: str, target: Path) -
     steps = Protocol().regimes[regime].steps
     with picture(target, figsize=(6, 3.2)) as axes:
         for entry, points in lines.items():
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, color=COLORS[entry], label=NAMES[entry])
+            axes.plot(*zip(*points, strict=True), **look(entry), label=NAMES[entry])
         axes.set(xscale="log", title=f"LLaMA-60M, {steps:,} steps, one seed",
                  xlabel="learning rate of embedding, head and norms", ylabel="validation perplexity")  # fmt: skip
         axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])

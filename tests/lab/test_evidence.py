@@ -203,8 +203,8 @@ def test_a_diverged_run_is_shown_in_the_search() -> None:
     assert "diverged" in "\n".join(evidence.regime_part(Protocol(), "A", results))
 
 
-def test_an_optimizer_has_the_colour_of_reports() -> None:
-    assert evidence.COLORS["cosmos"] == KNOWN["cosmos"].light and evidence.COLORS["adamw"] == KNOWN["adam"].light
+def test_an_optimizer_looks_as_in_reports() -> None:
+    assert evidence.LOOKS["cosmos"] == KNOWN["cosmos"] and evidence.LOOKS["adamw"] == KNOWN["adam"]
 
 
 def test_the_results_are_not_changed_by_reading_them() -> None:

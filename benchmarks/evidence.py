@@ -240,13 +240,16 @@ def report(results: Mapping[str, Result]) -> str:
     """Return the page: results of each model and regime, how to read them, and step times."""
     cost, (few, longer) = costs(), small_step()
     lines = ["# Results of the protocol", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
-    lines += ["The rules are in [the protocol](../protocol.md). How to read the tables: [below](#notes).", ""]
+    lines += tables.wrapped(
+        "The rules are in [the protocol](../protocol.md), and what the tables show is in [the findings](findings.md). "
+        "How to read them: [below](#notes)."
+    )
+    lines += [""]
     for protocol in protocols(results):
         for regime in protocol.regimes:
             lines += regime_part(protocol, regime, results)
     lines += rate_runs_part(results)
-    lines += ["## Notes", ""]
-    lines += [
+    notes = [
         "- **Rates**: of the hidden matrices, and of embedding, head and norms (outer rate). In the tables of a "
         "search, the best value of each row is bold.",
         "- **Runs of the search**: all runs with seed 0 at the full length, of any setting.",
@@ -263,6 +266,9 @@ def report(results: Mapping[str, Result]) -> str:
         "loss. Rates decay until the end of a run, so a run planned to end there should be lower"
         f"{_lower_than_curves(results)}.",
         "- **Open**: not finished, so an optimizer may still improve.",
+    ]  # fmt: skip
+    lines += ["## Notes", "", *(line for note in notes for line in tables.wrapped(note))]
+    lines += [
         "", "## Step and state at LLaMA-1B", "",
         "| | optimizer step in training, ms | over AdamW's training step | state GiB |", "|---|---|---|---|",
     ]  # fmt: skip
@@ -270,17 +276,18 @@ def report(results: Mapping[str, Result]) -> str:
         note, over = f" ({one.note})" if one.note else "", one.step_s / cost["adamw"].step_s - 1
         times = f"{1000 * one.optimizer_s:.0f} | {100 * over:+.1f} %"
         lines.append(f"| {NAMES[entry]}{note} | {times} | {one.state_gib:.2f} |")
-    lines += [
-        "",
-        "A training step is computed as AdamW's forward and backward time plus each optimizer's own time, because the",
-        "first varies by about 1 % between measurements (`results/h200-profile-llama-1b*.json`). Measured as a whole,",
-        "a step with the paper's settings took 0.6 and 1.3 % longer than AdamW's, and one with the defaults, on",
-        "another machine, 2.7 %.",
-        "",
-        f"Small steps cost more: one of {few:,} tokens took {longer:.2f} times as long with COSMOS as with AdamW (one",
-        "timed step, `results/h200-profile-llama-1b-forms.json`). A step of LLaMA-60M with 16,384 tokens, in the runs",
-        f"of regime B, took {step_ratio(results, 'B'):.2f} times as long (medians, two runs on the GPU).",
-    ]
+    composed = (
+        "A training step is computed as AdamW's forward and backward time plus each optimizer's own time, because the "
+        "first varies by about 1 % between measurements (`results/h200-profile-llama-1b*.json`). Measured as a whole, "
+        "a step with the paper's settings took 0.6 and 1.3 % longer than AdamW's, and one with the defaults, on "
+        "another machine, 2.7 %."
+    )
+    small = (
+        f"Small steps cost more: one of {few:,} tokens took {longer:.2f} times as long with COSMOS as with AdamW (one "
+        "timed step, `results/h200-profile-llama-1b-forms.json`). A step of LLaMA-60M with 16,384 tokens, in the runs "
+        f"of regime B, took {step_ratio(results, 'B'):.2f} times as long (medians, two runs on the GPU)."
+    )
+    lines += ["", *tables.wrapped(composed), "", *tables.wrapped(small)]
     lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs of several commits:", ""]
     lines += ["| row | ms |", "|---|---|"]
     shown = ("cosmos", "cosmos-paper", "muon", "muon-torch", "adamw")

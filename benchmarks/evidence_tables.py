@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -43,6 +44,12 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a table, with an empty line after it."""
     cells = [head, ["---"] * len(head), *rows]
     return [*("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in cells), ""]
+
+
+def wrapped(text: str) -> list[str]:
+    """Return the lines of a paragraph or of one point of a list."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(text, 130, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def perplexity(result: Result, text: str = "test") -> str:
@@ -216,7 +223,7 @@ def finer_steps(protocol: Protocol, regime: str, results: Mapping[str, Result]) 
     if not found:
         return []
     how = "By parabolas through the best three values of each rate, finer steps could lower the perplexity by"
-    return [f"{how}: {', '.join(found)}.", ""]
+    return [*wrapped(f"{how}: {', '.join(found)}."), ""]
 
 
 # -- shorter runs and other settings ----------------------------------------------------------------------------------

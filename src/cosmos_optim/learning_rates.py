@@ -30,8 +30,9 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
     The rule is fitted to eleven sweeps on English Wikipedia: LLaMA of width 256 to 768 (10M to 130M), 400 to 3,200
     steps of 8,192 to 65,536 tokens, a linear schedule with 10 % warm-up, clipping at 1.0. Compared with the best rates
     it costs at most 0.8 % of perplexity in these, and at most 1.7 % in a sweep left out of the fit, by interpolation
-    between runs (docs/rates.md). Outside of this range it is a guess, and a warning says so. There, no rate is higher than at the end of the range: a larger batch does not raise `lr` further, and a
-    smaller model or a shorter run raises neither. For fine-tuning, use `rates_from_adamw`.
+    between runs (docs/rates.md). Outside of this range it is a guess, and a warning says so. There, no rate is higher
+    than at the end of the range: a larger batch does not raise `lr` further, and a smaller model or a shorter run
+    raises neither. For fine-tuning, use `rates_from_adamw`.
 
     Args:
         model: the model, or its width. A model's width is the most common size of its hidden matrices.
@@ -73,7 +74,7 @@ def rates_from_adamw(lr: float) -> Rates:
     """Return starting rates for `Cosmos`, given the best rate of AdamW on the same task: lr / 2 and 2 lr.
 
     The rule is a start for a sweep of `lr` by factors of 2. It was measured in pre-training on English Wikipedia, one
-    seed, rates in steps of a factor of 2 (docs/results.md, docs/protocol.md). The best `lr` over AdamW's best rate:
+    seed, rates in steps of a factor of 2 (docs/results.md). The best `lr` over AdamW's best rate:
 
         0.5    LLaMA-60M, 800 steps (1e-3 over 2e-3; `CosmosPaper`)
         0.5    LLaMA-60M, 3,200 steps (5e-4 over 1e-3)

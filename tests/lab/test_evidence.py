@@ -118,6 +118,18 @@ def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path: Pa
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
+@pytest.mark.parametrize(("regime", "row"), [("B", 0), ("A", 1)])
+def test_the_readme_has_the_perplexities_and_shares_of_the_kept_results(regime: str, row: int) -> None:
+    results = evidence.read_results([KEPT])
+    rows = best_rows(Protocol(), regime, results)
+    shares = token_shares(Protocol(), regime, rows, results)
+    readme = (ROOT / "README.md").read_text().replace("**", "")
+    _, *cells = (line.strip("| ").split(" | ") for line in readme.partition("| LLaMA-60M")[2].splitlines()[1:6])
+    order = ("cosmos", "muon", "normuon", "adamw")
+    assert cells[row][1:] == [f"{math.exp(rows[entry].test_loss):.1f}" for entry in order]
+    assert cells[row + 2][1:] == [*(str(shares[entry]) for entry in order[:-1]), "1"]
+
+
 def complete(protocol: Protocol, regime: str, entries: tuple[str, ...]) -> dict[str, Result]:
     """Return made-up results of every run that the protocol asks for in a regime: search, five seeds, shorter runs."""
     sample = next(iter(evidence.read_results([KEPT]).values()))

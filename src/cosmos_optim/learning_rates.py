@@ -81,8 +81,10 @@ def rates_from_adamw(lr: float) -> Rates:
         0.8    GPT-2 of width 512, 480 steps (8e-4 over 1e-3)
         0.4    NanoGPT of width 512, 480 steps (7.2e-4 over 1.8e-3)
 
-    In these four, half of AdamW's rate is within a factor of 1.6 of the best. On a LLaMA of width 128 with 300 steps
-    the ratio was 1 or more: 1e-3 over 1e-3, AdamW's lowest that was tried. LLaMA-130M had too few rates to tell.
+    In these four, half of AdamW's rate is within a factor of 1.6 of the best. In the first of them, AdamW's best rate
+    is 1e-3 if it has a second, tuned rate for embedding, head and norms, so the ratio is then 1. On a LLaMA of width
+    128 with 300 steps it was 1 or more: 1e-3 over 1e-3, AdamW's lowest that was tried. LLaMA-130M had too few rates
+    to tell.
 
     At LLaMA-60M with 800 steps and `lr` 1e-3, an `adam_lr` of 2, 4, 8 and 16 times AdamW's rate ends at a perplexity of
     31.8, 31.3, 31.0 and 31.2. With 3,200 steps and 5e-4, 2, 4, 8, 16 and 32 times its rate end at 30.6, 29.8, 29.2,

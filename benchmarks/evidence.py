@@ -1,4 +1,4 @@
-"""From the kept results to what people compare: settings, seeds, differences, tokens and time to AdamW's loss.
+"""From the kept results to what people compare: settings, seeds, differences, and tokens to AdamW's loss.
 
     python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, outer-rates.svg
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from cosmos_lab.report.style import KNOWN, THEMES
 ROOT = Path(__file__).resolve().parents[1]
 DRAWN = ("adamw", "soap-f10", "muon", "normuon", "cosmos")
 WITH_BARS = ("adamw", "soap-f10", "muon", "cosmos")  # NorMuon's step and state were not measured
-COLORS = {entry: KNOWN[Protocol().entries[entry].optimizer].light for entry in DRAWN}
+LOOKS = {entry: KNOWN[Protocol().entries[entry].optimizer] for entry in DRAWN}
 TEXT, GROUND = THEMES["light"]["soft"], THEMES["light"]["card"]
 LEAST_POINTS = 20  # of a curve; a coarser one is refused
 # In benchmarks/results: measurements of the step in float32 that count, of several commits.
@@ -181,6 +182,9 @@ def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) 
     rows = dict(sorted(rows.items(), key=lambda item: item[1].test_loss))
     title = f"## {protocol.model}, regime {regime}: {how.steps:,} steps of {how.batch} x {how.seq_len} tokens"
     lines = [title, "", *tables.seeds_table(protocol, regime, rows, results)]
+    if source := protocol.source(regime):
+        tuned, like = source
+        lines += [f"No optimizer was tuned here: the settings are the best of {tuned.model}, regime {like}.", ""]
     if len(rows) > 1:
         lines += _differences_and_tokens(protocol, regime, rows, results)
     lines += tables.short_table(protocol, regime, rows, results)
@@ -193,32 +197,27 @@ def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) 
     if listed := tables.settings_table(others, least_seeds=2):
         lines += ["Other settings with more than one seed:", "", *listed]
     lines += [f"### Search of {protocol.model}, regime {regime}", "", "Validation perplexity, seed 0.", ""]
-    return lines + tables.search_tables(protocol, regime, results)
+    return lines + tables.finer_steps(protocol, regime, results) + tables.search_tables(protocol, regime, results)
 
 
 def _differences_and_tokens(
     protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result]
 ) -> list[str]:
-    """Return the table of differences to COSMOS, and of tokens and time to AdamW's loss."""
-    cost = costs()
-    gaps, number = tables.differences(rows), tables.number_of_comparisons(rows)
+    """Return the table of differences to COSMOS, and of tokens to AdamW's loss."""
+    number = sum(tables.comparisons(best_rows(protocol, name, results)) for name in protocol.regimes)
+    gaps = tables.differences(rows, max(1, number))
     measured, bounds = token_shares(protocol, regime, rows, results), curve_shares(rows)
     lines = []
     for entry in rows:
-        share = time = "1" if entry == "adamw" else "not reached" if "adamw" in rows else "open"
-        slower = cost[entry].step_s / cost["adamw"].step_s if entry in cost else None
+        share = "1" if entry == "adamw" else "not reached" if "adamw" in rows else "open"
         if entry in measured:
-            share, factor, before = str(measured[entry]), measured[entry].share, measured[entry].outside
+            share = str(measured[entry])
         elif entry in bounds:
-            share, factor, before = f"at most {bounds[entry]:.2f}", bounds[entry], "at most"
-        else:
-            factor, before = None, ""
-        if factor is not None:
-            time = f"{before} {factor * slower:.2f}".strip() if slower else "not measured"
-        lines.append([NAMES[entry], *gaps.get(entry, [""] * 3), share, time])
+            share = f"at most {bounds[entry]:.2f}"
+        lines.append([NAMES[entry], *gaps.get(entry, [""] * 3), share])
     corrected = f"corrected for {number} comparisons" if number > 1 else "corrected"
     head = ["optimizer", "difference to COSMOS, nats", corrected, "without seed 0", "tokens to AdamW's loss"]
-    page = tables.markdown([*head, "calculated time at 1B"], lines)
+    page = tables.markdown(head, lines)
     for target in ("muon", "normuon"):
         if ours := token_shares(protocol, regime, rows, results, target).get("cosmos"):
             page += [f"COSMOS reaches the loss of {NAMES[target]} with {ours} of the tokens.", ""]
@@ -238,22 +237,25 @@ def rate_runs_part(results: Mapping[str, Result]) -> list[str]:
 
 
 def report(results: Mapping[str, Result]) -> str:
-    """Return the page: results of each model and regime, the caveats, and step times."""
+    """Return the page: results of each model and regime, how to read them, and step times."""
     cost, (few, longer) = costs(), small_step()
     lines = ["# Results of the protocol", "", "Written by `python -m benchmarks.evidence`; do not edit.", ""]
-    lines += ["The rules are in [the protocol](../protocol.md). How to read the tables: [below](#notes).", ""]
+    lines += tables.wrapped(
+        "The rules are in [the protocol](../protocol.md), and what the tables show is in [the findings](findings.md). "
+        "How to read them: [below](#notes)."
+    )
+    lines += [""]
     for protocol in protocols(results):
         for regime in protocol.regimes:
             lines += regime_part(protocol, regime, results)
     lines += rate_runs_part(results)
-    lines += ["## Notes", ""]
-    lines += [
+    notes = [
         "- **Rates**: of the hidden matrices, and of embedding, head and norms (outer rate). In the tables of a "
         "search, the best value of each row is bold.",
         "- **Runs of the search**: all runs with seed 0 at the full length, of any setting.",
         "- **Difference**: test loss minus that of COSMOS, the mean over pairs of runs with the same seed, with its "
-        "95 % interval by Student's t. The corrected interval (Bonferroni) counts every optimizer of the table that "
-        "has more than one seed. Seed 0 was also used to choose the settings, so the mean without it is printed.",
+        "95 % interval by Student's t. The corrected interval (Bonferroni) counts every such difference of this model, "
+        "in all regimes. Seed 0 was also used to choose the settings, so the mean without it is printed.",
         "- **Tokens**: the share of AdamW's tokens with which an optimizer reaches AdamW's final test loss. It comes "
         "from shorter runs with complete schedules (0.45, 0.6 and 0.75 of the steps, seed 0), by interpolation. Their "
         "rates are those tuned for the full length.",
@@ -264,12 +266,9 @@ def report(results: Mapping[str, Result]) -> str:
         "loss. Rates decay until the end of a run, so a run planned to end there should be lower"
         f"{_lower_than_curves(results)}.",
         "- **Open**: not finished, so an optimizer may still improve.",
-        "- **Calculated time at 1B**: not measured. The share times the time of a training step of 256,000 tokens at "
-        "LLaMA-1B over AdamW's, composed from measured parts (below). It assumes that the share at 60M, from "
-        f"steps of 16,384 tokens, holds at 1B, which is not known. Small steps cost more: one of {few:,} tokens "
-        f"took {longer:.2f} times as long with COSMOS as with AdamW (one timed step, "
-        "`results/h200-profile-llama-1b-forms.json`). In the runs of regime B it was "
-        f"{step_ratio(results, 'B'):.2f} times (medians, two runs on the GPU).",
+    ]  # fmt: skip
+    lines += ["## Notes", "", *(line for note in notes for line in tables.wrapped(note))]
+    lines += [
         "", "## Step and state at LLaMA-1B", "",
         "| | optimizer step in training, ms | over AdamW's training step | state GiB |", "|---|---|---|---|",
     ]  # fmt: skip
@@ -277,13 +276,18 @@ def report(results: Mapping[str, Result]) -> str:
         note, over = f" ({one.note})" if one.note else "", one.step_s / cost["adamw"].step_s - 1
         times = f"{1000 * one.optimizer_s:.0f} | {100 * over:+.1f} %"
         lines.append(f"| {NAMES[entry]}{note} | {times} | {one.state_gib:.2f} |")
-    lines += [
-        "",
-        "A training step is computed as AdamW's forward and backward time plus each optimizer's own time, because the",
-        "first varies by about 1 % between measurements (`results/h200-profile-llama-1b*.json`). Measured as a whole,",
-        "a step with the paper's settings took 0.6 and 1.3 % longer than AdamW's, and one with the defaults, on",
-        "another machine, 2.7 %.",
-    ]
+    composed = (
+        "A training step is computed as AdamW's forward and backward time plus each optimizer's own time, because the "
+        "first varies by about 1 % between measurements (`results/h200-profile-llama-1b*.json`). Measured as a whole, "
+        "a step with the paper's settings took 0.6 and 1.3 % longer than AdamW's, and one with the defaults, on "
+        "another machine, 2.7 %."
+    )
+    small = (
+        f"Small steps cost more: one of {few:,} tokens took {longer:.2f} times as long with COSMOS as with AdamW (one "
+        "timed step, `results/h200-profile-llama-1b-forms.json`). A step of LLaMA-60M with 16,384 tokens, in the runs "
+        f"of regime B, took {step_ratio(results, 'B'):.2f} times as long (medians, two runs on the GPU)."
+    )
+    lines += ["", *tables.wrapped(composed), "", *tables.wrapped(small)]
     lines += ["", "The step alone (`benchmarks.step`), median over the recorded runs of several commits:", ""]
     lines += ["| row | ms |", "|---|---|"]
     shown = ("cosmos", "cosmos-paper", "muon", "muon-torch", "adamw")
@@ -312,37 +316,49 @@ def picture(target: Path, **layout: Any) -> Iterator[Any]:
         plt.close(figure)
 
 
-def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
-    """Draw test loss against tokens of each optimizer with a finished search, and bars of step time and state.
+def look(entry: str) -> dict[str, Any]:
+    """Return how an optimizer is drawn: its colour, and a dash and a marker for readers who cannot tell colours."""
+    one = LOOKS[entry]
+    return {"color": one.light, "marker": one.marker, "linestyle": (0, one.dash) if one.dash else "-", "markersize": 5}
 
-    Lines are means over seeds, dots are the ends of shorter runs, and the dashed line is AdamW's last loss.
+
+def draw(results: Mapping[str, Result], regime: str, target: Path) -> None:
+    """Draw the last test perplexity of complete runs by their tokens, and bars of step time and state.
+
+    An optimizer is drawn if its search has finished. The points of full runs are means over seeds. Between points the
+    loss is linear in log tokens, so a line crosses AdamW's last perplexity at the share that the page has.
     """
     protocol, cost = Protocol(), costs()
     rows = best_rows(protocol, regime, results)
-    with picture(target, ncols=3, figsize=(10, 3.2), width_ratios=(2.2, 1, 1)) as (left, middle, right):
+    shares = token_shares(protocol, regime, rows, results)
+    with picture(target, ncols=3, figsize=(9, 3.1), width_ratios=(2.4, 1, 1)) as (left, middle, right):
         for entry in DRAWN:
-            _, unfinished, _ = protocol.best(regime, entry, losses(results))
-            if unfinished:
+            if protocol.best(regime, entry, losses(results))[1]:
                 continue
-            tokens, *_ = zip(*test_curve(rows[entry].run), strict=True)
-            losses_by_seed = [[loss for _, loss in test_curve(run)] for run in rows[entry].seeds]
-            loss = [statistics.fmean(values) for values in zip(*losses_by_seed, strict=True)]
-            ppl = statistics.fmean(run["test_ppl"] for run in rows[entry].seeds)
-            left.plot([t / 1e6 for t in tokens], loss, color=COLORS[entry], label=f"{NAMES[entry]}: {ppl:.1f}")
+            row = rows[entry]
+            points = [(r["tokens"] / 1e6, r["test_ppl"]) for r in shorter_runs(protocol, regime, entry, results)]
+            points.append((row.run["tokens"] / 1e6, math.exp(row.test_loss)))
+            label = f"{NAMES[entry]}: {points[-1][1]:.1f}"
+            if entry in shares:
+                label += f" ({100 * shares[entry].share:.0f} % of the tokens)"
+            left.plot(*zip(*points, strict=True), **look(entry), label=label)
             if entry == "adamw":
-                left.axhline(loss[-1], color=COLORS[entry], linestyle="--", linewidth=0.8)
-            for run in shorter_runs(protocol, regime, entry, results):
-                t, last = test_curve(run)[-1]
-                left.plot(t / 1e6, last, "o", markersize=4, color=COLORS[entry])
-        title = f"LLaMA-60M, {protocol.regimes[regime].steps:,} steps (last perplexity)"
-        left.set(xlim=(12, None), ylim=(3.3, 4.2), title=title, xlabel="million tokens", ylabel="test loss")
-        left.legend(frameon=False, loc="upper right")
+                left.axhline(points[-1][1], color=LOOKS[entry].light, linestyle=":", linewidth=1)
+                note = {"xy": points[-1], "xytext": (0, 6), "textcoords": "offset points", "ha": "right"}
+                left.annotate("AdamW's last value", **note)
+        steps = protocol.regimes[regime].steps
+        left.set(xscale="log", yscale="log", title=f"LLaMA-60M, {steps:,} steps, and shorter runs", ylim=(27, 43),
+                 xlabel="million tokens of a run", ylabel="test perplexity at its end")  # fmt: skip
+        for axis, ticks in ((left.xaxis, (25, 30, 35, 40, 45, 50)), (left.yaxis, (28, 30, 32, 34, 36, 38, 40, 42))):
+            axis.set_ticks(ticks, list(map(str, ticks)))
+        left.minorticks_off()
+        left.legend(frameon=False, loc="lower left")
         for axes, title, values in (
-            (middle, "optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in WITH_BARS}),
-            (right, "optimizer state, 1B, GiB", {e: cost[e].state_gib for e in WITH_BARS}),
+            (middle, "Optimizer step, 1B, ms", {e: 1000 * cost[e].optimizer_s for e in WITH_BARS}),
+            (right, "Optimizer state, 1B, GiB", {e: cost[e].state_gib for e in WITH_BARS}),
         ):
             bars = axes.barh([NAMES[e].split(",")[0] for e in values], list(values.values()),
-                             color=[COLORS[e] for e in values])  # fmt: skip
+                             color=[LOOKS[e].light for e in values])  # fmt: skip
             axes.bar_label(bars, fmt="%.0f" if axes is middle else "%.1f", padding=2, color=TEXT)
             axes.set(title=title, xticks=[], xlim=(0, 1.25 * max(values.values())))
             axes.invert_yaxis()
@@ -363,7 +379,7 @@ def draw_outer_rates(results: Mapping[str, Result], regime: str, target: Path) -
     steps = Protocol().regimes[regime].steps
     with picture(target, figsize=(6, 3.2)) as axes:
         for entry, points in lines.items():
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, color=COLORS[entry], label=NAMES[entry])
+            axes.plot(*zip(*points, strict=True), **look(entry), label=NAMES[entry])
         axes.set(xscale="log", title=f"LLaMA-60M, {steps:,} steps, one seed",
                  xlabel="learning rate of embedding, head and norms", ylabel="validation perplexity")  # fmt: skip
         axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])

@@ -5,13 +5,16 @@ Each function returns the lines of one table. A search that has not finished is 
 
 from __future__ import annotations
 
+import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.protocol import (
     BETA2,
     BETA2S,
+    RATES,
     Protocol,
     Result,
     Row,
@@ -22,6 +25,7 @@ from benchmarks.protocol import (
     run_of,
     shorter_runs,
 )
+from benchmarks.rate_fit import lowest
 
 NAMES = {
     "adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "soap-f1": "SOAP, frequency 1", "muon": "Muon",
@@ -40,6 +44,12 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a table, with an empty line after it."""
     cells = [head, ["---"] * len(head), *rows]
     return [*("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in cells), ""]
+
+
+def wrapped(text: str) -> list[str]:
+    """Return the lines of a paragraph or of one point of a list."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(text, 130, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def perplexity(result: Result, text: str = "test") -> str:
@@ -74,7 +84,8 @@ def seeds_table(protocol: Protocol, regime: str, rows: Mapping[str, Row], result
             mean += f" ({statistics.stdev(r['test_ppl'] for r in row.seeds):.2f})"
         seeds = ", ".join(perplexity(r) for r in row.seeds)
         state = search_state(protocol, regime, entry, results)
-        lines.append([NAMES[entry], setting(row.run), str(row.tuned), state, seeds, mean])
+        tuned = "none" if protocol.source(regime) else str(row.tuned)
+        lines.append([NAMES[entry], setting(row.run), tuned, state, seeds, mean])
     others = dict.fromkeys(r["entry"] for r in plain(results, protocol.model, regime) if r["entry"] not in rows)
     for entry in others:
         lines.append([NAMES[entry], "open", "", search_state(protocol, regime, entry, results), "", ""])
@@ -97,27 +108,30 @@ def search_state(protocol: Protocol, regime: str, entry: str, results: Mapping[s
     return before + state
 
 
-def differences(rows: Mapping[str, Row]) -> dict[str, list[str]]:
-    """Return the cells of each optimizer's difference to COSMOS: 95 % interval, corrected interval, without seed 0."""
+def differences(rows: Mapping[str, Row], number: int) -> dict[str, list[str]]:
+    """Return the cells of each optimizer's difference to COSMOS: 95 % interval, corrected interval, without seed 0.
+
+    The second interval is corrected for this number of comparisons.
+    """
     if "cosmos" not in rows:
         return {}
     gaps = {entry: gaps_between(row, rows["cosmos"]) for entry, row in rows.items() if entry != "cosmos"}
-    comparisons = number_of_comparisons(rows)
     found = {}
     for entry, values in gaps.items():
         if len(values) < 2:
             found[entry] = [f"{values[0]:+.3f}, one seed" if values else "open", "", ""]
             continue
         mean = f"{statistics.fmean(values):+.3f}"
-        wide, without = half_width(values, comparisons), statistics.fmean(values[1:])
+        wide, without = half_width(values, number), statistics.fmean(values[1:])
         found[entry] = [f"{mean} +- {half_width(values):.3f}", f"+- {wide:.3f}", f"{without:+.3f}"]
     return found
 
 
-def number_of_comparisons(rows: Mapping[str, Row]) -> int:
-    """Return how many optimizers have an interval of their difference to COSMOS, at least 1."""
-    ours = rows.get("cosmos")
-    return max(1, sum(len(gaps_between(row, ours)) > 1 for e, row in rows.items() if e != "cosmos")) if ours else 1
+def comparisons(rows: Mapping[str, Row]) -> int:
+    """Return how many optimizers have an interval of their difference to COSMOS."""
+    if not (ours := rows.get("cosmos")):
+        return 0
+    return sum(len(gaps_between(row, ours)) > 1 for entry, row in rows.items() if entry != "cosmos")
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -189,6 +203,27 @@ def _bold(runs: Sequence[Result | None]) -> list[str]:
     cells = ["" if r is None else perplexity(r, "val") for r in runs]
     return [f"**{cell}**" if r and best is not None and r["val_ppl"] == best else cell
             for cell, r in zip(cells, runs, strict=True)]  # fmt: skip
+
+
+def finer_steps(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> list[str]:
+    """Return what rates between those that ran could gain, by parabolas, for every optimizer with a finished search."""
+    loss = losses(results)
+    found = []
+    for entry in (entry for entry in NAMES if entry in protocol.entries):
+        point, unfinished, _ = protocol.best(regime, entry, loss)
+        if unfinished:
+            continue
+        gain = 0.0
+        for name in RATES:
+            runs = protocol.tried(regime, entry, name, {**point, "beta2": BETA2}, loss).values()
+            line = {getattr(run, name): loss[run.id] for run in runs}
+            if least := lowest(line):
+                gain += least.curvature * (math.log2(min(line, key=lambda rate: line[rate])) - least.at) ** 2
+        found.append(f"{NAMES[entry]} {100 * math.expm1(gain):.1f} %")
+    if not found:
+        return []
+    how = "By parabolas through the best three values of each rate, finer steps could lower the perplexity by"
+    return [*wrapped(f"{how}: {', '.join(found)}."), ""]
 
 
 # -- shorter runs and other settings ----------------------------------------------------------------------------------

@@ -28,10 +28,11 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
         adam_lr = 3.3e-2 * (13.1M / (steps * tokens_per_step)) ** 0.3
 
     The rule is fitted to eleven sweeps on English Wikipedia: LLaMA of width 256 to 768 (10M to 130M), 400 to 3,200
-    steps of 8,192 to 65,536 tokens, a linear schedule with 10 % warm-up, clipping at 1.0. In each it costs less than
-    1 % of perplexity compared with the best rates (docs/rates.md). Outside of this range it is a guess, and a warning
-    says so. There, no rate is higher than at the end of the range: a larger batch does not raise `lr` further, and a
-    smaller model or a shorter run raises neither. For fine-tuning, use `rates_from_adamw`.
+    steps of 8,192 to 65,536 tokens, a linear schedule with 10 % warm-up, clipping at 1.0. Compared with the best rates
+    it costs at most 0.8 % of perplexity in these, and at most 1.7 % in a sweep left out of the fit, by interpolation
+    between runs (docs/rates.md). Outside of this range it is a guess, and a warning says so. There, no rate is higher
+    than at the end of the range: a larger batch does not raise `lr` further, and a smaller model or a shorter run
+    raises neither. For fine-tuning, use `rates_from_adamw`.
 
     Args:
         model: the model, or its width. A model's width is the most common size of its hidden matrices.
@@ -73,15 +74,17 @@ def rates_from_adamw(lr: float) -> Rates:
     """Return starting rates for `Cosmos`, given the best rate of AdamW on the same task: lr / 2 and 2 lr.
 
     The rule is a start for a sweep of `lr` by factors of 2. It was measured in pre-training on English Wikipedia, one
-    seed, rates in steps of a factor of 2 (docs/results.md, docs/protocol.md). The best `lr` over AdamW's best rate:
+    seed, rates in steps of a factor of 2 (docs/results.md). The best `lr` over AdamW's best rate:
 
         0.5    LLaMA-60M, 800 steps (1e-3 over 2e-3; `CosmosPaper`)
         0.5    LLaMA-60M, 3,200 steps (5e-4 over 1e-3)
         0.8    GPT-2 of width 512, 480 steps (8e-4 over 1e-3)
         0.4    NanoGPT of width 512, 480 steps (7.2e-4 over 1.8e-3)
 
-    In these four, half of AdamW's rate is within a factor of 1.6 of the best. On a LLaMA of width 128 with 300 steps
-    the ratio was 1 or more: 1e-3 over 1e-3, AdamW's lowest that was tried. LLaMA-130M had too few rates to tell.
+    In these four, half of AdamW's rate is within a factor of 1.6 of the best. In the first of them, AdamW's best rate
+    is 1e-3 if it has a second, tuned rate for embedding, head and norms, so the ratio is then 1. On a LLaMA of width
+    128 with 300 steps it was 1 or more: 1e-3 over 1e-3, AdamW's lowest that was tried. LLaMA-130M had too few rates
+    to tell.
 
     At LLaMA-60M with 800 steps and `lr` 1e-3, an `adam_lr` of 2, 4, 8 and 16 times AdamW's rate ends at a perplexity of
     31.8, 31.3, 31.0 and 31.2. With 3,200 steps and 5e-4, 2, 4, 8, 16 and 32 times its rate end at 30.6, 29.8, 29.2,

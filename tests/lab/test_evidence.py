@@ -80,7 +80,7 @@ def test_every_kept_run_of_the_comparison_has_a_curve_that_is_fine_enough() -> N
         assert evidence.test_curve(run)[-1][0] == run["tokens"]
 
 
-def test_time_counts_the_step_and_shares_by_curves_are_called_bounds() -> None:
+def test_shares_by_curves_are_called_bounds_and_costs_are_those_of_the_profiles() -> None:
     results = evidence.read_results([KEPT])
     page = evidence.report({name: r for name, r in results.items() if r["entry"] != "muon" or r["share"] == 1})
     assert re.search(r"\| COSMOS \|.*\| 0\.\d\d \+- 0\.\d\d \|", page)
@@ -118,6 +118,18 @@ def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path: Pa
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
+@pytest.mark.parametrize(("regime", "row"), [("B", 0), ("A", 1)])
+def test_the_readme_has_the_perplexities_and_shares_of_the_kept_results(regime: str, row: int) -> None:
+    results = evidence.read_results([KEPT])
+    rows = best_rows(Protocol(), regime, results)
+    shares = token_shares(Protocol(), regime, rows, results)
+    readme = (ROOT / "README.md").read_text().replace("**", "")
+    _, *cells = (line.strip("| ").split(" | ") for line in readme.partition("| LLaMA-60M")[2].splitlines()[1:6])
+    order = ("cosmos", "muon", "normuon", "adamw")
+    assert cells[row][1:] == [f"{math.exp(rows[entry].test_loss):.1f}" for entry in order]
+    assert cells[row + 2][1:] == [*(str(shares[entry]) for entry in order[:-1]), "1"]
+
+
 def complete(protocol: Protocol, regime: str, entries: tuple[str, ...]) -> dict[str, Result]:
     """Return made-up results of every run that the protocol asks for in a regime: search, five seeds, shorter runs."""
     sample = next(iter(evidence.read_results([KEPT]).values()))
@@ -152,6 +164,22 @@ def test_a_complete_regime_with_five_seeds_has_no_open_cell_and_corrected_interv
         assert start == "Shorter runs" or all(line.count("**") == 2 for line in lines)
 
 
+def test_intervals_are_corrected_for_the_comparisons_of_all_regimes() -> None:
+    results = complete(Protocol(), "A", ("cosmos", "muon")) | complete(Protocol(), "B", ("cosmos", "muon", "adamw"))
+    page = "\n".join(evidence.regime_part(Protocol(), "A", results))
+    gaps = [0.05 + 0.001 * seed for seed in range(5)]
+    assert "corrected for 3 comparisons" in page and f"| +- {half_width(gaps, 3):.3f} |" in page
+
+
+def test_what_finer_steps_could_gain_is_the_lowest_point_of_a_parabola() -> None:
+    results = complete(Protocol(), "A", ("cosmos",))
+    assert "COSMOS 0.0 %" in "\n".join(evidence.tables.finer_steps(Protocol(), "A", results))  # symmetric: no gain
+    for r in results.values():
+        r["val_loss"] -= 0.019 * (r["lr"] == 4e-3)  # 0.02, 0 and 0.001 at 1e-3, 2e-3 and 4e-3
+    gain = 100 * math.expm1((0.02 - 0.001) ** 2 / (8 * (0.02 + 0.001)))
+    assert f"COSMOS {gain:.1f} %" in "\n".join(evidence.tables.finer_steps(Protocol(), "A", results))
+
+
 def test_another_size_takes_settings_and_says_which_search_they_come_from() -> None:
     tuned = complete(Protocol(), "A", ("cosmos", "muon", "normuon", "adamw"))
     larger = {}
@@ -164,7 +192,8 @@ def test_another_size_takes_settings_and_says_which_search_they_come_from() -> N
             "id": run.id,
         }
     page = "\n".join(evidence.regime_part(protocol, "A", tuned | larger))
-    assert page.count("of llama-60m, regime A: done") == 4
+    assert page.count("of llama-60m, regime A: done") == page.count("| none |") == 4
+    assert "No optimizer was tuned here" in page
     assert "| Muon | +0.050, one seed |" in page
 
 
@@ -186,8 +215,8 @@ def test_a_diverged_run_is_shown_in_the_search() -> None:
     assert "diverged" in "\n".join(evidence.regime_part(Protocol(), "A", results))
 
 
-def test_an_optimizer_has_the_colour_of_reports() -> None:
-    assert evidence.COLORS["cosmos"] == KNOWN["cosmos"].light and evidence.COLORS["adamw"] == KNOWN["adam"].light
+def test_an_optimizer_looks_as_in_reports() -> None:
+    assert evidence.LOOKS["cosmos"] == KNOWN["cosmos"] and evidence.LOOKS["adamw"] == KNOWN["adam"]
 
 
 def test_the_results_are_not_changed_by_reading_them() -> None:

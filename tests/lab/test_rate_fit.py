@@ -305,6 +305,21 @@ def test_the_rule_of_the_package_costs_less_than_one_percent_in_every_measured_c
     assert all(rule.percent["length"][i] < 1 for i, cell in enumerate(kept) if cell.steps == 3200)
 
 
+def test_the_table_of_rates_has_the_numbers_of_the_fit() -> None:
+    found = rate_fit.cells(read_results(sorted(BUNDLE.parent.glob("protocol-*.json"))).values())
+    full = [(cell, *optima) for cell in found if all(optima := rate_fit.optima(cell.points))]
+    kept, *best = zip(*full, strict=True)
+    costs = rate_fit.package_costs(kept, [rate_fit.Fit(kept, one) for one in best])
+    page = (BUNDLE.parents[1] / "docs" / "rates.md").read_text()
+    lines = {tuple(line.strip("| ").split(" | ")) for line in page.splitlines() if line.startswith("| LLaMA-")}
+    for cell, lr, adam_lr, cost in zip(kept, *best, costs, strict=True):
+        rates = (2.0**lr.at, 2.0**adam_lr.at, *rate_fit.rates(cell.width, cell.steps, cell.batch))
+        model = cell.model.replace("llama", "LLaMA").replace("m", "M")
+        cells = (model, str(cell.width), f"{cell.steps:,} x {cell.batch:,}")
+        shown = [f"{rate:.1e}".replace("e-0", "e-") for rate in rates]
+        assert (*cells, *shown, f"{cost:.2f}") in lines
+
+
 def test_only_plain_runs_of_cosmos_with_one_seed_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = rate_fit.cells(early_results().values())
     assert {cell.name: len(cell.points) for cell in found} == {

@@ -20,16 +20,16 @@ _format_warning = warnings.formatwarning
 
 USAGE = """usage: cosmos-lab COMMAND ...
 
-  train RECIPE          one training run                        cosmos-lab train tiny --lr 2e-3
-  compare RECIPE        a grid over optimizers, rates, seeds    cosmos-lab compare tiny --optimizers adam,cosmos
-  profile MODEL         memory, time, largest batch, MFU        cosmos-lab profile llama-1b
-  report RUNS -o DIR    an HTML page about finished runs        cosmos-lab report runs -o report
-  data prepare SOURCE   token shards from text                  cosmos-lab data prepare c4 --out data
-  evaluate RUN...       validation loss by position             cosmos-lab evaluate runs/my-run
-  export RUN -o DIR     a checkpoint for transformers           cosmos-lab export runs/my-run -o my-model
-  demo                  four optimizers in a few minutes, no GPU and no data needed
-  recipes               the list of recipes, and where to begin
-  --version             the version
+  demo                  compare four optimizers in a few minutes, without a GPU or data
+  recipes               list the recipes, and say where to begin
+  data prepare SOURCE   turn your text into tokens              cosmos-lab data prepare notes/
+  train RECIPE          train one model                         cosmos-lab train tiny --lr 2e-3
+  compare RECIPE        train a grid of optimizers and rates    cosmos-lab compare tiny --optimizers adam,cosmos
+  report RUNS -o DIR    write an HTML page about runs           cosmos-lab report runs -o report
+  evaluate RUN...       compute the loss by position            cosmos-lab evaluate runs/my-run
+  export RUN -o DIR     write a checkpoint for transformers     cosmos-lab export runs/my-run -o my-model
+  profile MODEL         measure time, memory, largest batch     cosmos-lab profile llama-1b
+  --version             print the version
 
 Each command explains its flags with --help. Every recipe takes --scale S to shrink model, batch and tokens together."""
 

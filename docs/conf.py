@@ -39,7 +39,9 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = f"cosmos-optim {release}"
 html_show_sphinx = False
-html_static_path: list[str] = []
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 linkcheck_timeout = 10
 linkcheck_retries = 1
 

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--length", type=int, default=64, help="bytes in a sequence")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--lr", type=float, default=1e-3, help="rate of the hidden matrices, a fourth of the others'")
+    parser.add_argument("--lr", type=float, default=1e-3, help="rate of the hidden matrices")
     parser.add_argument("--checkpoint", type=Path, help="file to write at the end, and to continue from if it exists")
     parser.add_argument("--stop", type=int, help="leave after this step, but keep the schedule of --steps")
     args = parser.parse_args(argv)
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     data = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
     model = GPT(args.width, args.depth, args.length)
     overrides = {"*.qkv.weight": {"split_sizes": args.width}}  # update q, k and v as the three matrices that they are
-    opt = Cosmos(param_groups(model, overrides=overrides), lr=args.lr, adam_lr=4 * args.lr, weight_decay=0.1)
+    opt = Cosmos(param_groups(model, overrides=overrides), lr=args.lr, adam_lr=16 * args.lr, weight_decay=0.1)
     print(plan(opt))
     peaks, begin = [group["lr"] for group in opt.param_groups], 0
     if args.checkpoint and args.checkpoint.exists():

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=1e-3, help="rate of the hidden matrices, a fourth of the others'")
+    parser.add_argument("--lr", type=float, default=1e-3, help="rate of the hidden matrices")
     parser.add_argument("--output", help="folder for checkpoints; by default none are kept")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the folder")
     args = parser.parse_args(argv)
@@ -58,12 +58,14 @@ def main(argv: list[str] | None = None) -> list[float]:
             save_strategy="steps" if args.output else "no",
             report_to=[],
         )
-        print(plan(model, lr=settings.learning_rate, weight_decay=settings.weight_decay))
+        adam_lr = 16 * args.lr  # of embedding, head and norms: high, because this trains from scratch
+        print(plan(model, lr=settings.learning_rate, adam_lr=adam_lr, weight_decay=settings.weight_decay))
         trainer = Trainer(
             model,
             settings,
             train_dataset=rows(),  # type: ignore[arg-type]
-            optimizer_cls_and_kwargs=(CosmosFactory, {"args": settings}),  # more entries are arguments of Cosmos
+            # More entries of the dict are more arguments of Cosmos.
+            optimizer_cls_and_kwargs=(CosmosFactory, {"args": settings, "adam_lr": adam_lr}),
         )
         trainer.train(resume_from_checkpoint=args.resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -55,7 +55,7 @@ class OptimizerOptions:
     """Peak rate of embeddings, head and norms (None: the optimizer's default); AdamW and Adam-mini only use `lr`."""
     beta1: float = 0.9  # Decay of the first moment.
     beta2: float = 0.98  # Decay of the second moment.
-    eps: float = 1e-8  # Floor of the denominators.
+    eps: float = 1e-8  # Added to the denominators.
     weight_decay: float = 0.0  # Decoupled weight decay.
     rank: int | None = field(default=None, metadata=FIXED)
     """Subspace rank of COSMOS and GaLore (None: the optimizer's default)."""
@@ -77,7 +77,7 @@ class TrainingOptions:
     """Sequences in one forward pass on a device (None: chosen to hold about 32k tokens)."""
     clip: float | None = None  # Clip the gradient's global norm at this value.
     seed: int = field(default=0, metadata=FIXED)  # Seed of the weights and of the data order.
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # Autocast; it leaves the weights (auto: bf16 on a GPU).
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # Type of autocast, not of weights (auto: bf16 on a GPU).
     weights: Literal["fp32", "bf16"] = field(default="fp32", metadata=FIXED)
     """Type of weights and gradients; `weight_correction` is for bf16."""
     compile: Literal["auto", "on", "blocks", "off"] = field(default="auto", metadata=NOT_IDENTITY)
@@ -104,7 +104,7 @@ class LoggingOptions:
     """What is written, where and how often (steps; 0 is never)."""
 
     out: str = field(default="runs", metadata=NOT_IDENTITY)  # Folder that holds the run folders.
-    name: str | None = field(default=None, metadata=NOT_IDENTITY)  # Run folder (None: recipe, optimizer, rate, seed).
+    name: str | None = field(default=None, metadata=NOT_IDENTITY)  # Name of the run folder (None: from the settings).
     recipe: str = "custom"  # The recipe this run came from.
     log_every: int = field(default=10, metadata=NOT_IDENTITY)  # Steps between lines of the training log.
     val_every: int = field(default=100, metadata=COMPARABLE)  # Steps between validations; the end always has one.
@@ -116,7 +116,7 @@ class LoggingOptions:
     tensorboard: bool = field(default=False, metadata=NOT_IDENTITY)  # Also write TensorBoard logs.
     wandb: str | None = field(default=None, metadata=NOT_IDENTITY)  # Also log to this Weights & Biases project.
     resume: Literal["auto", "previous", "never"] = field(default="auto", metadata=NOT_IDENTITY)
-    """Continue from the newest checkpoint, from the newest one that is not damaged, or refuse a folder in use."""
+    """auto: continue from the newest checkpoint; previous: from the newest undamaged one; never: only a new folder."""
 
 
 @dataclass(frozen=True)

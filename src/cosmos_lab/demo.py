@@ -32,7 +32,7 @@ class DemoConfig:
 
     out: str = "runs/demo"  # Folder of the runs and the report.
     steps: int = 300  # Optimizer steps of each run.
-    data: str = "embedded"  # The text: that of this machine's Python, or token shards as for ``cosmos-lab train``.
+    data: str = "embedded"  # The text: that of this machine's Python, or token shards as for `cosmos-lab train`.
     seed: int = 0  # Seed of weights and data order.
     fresh: bool = True  # Train again instead of showing the runs of an earlier demo.
 

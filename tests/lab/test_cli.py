@@ -290,6 +290,15 @@ def test_without_tyro_one_line_names_the_extra_to_install(
     assert capsys.readouterr().err == f"cosmos-lab: {message}\n"
 
 
+def test_without_the_extra_one_line_says_how_to_install_it() -> None:
+    """In another process, because this one has imported numpy: `pip install .` alone does not bring it."""
+    code = "import sys; sys.modules['numpy'] = None; from cosmos_lab.cli.main import main; sys.exit(main(['demo']))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("cosmos-lab: ") and done.stderr.count("\n") == 1
+    assert "pip install '.[lab]'" in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["--version"], ["recipes"]])
 def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
     code = f"import sys; from cosmos_lab.cli.main import main; main({arguments}); sys.exit('torch' in sys.modules)"

@@ -34,14 +34,14 @@ class CompareOptions:
     only: str | None = None  # Only these runs: rank-32,nesterov for either, rank-32+gamma-0.5 for both at once.
     extra: str | None = None
     """More fields by optimizer: soap:frequency=10;cosmos:rank=64,nesterov=False. One named twice runs both ways."""
-    parallel: int = 1  # Runs at the same time; on GPUs, each run has its own.
+    parallel: int = 1  # How many runs train at the same time; on GPUs, each has its own.
     minutes: float = 0.0  # Start no run that would end later than this; the same command continues (0: no limit).
     report: bool = True  # Write the report at the end.
 
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """A grid of runs."""
+    """Train a grid of runs."""
 
     compare: CompareOptions = field(default_factory=CompareOptions)
     run: RunConfig = field(default_factory=RunConfig)
@@ -49,7 +49,7 @@ class CompareCommand:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """One page about run folders."""
+    """Write one HTML page about the runs in these folders."""
 
     out: str = "report"  # Folder of the page and its figures.
     title: str = "Pre-training report"  # Heading of the page.
@@ -57,18 +57,18 @@ class ReportCommand:
 
 @dataclass(frozen=True)
 class PrepareCommand:
-    """Token shards from text."""
+    """Turn text into shards of tokens, which `cosmos-lab train --data` reads."""
 
     settings: Settings = field(default_factory=Settings)
     out: str = "data"  # Folder of the shards.
     tokenizer: str | None = None
     """t5, gpt2, a tokenizer.json, a name on the hub, or train:4096 to train one on the text (None: gpt2; t5 for C4)."""
-    prefix: str | None = None  # Start of the shards' names (None: SOURCE_TOKENIZER).
+    prefix: str | None = None  # First part of the shards' names (None: SOURCE_TOKENIZER).
 
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """A checkpoint for transformers."""
+    """Write a checkpoint for transformers, with the tokenizer of the data."""
 
     out: str = "exported"  # Folder for transformers' from_pretrained.
     tokenizer: str | None = None  # A tokenizer.json to put beside the weights (None: that of the data trained on).
@@ -77,7 +77,7 @@ class ExportCommand:
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Validation loss of trained runs by position in the context."""
+    """Compute the validation loss of trained runs, by position in the context."""
 
     data: str | None = None  # Validate on these shards instead of the run's own.
     tokens: int | None = None  # Validation tokens (None: as many as in training).

@@ -144,7 +144,7 @@ def profile_command(arguments: list[str]) -> None:
     name, rest = _take(arguments, "the model", usage)
     default = PROFILES[name]() if name in PROFILES else dataclasses.replace(ProfileConfig(), model=name)
     default.check()
-    about = "Memory, time, largest batch, MFU."
+    about = "Measure memory and time of a training step, the largest batch, and MFU."
     profile(flags.parse(default, _spaced(rest), prog=f"cosmos-lab profile {name}", description=about))
 
 
@@ -246,7 +246,8 @@ def demo_command(arguments: list[str]) -> None:
     """Run the demo: cosmos-lab demo [flags]."""
     from cosmos_lab.demo import DemoConfig, demo
 
-    demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description="Four optimizers in a few minutes."))
+    about = "Train a tiny LLaMA with AdamW, Muon, SOAP and COSMOS on this machine's CPU, and compare them."
+    demo(flags.parse(DemoConfig(), arguments, prog="cosmos-lab demo", description=about))
 
 
 _ALL = (

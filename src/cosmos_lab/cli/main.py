@@ -20,16 +20,16 @@ _format_warning = warnings.formatwarning
 
 USAGE = """usage: cosmos-lab COMMAND ...
 
-  train RECIPE          one training run                        cosmos-lab train tiny --lr 2e-3
-  compare RECIPE        a grid over optimizers, rates, seeds    cosmos-lab compare tiny --optimizers adam,cosmos
-  profile MODEL         memory, time, largest batch, MFU        cosmos-lab profile llama-1b
-  report RUNS -o DIR    an HTML page about finished runs        cosmos-lab report runs -o report
-  data prepare SOURCE   token shards from text                  cosmos-lab data prepare c4 --out data
-  evaluate RUN...       validation loss by position             cosmos-lab evaluate runs/my-run
-  export RUN -o DIR     a checkpoint for transformers           cosmos-lab export runs/my-run -o my-model
-  demo                  four optimizers in a few minutes, no GPU and no data needed
-  recipes               the list of recipes, and where to begin
-  --version             the version
+  demo                  compare four optimizers in a few minutes, without a GPU or data
+  recipes               list the recipes, and say where to begin
+  data prepare SOURCE   turn your text into tokens              cosmos-lab data prepare notes/
+  train RECIPE          train one model                         cosmos-lab train tiny --lr 2e-3
+  compare RECIPE        train a grid of optimizers and rates    cosmos-lab compare tiny --optimizers adam,cosmos
+  report RUNS -o DIR    write an HTML page about runs           cosmos-lab report runs -o report
+  evaluate RUN...       compute the loss by position            cosmos-lab evaluate runs/my-run
+  export RUN -o DIR     write a checkpoint for transformers     cosmos-lab export runs/my-run -o my-model
+  profile MODEL         measure time, memory, largest batch     cosmos-lab profile llama-1b
+  --version             print the version
 
 Each command explains its flags with --help. Every recipe takes --scale S to shrink model, batch and tokens together."""
 
@@ -69,14 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cosmos-lab {__version__}")
         return 0
     command, rest = given[0], given[1:]
-    work = _find(command)
-    if work is None:
-        return _fail(_unknown(command))
     before = sys.stdout
     warnings.formatwarning = _one_line
     sys.stdout = cast(TextIO, PipeSafeStream(before))
     try:
-        return _exit_code(command, lambda: work(rest))
+        return _exit_code(command, lambda: _find(command)(rest))
     finally:
         sys.stdout, warnings.formatwarning = before, _format_warning
 
@@ -103,24 +100,19 @@ def _exit_code(command: str, work: Callable[[], None]) -> int:
     return 0
 
 
-def _find(command: str) -> Callable[[list[str]], None] | None:
-    """Return the function of a command, or None; all but `recipes` import torch, which takes seconds."""
+def _find(command: str) -> Callable[[list[str]], None]:
+    """Return the function of a command; all but `recipes` import torch, which takes seconds."""
     if command == "recipes":
         from cosmos_lab.cli.recipe_list import recipes_command
 
         return recipes_command
     from cosmos_lab.cli.commands import COMMANDS
 
-    return COMMANDS.get(command)
-
-
-def _unknown(command: str) -> str:
-    """Say that there is no such command, and which ones have a similar name."""
-    from cosmos_lab.cli.commands import COMMANDS
-
-    close = difflib.get_close_matches(command, COMMANDS, n=2)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ";"
-    return f"there is no command {command!r}{hint} `cosmos-lab --help` lists the commands"
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ";"
+        raise ValueError(f"there is no command {command!r}{hint} `cosmos-lab --help` lists the commands")
+    return COMMANDS[command]
 
 
 def _told_by_another(error: Exception) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from cosmos_optim import saved_groups
 from cosmos_optim.engine.layout import CORRECTION, Layout
+from cosmos_optim.hyperparameters import check_options
 from cosmos_optim.rules import RULES, adam
 from cosmos_optim.rules.rule import M_SCALE, Settings, Slot, load_momentum
 from cosmos_optim.saved_groups import DTYPES, Match, differing
@@ -42,6 +44,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
 
     matches = saved_groups.match_with(optimizer, groups)
+    _check_settings(matches)
     _convert_dtypes(optimizer, matches, saved_state)
     _warn_of_dtypes(matches)
     _keep_our_corrections(matches, saved_state)
@@ -74,6 +77,15 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
 def _require(name: str, value: object, wanted: type) -> None:
     if not isinstance(value, wanted):
         raise TypeError(f"{name} must be a {wanted.__name__}, got a {type(value).__name__}")
+
+
+def _check_settings(matches: list[Match]) -> None:
+    """Raise ValueError for a saved setting that no optimizer would take: a step would fail on it halfway."""
+    for i, match in enumerate(matches):
+        try:
+            check_options(match.saved)
+        except ValueError as error:
+            raise ValueError(f"group {i} of the checkpoint: {error}") from None
 
 
 def _convert_dtypes(optimizer: MatrixOptimizer, matches: list[Match], saved_state: dict[Any, Any]) -> None:
@@ -187,6 +199,7 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
     layout = optimizer._layouts[p]
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
+    _require(f"the state of parameter {layout.name!r}", saved, dict)
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
     saved = dict(adam.without_codes(saved, slots))
     _check_state(layout, layout.slots(group), saved)
@@ -217,7 +230,12 @@ def _check_state(layout: Layout, slots: Mapping[str, Slot], saved: Mapping[str, 
             f"{sorted(shapes)}: load it into the optimizer class and options that wrote it"
         )
     for name, shape in shapes.items():
-        if name in saved and (found := tuple(_as_tensor(saved[name]).shape)) != shape:
+        if name not in saved:
+            continue
+        if not isinstance(saved[name], (Tensor, Real)):
+            kind = type(saved[name]).__name__
+            raise ValueError(f"parameter {layout.name!r}: state {name!r} in the checkpoint is a {kind}, not a tensor")
+        if (found := tuple(_as_tensor(saved[name]).shape)) != shape:
             raise ValueError(
                 f"parameter {layout.name!r}: state {name!r} has shape {found} in the checkpoint and {shape} here: load "
                 "it into the same model and options that wrote it"

@@ -50,6 +50,7 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     _keep_our_corrections(matches, saved_state)
     new_state = _new_state(optimizer, matches, saved_state)
     _warn_of_groups(optimizer, matches, len(groups))
+    _warn_of_missing_state(optimizer, new_state)
     _apply(optimizer, matches, new_state)
 
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -262,6 +263,19 @@ def _warn_of_groups(optimizer: MatrixOptimizer, matches: list[Match], saved_coun
         warnings.warn(
             "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
             "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
+            stacklevel=4,
+        )
+
+
+def _warn_of_missing_state(optimizer: MatrixOptimizer, new_state: Mapping[Any, Any]) -> None:
+    """Warn of trained parameters without saved state. None at all is that of a run before its first step."""
+    layouts = optimizer._layouts
+    missing = [x.name for p, x in layouts.items() if p.requires_grad and not p.is_meta and p not in new_state]
+    if missing and len(missing) < sum(p.requires_grad for p in layouts):
+        others = f" and of {len(missing) - 1} others" if len(missing) > 1 else ""
+        warnings.warn(
+            f"the checkpoint has no state of parameter {missing[0]!r}{others}, and it begins at zero: check that the "
+            "checkpoint is complete",
             stacklevel=4,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -302,6 +303,23 @@ def test_state_that_is_not_a_tensor_is_refused_with_the_name_of_the_parameter(
         opt.load_state_dict(saved)
     with pytest.raises(TypeError, match="the state of parameter 'w' must be a dict, got a list"):
         opt.load_state_dict(saved | {"state": {0: []}})
+
+
+def test_a_checkpoint_without_the_state_of_a_parameter_loads_with_a_warning_that_names_it() -> None:
+    """A shard that was lost is not silent. No state at all is that of a run before its first step."""
+    model = decoder()
+    opt, again = (Cosmos(model, **SMALL_RANK) for _ in range(2))
+    train(model, opt, range(2))
+    saved = opt.state_dict()
+    kept = {key: state for key, state in saved["state"].items() if key != 1}
+    name = [name for group in saved["param_groups"] for name in group["param_names"]][1]
+    with pytest.warns(UserWarning, match=f"has no state of parameter {name!r}, and it begins at zero"):
+        again.load_state_dict(saved | {"state": kept})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state_dict(saved | {"state": {}})
+        model.get_parameter(name).requires_grad_(False)  # torch.distributed.checkpoint leaves out frozen parameters
+        again.load_state_dict(saved | {"state": kept})
 
 
 def test_hyper_parameters_travel_with_the_checkpoint() -> None:

@@ -8,9 +8,11 @@ Hyper-parameters are in `param_groups`, state is in `state`, and a checkpoint ne
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import torch
@@ -393,12 +395,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 e.layout.local(e.state[name]).zero_()
 
     def _check_presence(self) -> None:
-        """Raise a ValueError if a setting was deleted from a group."""
+        """Raise a ValueError if a setting was deleted from a group, or its rate is not a finite number."""
         for i, group in enumerate(self.param_groups):
             kept = hyperparameters.KEPT.get(group.get("rule", ""), frozenset(("rule",)))
             if not group.keys() >= kept:
                 lost = sorted(kept - group.keys())
                 raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
+            lr = group["lr"]  # a tensor is not read: that would wait for a GPU
+            if not isinstance(lr, Tensor) and not (isinstance(lr, Real) and math.isfinite(lr)):
+                raise ValueError(
+                    f"lr of group {i} is {lr!r}, which a scheduler or a loop has written: it must be a finite number. "
+                    "Nothing was changed by this step"
+                )
 
     def _check_rates(self) -> None:
         """Raise a ValueError or warn if all groups run at one rate, but were built with two."""

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from cosmos_optim import OPTIMIZERS, Cosmos, plan, rates, rates_from_adamw
-from tests.optim.helpers import decoder, small_rank, train
+from tests.optim.helpers import decoder, same, small_rank, snapshot, train
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -182,6 +182,22 @@ def test_the_ratios_that_rates_from_adamw_names_are_those_of_the_results() -> No
     ]  # fmt: skip
     ratios = [f"{best_rate(ours) / best_rate(theirs):g}" for ours, theirs in pairs]
     assert ratios == re.findall(r"^ +(0\.\d)  ", rates_from_adamw.__doc__ or "", re.MULTILINE)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), "5e-4", None])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rate_that_is_not_a_finite_number_is_refused_before_anything_changes(index: int, rate: Any) -> None:
+    """A scheduler that divides by zero would turn all weights into NaN; YAML reads 5e-4 as text."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(1))
+    before, good = snapshot(model, opt), opt.param_groups[index]["lr"]
+    opt.param_groups[index]["lr"] = rate
+    with pytest.raises(ValueError, match=f"lr of group {index} is {rate!r}, .* must be a finite number"):
+        train(model, opt, range(1, 2))
+    assert same(before, snapshot(model, opt))
+    opt.param_groups[index]["lr"] = np.float32(good)  # a number of any type
+    train(model, opt, range(1, 2))
 
 
 # With eps=0, AdamW runs by our formula instead of torch's kernel.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from cosmos_optim import saved_groups
 from cosmos_optim.engine.layout import CORRECTION, Layout
 from cosmos_optim.engine.parameter_state import converted
+from cosmos_optim.hyperparameters import check_options
 from cosmos_optim.rules import RULES, adam
 from cosmos_optim.rules.rule import M_SCALE, Settings, Slot, load_momentum
 from cosmos_optim.saved_groups import DTYPES, Match, differing
@@ -42,11 +44,13 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer._match_layouts()
 
     matches = saved_groups.match_with(optimizer, groups)
+    _check_settings(matches)
     _convert_dtypes(optimizer, matches, saved_state)
     _warn_of_dtypes(matches)
     _keep_our_corrections(matches, saved_state)
     new_state = _new_state(optimizer, matches, saved_state)
     _warn_of_groups(optimizer, matches, len(groups))
+    _warn_of_missing_state(optimizer, new_state)
     _apply(optimizer, matches, new_state)
 
     for post in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -74,6 +78,15 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
 def _require(name: str, value: object, wanted: type) -> None:
     if not isinstance(value, wanted):
         raise TypeError(f"{name} must be a {wanted.__name__}, got a {type(value).__name__}")
+
+
+def _check_settings(matches: list[Match]) -> None:
+    """Raise ValueError for a saved setting that no optimizer would take: a step would fail on it halfway."""
+    for i, match in enumerate(matches):
+        try:
+            check_options(match.saved)
+        except ValueError as error:
+            raise ValueError(f"group {i} of the checkpoint: {error}") from None
 
 
 def _convert_dtypes(optimizer: MatrixOptimizer, matches: list[Match], saved_state: dict[Any, Any]) -> None:
@@ -187,6 +200,7 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
     layout = optimizer._layouts[p]
     if p.is_meta:
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
+    _require(f"the state of parameter {layout.name!r}", saved, dict)
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
     saved = dict(adam.without_codes(saved, slots))
     _check_state(layout, layout.slots(group), saved)
@@ -217,7 +231,12 @@ def _check_state(layout: Layout, slots: Mapping[str, Slot], saved: Mapping[str, 
             f"{sorted(shapes)}: load it into the optimizer class and options that wrote it"
         )
     for name, shape in shapes.items():
-        if name in saved and (found := tuple(_as_tensor(saved[name]).shape)) != shape:
+        if name not in saved:
+            continue
+        if not isinstance(saved[name], (Tensor, Real)):
+            kind = type(saved[name]).__name__
+            raise ValueError(f"parameter {layout.name!r}: state {name!r} in the checkpoint is a {kind}, not a tensor")
+        if (found := tuple(_as_tensor(saved[name]).shape)) != shape:
             raise ValueError(
                 f"parameter {layout.name!r}: state {name!r} has shape {found} in the checkpoint and {shape} here: load "
                 "it into the same model and options that wrote it"
@@ -244,6 +263,19 @@ def _warn_of_groups(optimizer: MatrixOptimizer, matches: list[Match], saved_coun
         warnings.warn(
             "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
             "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
+            stacklevel=4,
+        )
+
+
+def _warn_of_missing_state(optimizer: MatrixOptimizer, new_state: Mapping[Any, Any]) -> None:
+    """Warn of trained parameters without saved state. None at all is that of a run before its first step."""
+    layouts = optimizer._layouts
+    missing = [x.name for p, x in layouts.items() if p.requires_grad and not p.is_meta and p not in new_state]
+    if missing and len(missing) < sum(p.requires_grad for p in layouts):
+        others = f" and of {len(missing) - 1} others" if len(missing) > 1 else ""
+        warnings.warn(
+            f"the checkpoint has no state of parameter {missing[0]!r}{others}, and it begins at zero: check that the "
+            "checkpoint is complete",
             stacklevel=4,
         )
 

@@ -7,8 +7,10 @@ explain that to their author.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -55,7 +57,7 @@ class GroupChecks:
     def before_step(self, groups: Groups) -> None:
         """Raise ValueError for settings that were changed or deleted, and raise or warn if all groups share a rate."""
         self.check_structure(groups)
-        _check_presence(groups)
+        _check_settings(groups)
         shared = _shared_rates(groups)
         if shared:
             self._check_one_rate(groups, shared)
@@ -136,13 +138,19 @@ def _structure_of(groups: Groups) -> dict[Tensor, Settings]:
     return {g["params"][0]: {key: g[key] for key in keys if key in g} for g in groups if g["params"]}
 
 
-def _check_presence(groups: Groups) -> None:
-    """Raise a ValueError if a setting was deleted from a group."""
+def _check_settings(groups: Groups) -> None:
+    """Raise a ValueError if a setting was deleted from a group, or its rate is not a finite number."""
     for i, group in enumerate(groups):
         kept = hyperparameters.KEPT.get(group.get("rule", ""), frozenset(("rule",)))
         if not group.keys() >= kept:
             lost = sorted(kept - group.keys())
             raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
+        lr = group["lr"]  # a tensor is not read: that would wait for a GPU
+        if not isinstance(lr, Tensor) and not (isinstance(lr, Real) and math.isfinite(lr)):
+            raise ValueError(
+                f"lr of group {i} is {lr!r}, which a scheduler or a loop has written: it must be a finite number. "
+                "Nothing was changed by this step"
+            )
 
 
 def _shared_rates(groups: Groups) -> dict[str, float]:

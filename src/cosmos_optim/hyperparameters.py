@@ -103,7 +103,7 @@ def _is_sizes(value: Any) -> bool:
     return all(isinstance(size, Integral) and not is_bool(size) for size in sizes)
 
 
-_NOT_NEGATIVE = _number(0, math.inf, "it must be 0 or positive")
+_NOT_NEGATIVE = _number(0, math.inf, "it must be finite, and 0 or positive")
 _FRACTION = _number(0, 1, "it must be in [0, 1)")
 # A hyper-parameter means the same in every rule, so one check is enough.
 CHECKS: dict[str, Check] = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
+from numbers import Integral
 from typing import NamedTuple
 
 from torch import nn
 
+from cosmos_optim.hyperparameters import is_bool, require, require_number
 from cosmos_optim.routing.param_groups import routes
 
 # The sweeps from which the rule of `rates` comes: smallest and largest.
@@ -35,17 +38,22 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
     raises neither. For fine-tuning, use `rates_from_adamw`.
 
     Args:
-        model: the model, or its width. A model's width is the most common size of its hidden matrices.
+        model: the model, or its width. A model's width is the most common size of its hidden matrices. If that is not
+            its width, as in Mamba, give the number.
         steps: optimizer steps of the whole run.
         tokens_per_step: tokens in one optimizer step, over all processes and accumulated batches.
 
     >>> rates(512, steps=3200, tokens_per_step=16_384)
     Rates(lr=0.00063, adam_lr=0.022)
     """
-    width = model if isinstance(model, int) else _width(model)
+    if isinstance(model, nn.Module):
+        width = _width(model)
+    elif isinstance(model, Integral) and not is_bool(model):
+        width = _positive("width", model)
+    else:
+        raise TypeError(f"give the model, or its width as an int, got a {type(model).__name__}")
+    steps, tokens_per_step = _positive("steps", steps), _positive("tokens_per_step", tokens_per_step)
     given = {"width": width, "tokens_per_step": tokens_per_step, "tokens in all": steps * tokens_per_step}
-    if min(given.values()) <= 0:
-        raise ValueError(f"width, steps and tokens_per_step must be positive, got {width}, {steps}, {tokens_per_step}")
     outside = [
         f"{name} {value:,} ({low:,} to {high:,})"
         for (name, value), (low, high) in zip(given.items(), MEASURED.values(), strict=True) if not low <= value <= high
@@ -61,10 +69,25 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
     return Rates(float(f"{lr:.1e}"), float(f"{adam_lr:.1e}"))
 
 
+def _positive(name: str, value: float) -> int:
+    """Return a number as Python's int, which cannot overflow. Raise ValueError if it is below 1 or not finite."""
+    require_number(name, value)
+    require(1 <= value < math.inf, name, value, "it must be 1 or more")
+    return int(value)
+
+
 def _width(model: nn.Module) -> int:
     """Return the most common size of the hidden matrices; if several are, the smallest of them."""
-    matrices = [parameter.p for parameter, route in routes(model, frozen=True) if route.rule == "cosmos"]
-    sizes = Counter(size for p in matrices for size in p.shape[-2:])
+    try:
+        routed = routes(model, frozen=True)
+    except ValueError as error:  # it advises on other functions
+        advice = "give it, as in rates(512, steps, tokens_per_step)"
+        raise ValueError(f"the model's width is not known: {advice}. {error}") from None
+    sizes: Counter[int] = Counter()
+    for parameter, route in routed:
+        if route.rule == "cosmos":
+            p, is_conv = parameter.p, route.settings.get("layout") == "conv"
+            sizes.update((p.shape[0], math.prod(p.shape[1:])) if is_conv else p.shape[-2:])
     if not sizes:
         raise ValueError("the model has no hidden matrix: give its width, as in rates(512, steps, tokens_per_step)")
     return min(sizes, key=lambda size: (-sizes[size], size))

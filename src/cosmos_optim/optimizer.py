@@ -383,8 +383,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         self._match_layouts()
         corrected = {p for group in self.param_groups if group.get("weight_correction") for p in group["params"]}
+        held = model.state_dict(keep_vars=True)
+        if corrected and corrected.isdisjoint(x for x in held.values() if isinstance(x, Tensor)):
+            raise ValueError(
+                "this model has none of the parameters with corrections, so their lower 8 bits would be lost: give the "
+                "model that the optimizer trains, not a copy of it"
+            )
         found: dict[str, Any] = {}
-        for name, x in model.state_dict(keep_vars=True).items():
+        for name, x in held.items():
             if not isinstance(x, Tensor):  # a module's extra state
                 found[name] = x
                 continue

@@ -23,6 +23,7 @@ from tests.optim.helpers import decoder, gradient, matrix
     [
         ({"lr": -1.0}, "lr=-1.0"),
         ({"adam_lr": 0.0}, "adam_lr"),
+        ({"lr": float("nan")}, "lr=nan is not valid: it must be finite, and 0 or positive"),
         ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0"),
         ({"betas": 0.9}, "two numbers"),
         ({"eps": -1e-8}, "eps"),
@@ -269,7 +270,7 @@ def test_blocks_that_a_rule_cannot_keep_are_refused_with_advice_that_helps(
     rule: str, given: dict[str, Any], shape: tuple[int, int], sizes: tuple[int, ...], advice: str
 ) -> None:
     made, group = OPTIMIZERS[rule.removesuffix("-two-sided")], {"rule": rule, "split_sizes": sizes, **given}
-    with pytest.raises(ValueError, match=advice):
+    with pytest.raises(ValueError, match=rf"'qkv' of shape {re.escape(str(shape))}: .*{advice}"):
         made([{"params": [("qkv", matrix(shape))], **group}])
     if "lower rank" in advice:
         made([{"params": [("qkv", matrix(shape))], **group, "rank": 2}])

@@ -7,7 +7,9 @@ import pickle
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from cosmos_optim import OPTIMIZERS, Cosmos, plan, rates, rates_from_adamw
-from tests.optim.helpers import decoder, small_rank, train
+from tests.optim.helpers import decoder, same, small_rank, snapshot, train
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -193,6 +195,22 @@ def test_the_ratios_that_rates_from_adamw_names_are_those_of_the_results() -> No
     assert ratios == re.findall(r"^ +(0\.\d)  ", rates_from_adamw.__doc__ or "", re.MULTILINE)
 
 
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), "5e-4", None])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rate_that_is_not_a_finite_number_is_refused_before_anything_changes(index: int, rate: Any) -> None:
+    """A scheduler that divides by zero would turn all weights into NaN; YAML reads 5e-4 as text."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(1))
+    before, good = snapshot(model, opt), opt.param_groups[index]["lr"]
+    opt.param_groups[index]["lr"] = rate
+    with pytest.raises(ValueError, match=f"lr of group {index} is {rate!r}, .* must be a finite number"):
+        train(model, opt, range(1, 2))
+    assert same(before, snapshot(model, opt))
+    opt.param_groups[index]["lr"] = np.float32(good)  # a number of any type
+    train(model, opt, range(1, 2))
+
+
 # With eps=0, AdamW runs by our formula instead of torch's kernel.
 @pytest.mark.parametrize(("rule", "options"), [("muon", {}), ("cosmos", {}), ("adam", {}), ("adam", {"eps": 0.0})])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -240,12 +258,53 @@ def test_outside_of_the_measured_range_rates_do_not_rise_further_and_a_warning_s
         assert rates(2048, 100_000, 524_288).adam_lr < 5e-3
 
 
-@pytest.mark.parametrize("given", [(0, 10, 8192), (512, 0, 8192), (512, 10, -1)])
-def test_sizes_for_rates_must_be_positive(given: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+def test_the_width_of_convolutions_is_a_number_of_channels() -> None:
+    """A convolution is flattened to (out, in * kernel): its kernel is no width."""
+    model = nn.Sequential(nn.Conv1d(80, 384, 3), nn.Conv1d(384, 384, 3), nn.Conv1d(384, 384, 1))
+    assert rates(model, 1600, 8192) == rates(384, 1600, 8192)
+
+
+def test_numbers_of_any_type_give_the_same_rates() -> None:
+    """The product of two int32 of numpy would overflow, and become negative."""
+    with pytest.warns(UserWarning, match="tokens in all 19,660,800,000"):
+        expected = rates(512, 300_000, 65_536)
+    with pytest.warns(UserWarning, match="tokens in all 19,660,800,000"):
+        assert rates(np.int64(512), np.int32(300_000), np.int32(65_536)) == expected
+    assert rates(512, 16e2, torch.tensor(8192)) == rates(512, 1600, 8192)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((0, 10, 8192), "width=0 is not valid: it must be 1 or more"),
+        ((512, 0, 8192), "steps=0 is not valid"),
+        ((512, 10, -1), "tokens_per_step=-1 is not valid"),
+        ((512, float("nan"), 8192), "steps=nan is not valid"),
+        ((512, float("inf"), 8192), "steps=inf is not valid"),
+        ((512, True, 8192), "steps=True is not valid: give a number"),
+        ((512, 10, "8e3"), "tokens_per_step='8e3' is not valid: give a number"),
+        ((512, 10, None), "tokens_per_step=None is not valid: give a number"),
+    ],
+)
+def test_sizes_for_rates_must_be_positive_numbers(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         rates(*given)
+
+
+@pytest.mark.parametrize("given", [True, 512.0, "512", None, []])
+def test_rates_refuse_what_is_neither_a_model_nor_a_width(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"give the model, or its width as an int, got a {type(given).__name__}"):
+        rates(given, 400, 8192)
 
 
 def test_a_model_without_hidden_matrices_needs_its_width() -> None:
     with pytest.raises(ValueError, match="give its width"):
         rates(nn.LayerNorm(8), 400, 8192)
+
+
+def test_a_model_with_a_parameter_that_is_not_recognized_needs_its_width() -> None:
+    """Overrides are for `param_groups`; `rates` has none, and would fail with them too."""
+    model = nn.Module()
+    model.mix = nn.Parameter(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"width is not known: give it, as in rates\(512.*parameter 'mix'"):
+        rates(model, 400, 8192)

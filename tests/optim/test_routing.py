@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_optim import Cosmos, param_groups, plan
+from cosmos_optim import OPTIMIZERS, Cosmos, param_groups, plan
 from cosmos_optim.routing.param_groups import routes
 from tests.optim.helpers import decoder, gradient
 
@@ -278,6 +278,14 @@ def test_frozen_parameters_are_left_out() -> None:
     model = decoder()
     model.up.weight.requires_grad_(False)
     assert "up.weight" not in rules(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_without_a_parameter_to_train_is_refused_with_the_reason(name: str) -> None:
+    """torch says that it got an empty parameter list."""
+    for model in (decoder().requires_grad_(False), torch.nn.Identity()):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no parameter to train: all are frozen, or"):
+            OPTIMIZERS[name](model)
 
 
 def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:

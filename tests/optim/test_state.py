@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,63 @@ def test_the_error_for_what_is_not_a_state_dict_says_what_is_wrong(damage: Any, 
     opt = Cosmos([matrix((10, 8))], rank=4)
     with pytest.raises((TypeError, ValueError), match=message):
         opt.load_state_dict(damage(opt.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lr": "5e-4"}, "group 0 of the checkpoint: lr='5e-4' is not valid: give a number"),
+        ({"betas": 0.9}, r"group 0 of the checkpoint: betas=0.9 is not valid: give two numbers"),
+        ({"momentum_dtype": "torch.float4"}, "group 0 of the checkpoint: momentum_dtype='torch.float4' is not valid"),
+    ],
+)
+def test_a_wrong_setting_in_a_checkpoint_is_refused_by_its_name_and_changes_nothing(
+    changed: dict[str, Any], message: str
+) -> None:
+    """A step would fail on it later, with an error of torch and a part of the parameters changed."""
+    p = matrix((10, 8))
+    opt = Cosmos([p], rank=4)
+    before = snapshot(torch.nn.ParameterList([p]), opt)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(with_group(opt.state_dict(), **changed))
+    assert opt.param_groups[0]["lr"] == 5e-4
+    assert same(before, snapshot(torch.nn.ParameterList([p]), opt))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"M": None}, "parameter 'w': state 'M' in the checkpoint is a NoneType, not a tensor"),
+        ({"step": "3"}, "parameter 'w': state 'step' in the checkpoint is a str, not a tensor"),
+    ],
+)
+def test_state_that_is_not_a_tensor_is_refused_with_the_name_of_the_parameter(
+    state: dict[str, Any], message: str
+) -> None:
+    opt = Cosmos([("w", matrix((10, 8)))], rank=4)
+    saved = opt.state_dict()
+    saved["state"][0] = saved["state"][0] | state
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(saved)
+    with pytest.raises(TypeError, match="the state of parameter 'w' must be a dict, got a list"):
+        opt.load_state_dict(saved | {"state": {0: []}})
+
+
+def test_a_checkpoint_without_the_state_of_a_parameter_loads_with_a_warning_that_names_it() -> None:
+    """A shard that was lost is not silent. No state at all is that of a run before its first step."""
+    model = decoder()
+    opt, again = (Cosmos(model, **SMALL_RANK) for _ in range(2))
+    train(model, opt, range(2))
+    saved = opt.state_dict()
+    kept = {key: state for key, state in saved["state"].items() if key != 1}
+    name = [name for group in saved["param_groups"] for name in group["param_names"]][1]
+    with pytest.warns(UserWarning, match=f"has no state of parameter {name!r}, and it begins at zero"):
+        again.load_state_dict(saved | {"state": kept})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state_dict(saved | {"state": {}})
+        model.get_parameter(name).requires_grad_(False)  # torch.distributed.checkpoint leaves out frozen parameters
+        again.load_state_dict(saved | {"state": kept})
 
 
 def test_hyper_parameters_travel_with_the_checkpoint() -> None:

@@ -230,6 +230,15 @@ def test_float32_weights_load_into_the_same_model_in_float32() -> None:
     assert not any(x.requires_grad for x in found.values())
 
 
+def test_the_float32_weights_of_a_copy_of_the_model_are_refused() -> None:
+    """The copy has other parameters, so its weights would silently be those of bfloat16."""
+    model = decoder(dtype=BF16)
+    opt = Cosmos(model, rank=4, weight_correction=True)
+    train(model, opt, range(1))
+    with pytest.raises(ValueError, match="none of the parameters with corrections.*not a copy"):
+        opt.float32_weights(copy.deepcopy(model))
+
+
 def test_float32_weights_of_an_optimizer_without_corrections_are_its_weights() -> None:
     model = decoder(dtype=BF16)
     found = Cosmos(model, rank=4).float32_weights(model)

@@ -88,6 +88,12 @@ def test_true_reads_the_size_from_a_config_above(declared: dict[str, int]) -> No
         param_groups(model, split_heads=8)
 
 
+def test_the_error_for_heads_of_the_model_itself_says_so() -> None:
+    model = named({"q": (16, 16), "k": (16, 16), "v": (16, 16)})
+    with pytest.raises(ValueError, match="neither the model nor a config above it declares"):
+        param_groups(model, split_heads=True)
+
+
 def test_what_does_not_fit_is_an_error_with_a_name() -> None:
     model = named({"a.q": (12, 16), "a.k": (12, 16), "a.v": (12, 16), "a.o": (18, 12)})
     with pytest.raises(ValueError, match=r"'a.o.weight' of shape \(12, 18\): its 18 columns are not a multiple of 4"):

@@ -267,6 +267,26 @@ def test_ranks_skip_together_if_the_largest_allowed_gradient_differs() -> None:
     assert run_ranks(2, limits_that_differ) == [[0.0, 1.0]] * 2
 
 
+def expert_in_another_dtype(rank: int, is_late: bool) -> float:
+    """Take two steps with an expert in float64 on rank 1 alone, from the start or from the second step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dense = nn.Parameter(placed(torch.ones(SHAPE), mesh, (Shard(0),)))
+    local = nn.Parameter(torch.ones(SHAPE, dtype=torch.float64 if rank == 1 or is_late else torch.float32))
+    opt = Cosmos([("dense", dense), (f"experts.{rank}", local)], rank=2)
+    for step in range(2):
+        dense.grad = placed(gradient(0, SHAPE, step, torch.float32), mesh, (Shard(0),))
+        has_tokens = rank == 1 or not is_late or step == 1
+        local.grad = gradient(rank, SHAPE, step, local.dtype) if has_tokens else None
+        opt.step()
+    return float(opt.state[dense]["step"])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_send_the_same_dtype_if_an_expert_of_one_rank_has_another(is_late: bool) -> None:
+    """The message about shared parameters would otherwise have eight bytes a number on one rank and four on another."""
+    assert run_ranks(2, expert_in_another_dtype, is_late) == [2.0] * 2
+
+
 def one_overflow(rank: int, shape: torch.Size) -> list[float]:
     """Take three steps; in the second, the gradient is inf on the first rank alone."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -158,8 +158,8 @@ def agree(
     asked: all entries of the message if the host asks for `each` of one of them, as in `check_gradients`; else none.
     shared: entries with matrices that are cut over processes, if their rule must know which gradients are zero.
 
-    The length is equal on all processes of a message, because it depends only on entries that they share. Their other
-    entries may differ: experts of other processes get tokens at other steps.
+    Length and dtype are equal on all processes of a message, because they depend only on entries that they share. Their
+    other entries may differ: experts of other processes get tokens at other steps.
     """
     layouts = [e.layout for e in entries]
     maxima = [] if each is None else list(each.split(1))
@@ -174,7 +174,8 @@ def agree(
             continue
         blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
         message = [flag, *(maxima[i] for i in asked), *blocks]
-        flag, *agreed = maximum(torch.cat(message)).split([len(x) for x in message])
+        vector = torch.cat(message).to(max_dtype(entries[i] for i in members))
+        flag, *agreed = maximum(vector).split([len(x) for x in message])
         for i, value in zip(asked, agreed[: len(asked)], strict=True):
             maxima[i] = value
         for i, value in zip(shared, agreed[len(asked) :], strict=True):
@@ -184,9 +185,7 @@ def agree(
 
 def block_max(entries: Sequence[Entry]) -> Tensor:
     """Return max |g| of each block of each gradient as one vector, float32 or wider; inf if it is not finite."""
-    device = entries[0].p.device
-    # Decided by the global gradients: a rank without a local part must send the same dtype as the others.
-    wide = torch.float64 if any(e.grad.dtype is torch.float64 for e in entries) else torch.float32
+    device, wide = entries[0].p.device, max_dtype(entries)
     blocks, stacks = _blocks_and_stacks(entries)
     found = _each_max(blocks, device, wide)
     if stacks:  # put the maxima of each stack where its blocks belong
@@ -194,6 +193,14 @@ def block_max(entries: Sequence[Entry]) -> Tensor:
         maxima = [_matrix_max(stack).to(device, wide) for _, stack in stacks]
         found = torch.cat([first, *(x for pair in zip(maxima, others, strict=True) for x in pair)])
     return torch.nan_to_num(found, nan=float("inf"), posinf=float("inf"))
+
+
+def max_dtype(entries: Iterable[Entry]) -> torch.dtype:
+    """Return the dtype that holds the maxima of these entries: float32, or float64 if one of the gradients is.
+
+    It depends on the global gradients: a rank without a local part must send the same dtype as the others.
+    """
+    return torch.float64 if any(e.grad.dtype is torch.float64 for e in entries) else torch.float32
 
 
 def _blocks_and_stacks(entries: Sequence[Entry]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:

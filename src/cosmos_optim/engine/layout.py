@@ -289,8 +289,8 @@ class Layout:
         concatenated = self._is_concatenated(first)
         if len({s.shape[1:] if concatenated else s.shape for s in slots}) > 1:
             raise ValueError(
-                f"parameter {self.name!r}: split_sizes={list(self.splits)} give its blocks state {name!r} of different "
-                f"widths; {self._advice(name, settings)}"
+                f"parameter {self.name!r} of shape {self.shape}: split_sizes={list(self.splits)} give its blocks state "
+                f"{name!r} of different widths; {self._advice(name, settings)}"
             )
         if concatenated:
             return self._slot(first.axes, (sum(s.shape[0] for s in slots), *first.shape[1:]), first.dtype)

@@ -129,16 +129,17 @@ def _size(model: nn.Module, owner: str, query_rows: int, split_heads: bool | int
     above = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts), -1, -1))
     holders = (holder for module in above for holder in (module, getattr(module, "config", None)))
     declared = next((size for size in (_declared(holder, query_rows) for holder in holders) if size), None)
+    called = repr(owner) if owner else "the model"
     if split_heads is True:
         if declared is None:
             raise ValueError(
-                f"split_heads=True: neither {owner!r} nor a config above it declares the size of a head "
+                f"split_heads=True: neither {called} nor a config above it declares the size of a head "
                 f"({', '.join(HEAD_SIZES)}): give the number, split_heads=64"
             )
         return declared
     if declared not in (None, split_heads):
         raise ValueError(
-            f"split_heads={split_heads} is the size of one head, but {owner!r} or a config above it declares "
+            f"split_heads={split_heads} is the size of one head, but {called} or a config above it declares "
             f"{declared}: give split_heads=True. Overrides with split_sizes can cut any other size"
         )
     return split_heads

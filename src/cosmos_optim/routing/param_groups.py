@@ -237,7 +237,10 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str, stacklevel: int = 4)
     says if they may be embeddings or heads; `stacklevel` is as in `warnings.warn`.
     """
     if isinstance(params, nn.Module):
-        return param_groups(params, rule)
+        groups = param_groups(params, rule)
+        if not groups:
+            raise ValueError(f"this {type(params).__name__} has no parameter to train: all are frozen, or it has none")
+        return groups
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         got = "one tensor: put it in a list" if isinstance(params, Tensor) else f"{params!r}"
         raise TypeError(f"params must be a model or an iterable of tensors or groups, got {got}")

@@ -39,7 +39,10 @@ import numpy as np
 import torch
 
 from benchmarks import BEGAN, rate_runs, trials
-from benchmarks.protocol import STAGES, Phase, Protocol, Result, Run, losses, read_results, table
+from benchmarks.comparison import Run
+from benchmarks.kept_runs import Result, losses, read_results, write_bundle
+from benchmarks.protocol import STAGES, Phase, Protocol
+from benchmarks.sweep_table import table
 from benchmarks.variants import VARIANTS
 from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write, read_json
@@ -213,16 +216,6 @@ def train(protocol: Protocol, options: Options, run: Run) -> Result:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 6)
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
-    """Write all results into one file, one line per run."""
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(r)}" for name, r in sorted(results.items()))
-    with atomic_write(path) as out:
-        out.write(f'{{"runs": {{\n{lines}\n}}}}\n'.encode())
 
 
 # -- the queue --------------------------------------------------------------------------------------------------------

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from benchmarks import rate_fit, rate_runs, sweep
-from benchmarks.protocol import RATES, Protocol, Regime, Run, losses, read_results, table
+from benchmarks.comparison import Regime, Run
+from benchmarks.kept_runs import losses, read_results
+from benchmarks.protocol import RATES, Protocol
 from benchmarks.rate_fit import CENTER, TERMS
 from benchmarks.rate_runs import CALLS, CELLS, RUNS, plan, protocol, regime
+from benchmarks.sweep_table import table
 from cosmos_lab.data import write_shard
 from cosmos_lab.models import PRESETS
 

@@ -17,8 +17,12 @@ import pytest
 
 import benchmarks.protocol as protocol_module
 from benchmarks import rate_runs, sweep, trials
-from benchmarks.protocol import MOST, Entry, Protocol, Regime, Run, best_rows, losses, read_results, run_of, table
+from benchmarks.best_rows import best_rows
+from benchmarks.comparison import Entry, Regime, Run
+from benchmarks.kept_runs import losses, read_results, run_of, write_bundle
+from benchmarks.protocol import MOST, Protocol
 from benchmarks.sweep import CLOSING, Filters, Options, Queue, compile_cache, main, split, train
+from benchmarks.sweep_table import table
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import hyperparameters
@@ -365,7 +369,7 @@ def test_a_damaged_result_is_an_error_that_names_the_file(
 def test_two_results_of_one_run_are_an_error_unless_they_are_equal(tmp_path: Path) -> None:
     name, result = next(iter(read_results([BUNDLE]).items()))
     for file, loss in (("a", 3.0), ("b", 3.0), ("c", 3.1)):
-        sweep.write_bundle(tmp_path / f"{file}.json", {name: {**result, "val_loss": loss}})
+        write_bundle(tmp_path / f"{file}.json", {name: {**result, "val_loss": loss}})
     assert read_results([tmp_path / "a.json", tmp_path / "b.json"])[name]["val_loss"] == 3.0
     with pytest.raises(ValueError, match=rf"b.json and .*c.json have different results of {name}"):
         read_results([tmp_path / "b.json", tmp_path / "c.json"])

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.sweep import split
+from benchmarks.sweep_training import split
 from cosmos_lab.config import RunConfig, ScheduleOptions
 from cosmos_lab.data import Batches, TokenSource, open_data, validation_batches, write_shard
 from cosmos_lab.data.embedded import in_validation, library_documents

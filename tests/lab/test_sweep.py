@@ -16,13 +16,18 @@ import numpy as np
 import pytest
 
 import benchmarks.protocol as protocol_module
-from benchmarks import rate_runs, sweep, trials
+from benchmarks import rate_runs, sweep_queue, trials
 from benchmarks.best_rows import best_rows
 from benchmarks.comparison import Entry, Regime, Run
 from benchmarks.kept_runs import losses, read_results, run_of, write_bundle
 from benchmarks.protocol import MOST, Protocol
-from benchmarks.sweep import CLOSING, Filters, Options, Queue, compile_cache, main, split, train
+from benchmarks.sweep import main
+from benchmarks.sweep_flags import Filters, Options
+from benchmarks.sweep_gpu import compile_cache
+from benchmarks.sweep_queue import CLOSING, Queue
 from benchmarks.sweep_table import table
+from benchmarks.sweep_training import split, train
+from benchmarks.sweep_worker import Worker
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import hyperparameters
@@ -113,7 +118,7 @@ def test_workers_start_when_a_second_run_can_begin(options: Options, monkeypatch
         def begin(self, run: Run) -> None:
             self.run = run
 
-    monkeypatch.setattr(sweep, "Worker", FakeWorker)
+    monkeypatch.setattr(sweep_queue, "Worker", FakeWorker)
     levers = dataclasses.replace(TINY, phases=[("B", ("cosmos",), ("levers",))])
     queue, workers = Queue(levers, dataclasses.replace(options, parallel=2)), list[Any]()
     queue._begin_runs(workers)
@@ -134,14 +139,14 @@ def test_the_time_counts_from_the_start_of_the_command_and_leaves_some_for_the_e
 
 
 def test_a_result_that_arrives_at_the_deadline_is_kept(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, left = sweep.Worker.begin, [100.0]
+    begin, left = Worker.begin, [100.0]
 
-    def begin_and_wait(worker: sweep.Worker, run: Run) -> None:
+    def begin_and_wait(worker: Worker, run: Run) -> None:
         begin(worker, run)
         assert worker.pipe.poll(60)
         left[0] = -1.0
 
-    monkeypatch.setattr(sweep.Worker, "begin", begin_and_wait)
+    monkeypatch.setattr(Worker, "begin", begin_and_wait)
     queue = Queue(TINY, dataclasses.replace(options, seconds=100.0))
     monkeypatch.setattr(queue, "_left", lambda: left[0])
     assert queue.work() and len(queue.finished) == 1
@@ -155,16 +160,16 @@ def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options, capsys
 
 
 def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, begun = sweep.Worker.begin, list[str]()
+    begin, begun = Worker.begin, list[str]()
 
-    def kill_and_begin(worker: sweep.Worker, run: Run) -> None:
+    def kill_and_begin(worker: Worker, run: Run) -> None:
         begun.append(run.id)
         if len(begun) == 1:
             worker.process.kill()
             worker.process.join()
         begin(worker, run)
 
-    monkeypatch.setattr(sweep.Worker, "begin", kill_and_begin)
+    monkeypatch.setattr(Worker, "begin", kill_and_begin)
     first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
     queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
     assert not queue.work()
@@ -176,7 +181,7 @@ def test_a_worker_ends_in_the_middle_of_a_run_if_the_queue_is_killed(options: Op
     endless = dataclasses.replace(TINY, regimes={"B": Regime(steps=10**7, batch=4, seq_len=16, epochs=10**6)})
     script = """
 import pickle, sys, time
-from benchmarks.sweep import Worker
+from benchmarks.sweep_worker import Worker
 protocol, options, run = pickle.load(sys.stdin.buffer)
 worker = Worker(protocol, options)
 worker.begin(run)

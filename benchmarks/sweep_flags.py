@@ -1,0 +1,128 @@
+"""The flags of benchmarks/sweep.py, and what they ask for: options of the queue, and the phases of the protocol."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import rate_runs
+from benchmarks.comparison import Run
+from benchmarks.protocol import STAGES, Phase, Protocol
+from benchmarks.variants import VARIANTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """Which runs may begin; an empty tuple allows all."""
+
+    variants: tuple[str, ...] = ()  # With names here, only these; "none" is a run without a variant.
+    seeds: tuple[int, ...] = ()
+
+    def allow(self, run: Run) -> bool:
+        """Return whether a run may begin."""
+        named = (run.variant or "none") in self.variants or not self.variants
+        return named and (run.seed in self.seeds or not self.seeds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to run the queue."""
+
+    data: str  # Shards, as the lab's --data.
+    out: Path
+    known: tuple[Path, ...] = ()  # Bundles of earlier results.
+    seconds: float = math.inf
+    parallel: int = 1
+    beside: int = 0  # Runs of another queue on the same GPU.
+    mps: bool = False
+    device: str = "auto"
+    compile: str = "auto"
+    cache: str | None = None
+    commit: str | None = None
+    keep: Filters = Filters()
+    runs: tuple[Run, ...] = ()  # Only these, instead of those that the search asks for.
+
+    @property
+    def at_a_time(self) -> int:
+        """Return how many runs share the GPU."""
+        return self.parallel + self.beside
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print the bundles or folders, by model")
+    p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
+    p.add_argument("--data", help="folder or prefix of the shards: for training, and one for validation")
+    p.add_argument("--out", type=Path, help="folder for results")
+    p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
+    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time, imports included")
+    p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
+    p.add_argument("--beside", type=int, default=0, help="runs of another queue on the same GPU, for the records")
+    p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
+    p.add_argument("--model", default=Protocol.model)
+    p.add_argument("--tuned-on", default="", metavar="MODEL", help="take settings from the search of this model")
+    p.add_argument("--regimes", nargs="*", help="these regimes")
+    p.add_argument("--only", nargs="*", help="these rows of the comparison")
+    p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
+    p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
+    p.add_argument("--at", nargs="+", metavar="NAME=VALUE", help="single runs at this setting, such as lr=1e-3 "
+                   "adam_lr=1.6e-2 beta2=0.95, for --only, --regimes and --seeds (if not given, 0)")  # fmt: skip
+    p.add_argument("--stages", nargs="*", default=[], choices=STAGES, help="only these stages of the comparison")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--compile", default="auto")
+    p.add_argument("--cache", help="folder for unpacked shards")
+    p.add_argument("--compiled", type=Path, help="archive (.tar.gz) of compiled code: read if it exists, then written")
+    p.add_argument("--rates", choices=list(rate_runs.SIZES), help="run the list of benchmarks/rate_runs.py for a size")
+    p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
+    return p
+
+
+def check_names(a: argparse.Namespace, protocol: Protocol) -> None:
+    """Raise a ValueError if a flag names something that the comparison does not have."""
+    known: dict[str, Iterable[Any]] = {
+        "variants": ("none", *VARIANTS), "regimes": protocol.regimes, "only": protocol.entries,
+        "seeds": (*protocol.seeds, *protocol.more_seeds),
+    }  # fmt: skip
+    for flag, values in known.items():
+        names = [str(value) for value in values]
+        if unknown := [str(value) for value in getattr(a, flag) or () if str(value) not in names]:
+            raise ValueError(f"--{flag}: unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+
+
+def chosen_phases(a: argparse.Namespace, protocol: Protocol) -> list[Phase]:
+    """Return the phases that --regimes, --only and --stages leave; a ValueError if nothing is left."""
+    phases = []
+    for regime, entries, stages in protocol.phases:
+        entries = tuple(entry for entry in entries if entry in (a.only or protocol.entries))
+        stages = tuple(stage for stage in stages if stage in (a.stages or STAGES))
+        if regime in (a.regimes or protocol.regimes) and entries and stages:
+            phases.append((regime, entries, stages))
+    if not phases and not a.at:
+        raise ValueError("no phase of the comparison has these --only, --regimes and --stages; --at needs no phase")
+    return phases
+
+
+def runs_at(model: str, a: argparse.Namespace) -> tuple[Run, ...]:
+    """Return single runs at the setting of --at, for the rows, regimes, seeds and variants of the command line."""
+    values = {name: float(value) for name, _, value in (item.partition("=") for item in a.at)}
+    if not {"lr", "adam_lr"} <= set(values) <= {"lr", "adam_lr", "beta2"} or not (a.only and a.regimes):
+        raise ValueError("--at takes lr=, adam_lr= and, if not 0.98, beta2=; it needs --only and --regimes")
+    variants = ["" if name == "none" else name for name in a.variants] or [""]
+    return tuple(
+        Run(model, regime, entry, **values, seed=seed, variant=variant)
+        for seed in a.seeds or [0] for regime in a.regimes for entry in a.only for variant in variants
+    )  # fmt: skip
+
+
+def queue_options(model: str, a: argparse.Namespace) -> Options:
+    """Return the options of the queue."""
+    return Options(
+        data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, beside=a.beside,
+        mps=a.mps, device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
+        keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)), runs=runs_at(model, a) if a.at else (),
+    )  # fmt: skip

@@ -43,6 +43,7 @@ class Options:
     compile: str = "auto"
     cache: str | None = None
     commit: str | None = None
+    checkpoints: Path | None = None  # Folder for runs that the deadline cuts off, so that they can be continued.
     keep: Filters = Filters()
     runs: tuple[Run, ...] = ()  # Only these, instead of those that the search asks for.
 
@@ -50,6 +51,11 @@ class Options:
     def at_a_time(self) -> int:
         """Return how many runs share the GPU."""
         return self.parallel + self.beside
+
+    @property
+    def unfinished(self) -> Path:
+        """Return the folder of the runs that have begun."""
+        return self.checkpoints or self.out / "unfinished"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compile", default="auto")
     p.add_argument("--cache", help="folder for unpacked shards")
     p.add_argument("--compiled", type=Path, help="archive (.tar.gz) of compiled code: read if it exists, then written")
+    p.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="runs that the deadline cuts off are kept here "
+                   "and continued by the next command; without it they begin again")  # fmt: skip
     p.add_argument("--rates", choices=list(rate_runs.SIZES), help="run the list of benchmarks/rate_runs.py for a size")
     p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
     return p
@@ -124,5 +132,6 @@ def queue_options(model: str, a: argparse.Namespace) -> Options:
     return Options(
         data=a.data, out=a.out, known=tuple(a.known), seconds=a.seconds, parallel=a.parallel, beside=a.beside,
         mps=a.mps, device=a.device, compile=a.compile, cache=a.cache, commit=a.commit,
+        checkpoints=a.checkpoints,
         keep=Filters(variants=tuple(a.variants), seeds=tuple(a.seeds)), runs=runs_at(model, a) if a.at else (),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """The queue of a sweep: it hands runs to processes until nothing is left to do or no run fits into the time.
 
 Every finished run is one file, OUT/runs/ID.json. OUT/bundle.json has all of them, those of --known included. A run
-that is finished in either place is not trained again; one that the deadline cuts off is.
+that is finished in either place is not trained again. One that the deadline cuts off begins again in the next queue, or
+continues there if there is a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from benchmarks.sweep_flags import Options
 from benchmarks.sweep_worker import Worker
 from cosmos_lab.io import atomic_write
 from cosmos_lab.optimizers import hyperparameters
+from cosmos_lab.run import checkpoint
 
 CLOSING = 2.0  # seconds of --seconds that are kept for ending processes, the archive and the table
+SAVING = 15.0  # seconds before that in which runs that are cut off can write a checkpoint
 MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
 
 
@@ -57,8 +60,7 @@ class Queue:
                 left = self._left()
                 ready = wait([worker.pipe for worker in running], None if math.isinf(left) else max(0.0, left))
                 if not ready:
-                    for worker in running:
-                        self._say(f"cut off by the deadline: {worker.run.id if worker.run else ''}")
+                    self._cut_off(running)
                     break
                 for worker in running:
                     if worker.pipe in ready and not self._receive(worker):
@@ -69,9 +71,27 @@ class Queue:
                 worker.process.kill()  # all of them before waiting for one: a process with a GPU ends slowly
             for worker in workers:
                 worker.end()
-            shutil.rmtree(self.options.out / "unfinished", ignore_errors=True)
+            if not self.options.checkpoints:
+                shutil.rmtree(self.options.unfinished, ignore_errors=True)
         self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed, {self._rest()}")
         return not self.failed
+
+    def _cut_off(self, workers: list[Worker]) -> None:
+        """End runs at the deadline; those that write a checkpoint in time can be continued."""
+        if self.options.checkpoints:
+            for worker in workers:
+                worker.process.terminate()
+            until = time.monotonic() + SAVING
+            for worker in workers:
+                worker.process.join(max(0.0, until - time.monotonic()))
+        for worker in workers:
+            if worker.run:
+                later = "; the next command continues it" if self._begun(worker.run) else ""
+                self._say(f"cut off by the deadline: {worker.run.id}{later}")
+
+    def _begun(self, run: Run) -> bool:
+        """Return whether there is a checkpoint of a run."""
+        return checkpoint.latest(self.options.unfinished / run.id / "checkpoints") is not None
 
     def _rest(self) -> str:
         """Return how many runs can begin now, and the expected seconds of the first."""
@@ -92,9 +112,12 @@ class Queue:
             workers[-1].begin(run)
 
     def _first_fitting(self, workers: list[Worker], cold: bool) -> Run | None:
-        """Return the next run that no worker has and that is expected to end in time."""
+        """Return the next run that no worker has and that is expected to end in time, or can be continued later."""
         busy = [worker.run.id for worker in workers if worker.run]
-        return next((run for run in self.next(busy) if self.estimate(run, cold) < self._left()), None)
+        runs, left = self.next(busy), self._left()
+        if self.options.checkpoints:
+            return min(runs, key=lambda run: not self._begun(run), default=None) if left > SAVING else None
+        return next((run for run in runs if self.estimate(run, cold) < left), None)
 
     def plan(self) -> str:
         """Return the runs that can begin now, one a line, with expected seconds on a started process and in all."""
@@ -108,7 +131,8 @@ class Queue:
 
     def _left(self) -> float:
         """Return the seconds until the workers must end."""
-        return self.began + self.options.seconds - CLOSING - time.monotonic()
+        closing = CLOSING + SAVING if self.options.checkpoints else CLOSING
+        return self.began + self.options.seconds - closing - time.monotonic()
 
     def next(self, busy: Iterable[str] = ()) -> list[Run]:
         """Return the runs that can begin now, in order; skip those with options that do not exist here, and say so."""
@@ -166,6 +190,7 @@ class Queue:
         with atomic_write(self.folder / f"{name}.json") as out:
             out.write(text.encode() + b"\n")
         self._bundle()
+        shutil.rmtree(self.options.unfinished / name, ignore_errors=True)
         shown = "diverged" if answer["val_loss"] is None else f"validation perplexity {answer['val_ppl']:.3f}"
         self._say(f"{name}: {shown}, {answer['wall_s']:.0f} s")
         return True

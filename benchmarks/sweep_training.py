@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 import shutil
 import statistics
 import time
@@ -19,14 +18,17 @@ import torch
 from benchmarks.comparison import Comparison, Run
 from benchmarks.kept_runs import Result
 from benchmarks.sweep_flags import Options
+from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, validation_batches
-from cosmos_lab.io import read_json
-from cosmos_lab.results.reading import CONFIG
+from cosmos_lab.io import read_json, write_json
+from cosmos_lab.results.reading import CONFIG, read_metrics
 from cosmos_lab.run.launch import pick_device
 from cosmos_lab.run.train import Trainer
 from cosmos_lab.run.train import train as lab_train
 
 TEXTS = ("val", "test")
+FINAL = "final.json"  # in the folder of a run: what a result has that the lab's summary lacks
+LARGEST = 700.0  # a loss above has no perplexity in floating point, and counts as diverged
 
 
 def split(source: TokenSource, cut: int, cache_dir: str | None = None) -> tuple[TokenSource, TokenSource]:
@@ -47,26 +49,34 @@ def split(source: TokenSource, cut: int, cache_dir: str | None = None) -> tuple[
 
 
 class TwoTextTrainer(Trainer):
-    """The lab's trainer with a validation text and a test text; its summary has the losses on all of both."""
+    """The lab's trainer with a validation text and a test text; it writes the losses on all of both to FINAL."""
 
     def __init__(self, comparison: Comparison, epochs: int, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.block, self.epochs = comparison.block, epochs
         self.texts = dict(zip(TEXTS, split(self.val_source, comparison.cut, self.config.data.cache_dir), strict=True))
+        self.earlier = {"continued_at": self.state.step, "earlier_s": self.state.seconds}
 
     def run(self) -> dict[str, Any]:
-        """Train if no token would be seen too often; return the summary with groups, fingerprints and final losses."""
+        """Train, if no token would be seen too often."""
         tokens = self.config.training.steps * self.config.training.batch * self.config.data.seq_len
         found = read_json(self.config.folder / CONFIG)["data"]["tokens"]
         if tokens >= found * self.epochs:
             raise ValueError(f"{tokens:,} tokens asked for, {found:,} found, epochs {self.epochs}: add a shard")
-        summary = super().run()
+        return super().run()
+
+    def _finish(self) -> dict[str, Any]:
+        """Write FINAL before the summary, which marks the run as finished."""
+        self.world.synchronize()
+        self.clock.stop()
         groups = [
             {"rule": g["rule"], "tensors": len(g["params"]), "numbers": sum(p.numel() for p in g["params"]),
              "peak_lr": lr} for g, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True)
         ]  # fmt: skip
         fingerprints = {f"{name}_fingerprint": source.fingerprint for name, source in self.texts.items()}
-        return {**summary, "groups": groups, "fingerprints": fingerprints, "final": self.final()}
+        final = {"groups": groups, "fingerprints": fingerprints, "final": self.final(), **self.earlier}
+        write_json(self.config.folder / FINAL, final)
+        return super()._finish()
 
     @torch.no_grad()
     def read(self, source: TokenSource, tokens: int) -> list[float]:
@@ -94,8 +104,10 @@ class TwoTextTrainer(Trainer):
         batches = max(1, self.block // (self.micro * self.config.data.seq_len))
         for name, source in self.texts.items():
             values = self.read(source, (len(source) - 1) // self.block * self.block)
-            loss = _finite(statistics.fmean(values))
-            found |= {f"{name}_loss": loss, f"{name}_ppl": None if loss is None else math.exp(loss)}
+            loss = statistics.fmean(values)
+            diverged = not loss < LARGEST  # nan too
+            found[f"{name}_loss"] = None if diverged else round(loss, 6)
+            found[f"{name}_ppl"] = None if diverged else math.exp(round(loss, 6))
             found[f"{name}_tokens"] = len(values) * self.micro * self.config.data.seq_len
             groups = (values[i : i + batches] for i in range(0, len(values), batches))
             found[f"{name}_blocks"] = [_finite(statistics.fmean(group)) for group in groups]
@@ -103,27 +115,23 @@ class TwoTextTrainer(Trainer):
 
 
 def train(comparison: Comparison, options: Options, run: Run) -> Result:
-    """Train one run and return its result; the lab's run folder is removed."""
+    """Train one run, or continue it from its checkpoint, and return its result."""
     began = time.monotonic()
-    out = options.out / "unfinished" / str(os.getpid())
-    shutil.rmtree(out, ignore_errors=True)
     config = comparison.config(run).replace(
-        data=options.data, cache_dir=options.cache, out=str(out), device=options.device, compile=options.compile
-    )
-    curve: list[list[Any]] = []
-    train_curve: list[list[Any]] = []
-
-    def note(record: Mapping[str, Any]) -> None:
-        if "val_loss" in record:
-            values = (_finite(record[f"{name}_loss"]) for name in TEXTS)
-            curve.append([record["step"], record["tokens"], *values])
-        elif "loss" in record:
-            train_curve.append([record["step"], _finite(record["loss"])])
-
+        data=options.data, cache_dir=options.cache, out=str(options.unfinished), device=options.device,
+        compile=options.compile,
+    )  # fmt: skip
+    if not options.checkpoints:
+        shutil.rmtree(config.folder, ignore_errors=True)
     epochs = comparison.regimes[run.regime].epochs
-    summary = lab_train(config, progress=note, make=functools.partial(TwoTextTrainer, comparison, epochs))
-    about, final = read_json(config.folder / CONFIG), summary["final"]
-    shutil.rmtree(out, ignore_errors=True)
+    summary = lab_train(config, make=functools.partial(TwoTextTrainer, comparison, epochs))
+    return result(config, options, run, summary | read_json(config.folder / FINAL), time.monotonic() - began)
+
+
+def result(config: RunConfig, options: Options, run: Run, summary: Mapping[str, Any], seconds: float) -> Result:
+    """Return the result of a finished run from its folder and its summary; `seconds` are those of this process."""
+    about, curves = read_json(config.folder / CONFIG), read_curves(config)
+    final = summary["final"]
     if summary["status"] != "done":
         final = {name: value if name.endswith("_tokens") else None for name, value in final.items()}
     folders = ("out", "name", "cache_dir", "data")
@@ -138,9 +146,21 @@ def train(comparison: Comparison, options: Options, run: Run) -> Result:
         "commit": options.commit or about["commit"], "versions": about["versions"], "date": about["date"],
         "data": about["data"] | summary["fingerprints"], "at_a_time": options.at_a_time,
         "device": torch.cuda.get_device_name() if pick_device(options.device).type == "cuda" else "cpu",
-        "wall_s": round(time.monotonic() - began, 2), "train_s": round(summary["time"], 2),
+        "wall_s": round(max(seconds + summary["earlier_s"], summary["time"]), 2), "train_s": round(summary["time"], 2),
+        "continued_at": summary["continued_at"],
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
-        "train_loss": _finite(summary["final_train_loss"]), **final,
+        "train_loss": _finite(summary["final_train_loss"]), **final, **curves,
+    }  # fmt: skip
+
+
+def read_curves(config: RunConfig) -> dict[str, Any]:
+    """Return the held-out losses and the training losses that a run has logged."""
+    records = list(read_metrics(config.folder))
+    curve = [
+        [r["step"], r["tokens"], *(_finite(r[f"{name}_loss"]) for name in TEXTS)] for r in records if "val_loss" in r
+    ]
+    train_curve = [[r["step"], _finite(r["loss"])] for r in records if "loss" in r]
+    return {
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
         "curve": curve, "train_curve": train_curve,
     }  # fmt: skip

@@ -14,6 +14,7 @@ from benchmarks.comparison import Comparison, Run
 from benchmarks.kept_runs import Result
 from benchmarks.sweep_flags import Options
 from benchmarks.sweep_training import train
+from cosmos_lab.run.stopping import Stopped
 
 
 def serve(pipe: Connection, comparison: Comparison, options: Options) -> None:
@@ -28,6 +29,8 @@ def serve(pipe: Connection, comparison: Comparison, options: Options) -> None:
                 return
             try:
                 pipe.send(train(comparison, options, run))
+            except Stopped:  # by the queue, at the deadline
+                return
             except Exception:
                 pipe.send(traceback.format_exc())
                 return

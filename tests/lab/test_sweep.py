@@ -26,11 +26,13 @@ from benchmarks.sweep_flags import Filters, Options
 from benchmarks.sweep_gpu import compile_cache
 from benchmarks.sweep_queue import CLOSING, Queue
 from benchmarks.sweep_table import table
-from benchmarks.sweep_training import split, train
+from benchmarks.sweep_training import TwoTextTrainer, split, train
 from benchmarks.sweep_worker import Worker
 from benchmarks.variants import VARIANTS, Variant
 from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.optimizers import hyperparameters
+from cosmos_lab.run.stopping import Stopped
+from cosmos_lab.run.train import Trainer
 
 BUNDLE = Path(__file__).resolve().parents[2] / "results" / "protocol-60m.json"
 START = {"B": (1e-3, 2e-3)}
@@ -79,7 +81,7 @@ def powers(run: Run) -> list[float]:
 @pytest.mark.slow
 def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Options) -> None:
     first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
-    queue = Queue(first_runs, dataclasses.replace(options, seconds=60.0))
+    queue = Queue(first_runs, dataclasses.replace(options, seconds=600.0))
     queue.work()
     assert not queue.failed
     names = {r["entry"] for r in queue.results.values()}
@@ -174,6 +176,100 @@ def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypat
     queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
     assert not queue.work()
     assert queue.failed == {begun[0]: "its process ended with -9"} and len(queue.finished) >= 3
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send SIGTERM in a step of every training run, as the queue does at the deadline."""
+    take_step = Trainer._step
+
+    def take_step_and_stop(trainer: Trainer) -> None:
+        take_step(trainer)
+        if trainer.state.step == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_step", take_step_and_stop)
+
+
+def test_a_run_that_was_cut_off_and_continued_equals_the_unbroken_one(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TINY.at("B", "cosmos", {"lr": 0, "adam_lr": 0, "beta2": 0.98})
+    unbroken = train(TINY, options, run)
+    kept = dataclasses.replace(options, checkpoints=options.out / "kept")
+    with monkeypatch.context() as patched:
+        stop_at(2, patched)
+        with pytest.raises(Stopped):
+            train(TINY, kept, run)
+    queue = Queue(TINY, kept)
+    assert queue._begun(run) and queue.next()[0] != run and queue._first_fitting([], cold=True) == run
+    continued = train(TINY, kept, run)
+    assert (unbroken["continued_at"], continued["continued_at"]) == (0, 2)
+    assert continued["wall_s"] >= continued["train_s"] > 0
+    measured = {"continued_at", "wall_s", "train_s", "step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb"}
+    assert {k: v for k, v in continued.items() if k not in measured} == {
+        k: v for k, v in unbroken.items() if k not in measured
+    }
+
+
+def test_a_run_that_was_stopped_begins_again_without_a_folder_for_checkpoints(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TINY.candidates({})[0]
+    with monkeypatch.context() as patched:
+        stop_at(2, patched)
+        with pytest.raises(Stopped):
+            train(TINY, options, run)
+    assert train(TINY, options, run)["continued_at"] == 0
+
+
+def test_a_run_that_was_stopped_after_its_last_step_keeps_its_result(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, kept = TINY.candidates({})[0], dataclasses.replace(options, checkpoints=options.out / "kept")
+    final = TwoTextTrainer.final
+
+    def final_and_stop(trainer: TwoTextTrainer) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGTERM)
+        return final(trainer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TwoTextTrainer, "final", final_and_stop)
+        with pytest.raises(Stopped):
+            train(TINY, kept, run)
+        patched.setattr(TwoTextTrainer, "_step", None)  # it does not train again
+        result = train(TINY, kept, run)
+    assert result["status"] == "done" and len(result["curve"]) == 4 and result["wall_s"] >= result["train_s"]
+
+
+@pytest.mark.slow
+def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_checkpoints(
+    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = dataclasses.replace(TINY, regimes={"B": Regime(steps=10**7, batch=4, seq_len=16, epochs=10**6)})
+    kept = dataclasses.replace(options, seconds=600.0, parallel=2, checkpoints=options.out / "kept")
+    queue = Queue(endless, kept)
+    monkeypatch.setattr(queue, "estimate", lambda *_: 1e9)
+    begun = [run.id for run in endless.candidates({})]
+    logs = [options.out / "kept" / name / "metrics.jsonl" for name in begun]
+    monkeypatch.setattr(sweep_queue, "wait", lambda *_: wait_for(lambda: all(log.exists() for log in logs)))
+    assert queue.work() and queue.finished == [] and len(begun) == 2
+    assert all(queue._begun(run) for run in endless.candidates({}))
+    printed = capsys.readouterr().out
+    assert all(f"cut off by the deadline: {name}; the next command continues it" in printed for name in begun)
+
+
+def wait_for(true: Callable[[], bool]) -> list[Any]:
+    """Wait until something is true, and return that no worker has an answer."""
+    while not true():
+        time.sleep(0.1)
+    return []
+
+
+def test_a_loss_without_a_perplexity_counts_as_diverged(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoTextTrainer, "read", lambda *_: [800.0])
+    result = train(TINY, options, TINY.candidates({})[0])
+    assert result["val_loss"] is None and result["test_ppl"] is None
+    assert "diverged" in table(TINY, {result["id"]: result})
 
 
 @pytest.mark.slow

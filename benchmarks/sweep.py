@@ -30,6 +30,7 @@ from benchmarks.sweep_flags import check_names, chosen_phases, parser, queue_opt
 from benchmarks.sweep_gpu import compile_cache, shared_gpu
 from benchmarks.sweep_queue import Queue
 from benchmarks.sweep_table import table
+from benchmarks.sweep_training import check_texts
 
 
 def main(arguments: list[str] | None = None, began: float | None = None) -> int:
@@ -48,7 +49,9 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
         protocol = dataclasses.replace(protocol, phases=chosen_phases(a, protocol))
         options = queue_options(protocol.model, a)
         queue = Queue(protocol, options, began)
-    except ValueError as error:
+        if not a.plan:
+            check_texts(protocol, options, queue.next())  # here, because a process takes long to start and to fail
+    except (ValueError, OSError) as error:
         p.error(str(error))
     if a.plan:
         print(queue.plan())

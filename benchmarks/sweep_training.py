@@ -9,7 +9,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from benchmarks.comparison import Comparison, Run
 from benchmarks.kept_runs import Result
 from benchmarks.sweep_flags import Options
 from cosmos_lab.config import RunConfig
-from cosmos_lab.data import TokenSource, validation_batches
+from cosmos_lab.data import TokenSource, open_data, validation_batches
 from cosmos_lab.io import read_json, write_json
 from cosmos_lab.results.reading import CONFIG, read_metrics
 from cosmos_lab.run.launch import pick_device
@@ -48,6 +48,20 @@ def split(source: TokenSource, cut: int, cache_dir: str | None = None) -> tuple[
     return part(shard.tokens[:at], "validation part"), part(shard.tokens[at:], "test part")
 
 
+def check_tokens(asked: int, found: int, epochs: int) -> None:
+    """Raise a ValueError if a token would be seen too often."""
+    if asked >= found * epochs:
+        raise ValueError(f"{asked:,} tokens asked for, {found:,} found, epochs {epochs}: add a shard")
+
+
+def check_texts(comparison: Comparison, options: Options, runs: Iterable[Run]) -> None:
+    """Raise a ValueError if the texts cannot be opened or cut, or are too short for one of these runs."""
+    found = len(open_data(options.data, "train", cache_dir=options.cache))
+    split(open_data(options.data, "val", cache_dir=options.cache), comparison.cut, options.cache)
+    for run in runs:
+        check_tokens(comparison.tokens(run), found, comparison.regimes[run.regime].epochs)
+
+
 class TwoTextTrainer(Trainer):
     """The lab's trainer with a validation text and a test text; it writes the losses on all of both to FINAL."""
 
@@ -60,9 +74,7 @@ class TwoTextTrainer(Trainer):
     def run(self) -> dict[str, Any]:
         """Train, if no token would be seen too often."""
         tokens = self.config.training.steps * self.config.training.batch * self.config.data.seq_len
-        found = read_json(self.config.folder / CONFIG)["data"]["tokens"]
-        if tokens >= found * self.epochs:
-            raise ValueError(f"{tokens:,} tokens asked for, {found:,} found, epochs {self.epochs}: add a shard")
+        check_tokens(tokens, read_json(self.config.folder / CONFIG)["data"]["tokens"], self.epochs)
         return super().run()
 
     def _finish(self) -> dict[str, Any]:

@@ -548,6 +548,32 @@ def test_a_diverged_run_does_not_count_in_the_expected_time(options: Options) ->
     assert queue.estimate(run) == before
 
 
+def test_runs_of_a_less_full_gpu_count_if_there_are_no_others(options: Options) -> None:
+    run = Run("llama-60m", "B", "cosmos", 5e-4, 1.6e-2)
+    one, two, four = (
+        Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=number)).estimate(run, cold=False)
+        for number in (1, 2, 4)
+    )
+    assert 0 < one <= 1.1 * two and four > 1.5 * two
+
+
+@pytest.mark.parametrize(
+    ("steps", "flags", "message"),
+    [(4, ["--data", "nowhere"], "nowhere"), (10**4, [], "tokens asked for, 4,000 found, epochs 1: add a shard")],
+)
+def test_texts_are_checked_before_a_process_starts(
+    options: Options, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: int,
+    flags: list[str], message: str,
+) -> None:  # fmt: skip
+    protocol = dataclasses.replace(TINY, regimes={"B": Regime(steps=steps, batch=4, seq_len=16)})
+    monkeypatch.setattr(rate_runs, "protocol", lambda _: protocol)
+    monkeypatch.setattr(sweep_queue, "Worker", None)
+    given = ["--rates", "llama-10m", "--out", str(options.out), "--data", options.data, "--cache", str(options.cache)]
+    with pytest.raises(SystemExit):
+        main([*given, *flags])
+    assert message in capsys.readouterr().err
+
+
 def test_compiled_code_comes_back_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive, folder = tmp_path / "kept" / "compiled.tar.gz", tmp_path / "out" / "compiled"
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

@@ -108,6 +108,26 @@ def test_finished_runs_are_skipped_and_a_repeated_one_is_the_same(shards: dict[s
     assert "full: cosmos minus AdamW is" in text and "lora: muon minus AdamW is" in text
 
 
+def test_a_base_is_not_begun_if_it_would_end_too_late(
+    shards: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+
+    def run(self: Bench, one: Run) -> finetune.Result:
+        """Take 100 s for a base and 5 s for a run, by a clock that nothing else moves."""
+        base = self.out / f"base-{one.base}.pt"
+        now[0] += 5.0 if base.exists() else 105.0
+        base.touch()
+        return {"val_loss": 1.0}
+
+    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(finetune.time, "monotonic", lambda: now[0])
+    runs = [Run(base, "full", name, 1e-3) for base in ("adamw", "muon") for name in OPTIMIZER_NAMES]
+    assert not work(bench(shards, tmp_path), runs, seconds=200.0, began=-20.0)
+    printed = capsys.readouterr().out
+    assert printed.count("adamw-full-") == 3 and "muon-full-" not in printed and "give the same command" in printed
+
+
 def test_the_outer_rate_may_be_a_multiple_of_lr(shards: dict[str, str], tmp_path: Path) -> None:
     runs = [Run("adamw", "full", "cosmos", 1e-4, outer_times=times) for times in (4.0, 16.0)]
     one = bench(shards, tmp_path)

@@ -16,36 +16,18 @@ import numpy as np
 import pytest
 
 import benchmarks.protocol as protocol_module
-from benchmarks import rate_runs, sweep_queue, trials
-from benchmarks.best_rows import best_rows
-from benchmarks.comparison import Entry, Regime, Run
-from benchmarks.kept_runs import losses, read_results, run_of, write_bundle
-from benchmarks.protocol import MOST, Protocol
+from benchmarks import rate_runs, sweep_queue
+from benchmarks.comparison import Regime, Run
+from benchmarks.kept_runs import losses, read_results, run_of
+from benchmarks.protocol import Protocol
 from benchmarks.sweep import main
-from benchmarks.sweep_flags import Filters, Options
+from benchmarks.sweep_flags import Options
 from benchmarks.sweep_gpu import compile_cache
 from benchmarks.sweep_queue import CLOSING, Queue
 from benchmarks.sweep_table import table
-from benchmarks.sweep_training import TwoTextTrainer, split, train
 from benchmarks.sweep_worker import Worker
 from benchmarks.variants import VARIANTS, Variant
-from cosmos_lab.data import open_data, write_shard
-from cosmos_lab.optimizers import hyperparameters
-from cosmos_lab.run.stopping import Stopped
-from cosmos_lab.run.train import Trainer
-
-BUNDLE = Path(__file__).resolve().parents[2] / "results" / "protocol-60m.json"
-START = {"B": (1e-3, 2e-3)}
-TINY = Protocol(
-    model="tiny",
-    sizes={"width": 64, "depth": 1, "mlp": 96, "vocab_size": 64},
-    regimes={"B": Regime(steps=4, batch=4, seq_len=16)},
-    entries={"adamw": Entry("adam", START), "cosmos": Entry("cosmos", START)},
-    phases=[("B", ("adamw", "cosmos"), ("lr", "adam_lr", "beta2", "seeds"))],
-    cut=500,
-    block=64,
-    curve_tokens=64,
-)
+from tests.lab.tiny_sweep import BUNDLE, TINY, tiny_options
 
 
 @pytest.fixture(autouse=True)
@@ -55,27 +37,8 @@ def _restored(only_the_packages_rules: None) -> None:
 
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    """Write a text with T5's end-of-document token and return options for it."""
-    rng = np.random.default_rng(0)
-    for name, length in (("train", 4_000), ("val", 1_000)):
-        tokens = rng.integers(2, 64, length)
-        tokens[29::30] = 1
-        write_shard(tmp_path / f"toy_t5_{name}.bin", tokens)
-    data, cache = str(tmp_path / "toy_t5"), str(tmp_path / "cache")
-    return Options(data, tmp_path / "out", device="cpu", compile="off", cache=cache, commit="abc")
-
-
-def fake(protocol: Protocol, best: int) -> dict[str, float]:
-    """Run a whole search on losses that are lowest at ``best`` powers of 2 above the starting rates."""
-    loss: dict[str, float] = {}
-    while runs := protocol.candidates(loss):
-        loss[runs[0].id] = float(sum(abs(power - best) for power in powers(runs[0])) + runs[0].beta2)
-    return loss
-
-
-def powers(run: Run) -> list[float]:
-    """Return the powers of 2 by which both rates differ from the starting ones."""
-    return [np.log2(rate / start) for rate, start in zip((run.lr, run.adam_lr), START["B"], strict=True)]
+    """Write a text and return options for it."""
+    return tiny_options(tmp_path)
 
 
 @pytest.mark.slow
@@ -178,69 +141,6 @@ def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypat
     assert queue.failed == {begun[0]: "its process ended with -9"} and len(queue.finished) >= 3
 
 
-def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send SIGTERM in a step of every training run, as the queue does at the deadline."""
-    take_step = Trainer._step
-
-    def take_step_and_stop(trainer: Trainer) -> None:
-        take_step(trainer)
-        if trainer.state.step == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(Trainer, "_step", take_step_and_stop)
-
-
-def test_a_run_that_was_cut_off_and_continued_equals_the_unbroken_one(
-    options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = TINY.at("B", "cosmos", {"lr": 0, "adam_lr": 0, "beta2": 0.98})
-    unbroken = train(TINY, options, run)
-    kept = dataclasses.replace(options, checkpoints=options.out / "kept")
-    with monkeypatch.context() as patched:
-        stop_at(2, patched)
-        with pytest.raises(Stopped):
-            train(TINY, kept, run)
-    queue = Queue(TINY, kept)
-    assert queue._begun(run) and queue.next()[0] != run and queue._first_fitting([], cold=True) == run
-    continued = train(TINY, kept, run)
-    assert (unbroken["continued_at"], continued["continued_at"]) == (0, 2)
-    assert continued["wall_s"] >= continued["train_s"] > 0
-    measured = {"continued_at", "wall_s", "train_s", "step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb"}
-    assert {k: v for k, v in continued.items() if k not in measured} == {
-        k: v for k, v in unbroken.items() if k not in measured
-    }
-
-
-def test_a_run_that_was_stopped_begins_again_without_a_folder_for_checkpoints(
-    options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = TINY.candidates({})[0]
-    with monkeypatch.context() as patched:
-        stop_at(2, patched)
-        with pytest.raises(Stopped):
-            train(TINY, options, run)
-    assert train(TINY, options, run)["continued_at"] == 0
-
-
-def test_a_run_that_was_stopped_after_its_last_step_keeps_its_result(
-    options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, kept = TINY.candidates({})[0], dataclasses.replace(options, checkpoints=options.out / "kept")
-    final = TwoTextTrainer.final
-
-    def final_and_stop(trainer: TwoTextTrainer) -> dict[str, Any]:
-        signal.raise_signal(signal.SIGTERM)
-        return final(trainer)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TwoTextTrainer, "final", final_and_stop)
-        with pytest.raises(Stopped):
-            train(TINY, kept, run)
-        patched.setattr(TwoTextTrainer, "_step", None)  # it does not train again
-        result = train(TINY, kept, run)
-    assert result["status"] == "done" and len(result["curve"]) == 4 and result["wall_s"] >= result["train_s"]
-
-
 @pytest.mark.slow
 def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_checkpoints(
     options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -263,13 +163,6 @@ def wait_for(true: Callable[[], bool]) -> list[Any]:
     while not true():
         time.sleep(0.1)
     return []
-
-
-def test_a_loss_without_a_perplexity_counts_as_diverged(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TwoTextTrainer, "read", lambda *_: [800.0])
-    result = train(TINY, options, TINY.candidates({})[0])
-    assert result["val_loss"] is None and result["test_ppl"] is None
-    assert "diverged" in table(TINY, {result["id"]: result})
 
 
 @pytest.mark.slow
@@ -300,80 +193,6 @@ time.sleep(600)
     except subprocess.TimeoutExpired:
         os.kill(worker, signal.SIGKILL)
         raise
-
-
-def test_a_search_brackets_the_best_rates_with_the_same_rule_for_all() -> None:
-    for best in (-1, 0, 1):
-        loss = fake(TINY, best)
-        for entry in TINY.entries:
-            point, unfinished, at_the_end = TINY.best("B", entry, loss)
-            assert point == {"lr": best, "adam_lr": best, "beta2": 0.95} and not unfinished and not at_the_end
-        counts = [sum(f"-{entry}-" in name for name in loss) for entry in TINY.entries]
-        assert counts[0] == counts[1] <= sum(MOST.values()) - 1 + 2 + 2
-
-
-def test_the_hidden_rate_is_tuned_again_if_the_outer_rate_has_moved_far() -> None:
-    """The best hidden rate rises by a factor of 2 with every factor of 4 in the outer rate, whose best is 8 times."""
-    loss: dict[str, float] = {}
-    search = dataclasses.replace(TINY, phases=[("B", ("adamw",), ("lr", "adam_lr"))])
-    while runs := search.candidates(loss):
-        lr, outer = powers(runs[0])
-        loss[runs[0].id] = float((lr - outer / 2) ** 2 + (outer - 3) ** 2)
-    point, unfinished, at_the_end = search.best("B", "adamw", loss)
-    assert (point["lr"], point["adam_lr"]) == (1, 2) and unfinished == ["beta2"] and not at_the_end
-    assert {lr for lr in (5e-4, 1e-3, 2e-3, 4e-3) if f"tiny-B-adamw-lr{lr:g}-emb0.008-b0.98-s0" in loss} >= {1e-3, 2e-3}
-
-
-def test_a_best_value_at_the_end_of_its_range_is_marked() -> None:
-    _, unfinished, at_the_end = TINY.best("B", "adamw", fake(TINY, 8))
-    assert not unfinished and at_the_end == ["lr", "adam_lr"]
-
-
-def test_a_larger_model_runs_at_the_best_settings_of_a_smaller_one() -> None:
-    found = fake(TINY, 1)
-    larger = dataclasses.replace(TINY, model="larger", tuned_on="tiny")
-    runs = larger.candidates(found)
-    assert [(run.model, run.entry, run.seed) for run in runs] == [
-        ("larger", entry, seed) for seed in (0, 1, 2) for entry in ("adamw", "cosmos")
-    ]
-    assert {(run.lr, run.adam_lr, run.beta2) for run in runs} == {(2e-3, 4e-3, 0.95)}
-    assert larger.candidates(found | {run.id: 1.0 for run in runs}) == []
-
-
-def test_a_row_that_never_ran_on_the_smaller_model_does_not_run_on_the_larger_one(
-    options: Options, capsys: pytest.CaptureFixture[str]
-) -> None:
-    larger = dataclasses.replace(TINY, model="larger", tuned_on="tiny")
-    found = {name: loss for name, loss in fake(TINY, 1).items() if "-cosmos-" in name}
-    assert {run.entry for run in larger.candidates(found)} == {"cosmos"}
-    assert Queue(larger, options).next() == []
-    assert "skipped, because --known has no search of tiny: adamw in B, cosmos in B\n" in capsys.readouterr().out
-
-
-def test_a_long_regime_takes_its_settings_from_another_and_may_see_tokens_twice(options: Options) -> None:
-    regimes = {**TINY.regimes, "long": Regime(steps=80, batch=4, seq_len=16, epochs=2, like="B")}
-    long = dataclasses.replace(TINY, regimes=regimes, phases=[("long", ("cosmos",), ("seeds",))])
-    runs = long.candidates(fake(TINY, 1))
-    assert {(run.lr, run.adam_lr, run.beta2) for run in runs} == {(2e-3, 4e-3, 0.95)}
-    assert train(long, options, runs[0])["tokens"] == 80 * 64  # of a text of 4,000
-    regimes["long"] = dataclasses.replace(regimes["long"], epochs=1)
-    with pytest.raises(ValueError, match="5,120 tokens asked for, 4,000 found, epochs 1: add a shard"):
-        train(dataclasses.replace(long, regimes=regimes), options, runs[0])
-
-
-def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options) -> None:
-    whole = open_data(options.data, "val", cache_dir=options.cache)
-    val, test = split(whole, TINY.cut, options.cache)
-    assert (len(val), len(test)) == (510, 490)
-    assert np.array_equal(np.concatenate([val.read(0, 510), test.read(0, 490)]), whole.read(0, 1000))
-    assert val.read(509, 510) == 1 and len({val.fingerprint, test.fingerprint, whole.fingerprint}) == 3
-
-
-def test_the_index_of_a_cut_text_is_in_the_given_cache(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = options.out / "elsewhere"
-    monkeypatch.setenv("COSMOS_LAB_CACHE", str(elsewhere))
-    train(TINY, options, TINY.candidates({})[0])
-    assert not elsewhere.exists()
 
 
 @pytest.mark.parametrize(
@@ -416,83 +235,6 @@ def test_a_single_run_is_kept_like_any_other_and_not_repeated(options: Options) 
     assert run.id in table(TINY, again.results)
 
 
-def with_weights_field(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config that a kept run has today: before `weights`, trial-cosmos turned them into bfloat16."""
-    if "bf16_weights=True" not in config["options"]:
-        return config
-    assert config["optimizer"] == "trial-cosmos"
-    options = [option for option in config["options"] if option != "bf16_weights=True"]
-    return {**config, "optimizer": "cosmos", "options": options, "weights": "bf16"}
-
-
-def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
-    trials.register()
-    results = read_results(sorted(BUNDLE.parent.glob("protocol-*.json")))
-    assert {r["model"] for r in results.values()} == set(rate_runs.SIZES)
-    for result in results.values():
-        run = run_of(result)
-        compared = run.regime in Protocol().regimes
-        config = (Protocol(model=run.model) if compared else rate_runs.protocol(run.model)).config(run)
-        asked = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items()}
-        kept = with_weights_field(result["config"])
-        other = {name for name, value in kept.items() if asked[name] != value}
-        assert run.id == result["id"]
-        assert other <= {"recipe", "embedding_lr", "head_lr"}  # earlier runs gave AdamW its second rate by these fields
-        # "auto" was called "input" for the same side: every matrix has at least `rank` rows.
-        now, then = (
-            {name: "input" if x == "auto" else x for name, x in found.items()}
-            for found in (hyperparameters(config), result["settings"])
-        )
-        assert {name: now[name] for name in then} == then
-
-
-def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--table", str(BUNDLE)]) == 0
-    assert "cosmos" in capsys.readouterr().out
-    results = read_results([BUNDLE])
-    runs = {Protocol().at("B", name, {"lr": 0, "adam_lr": 0, "beta2": 0.98}).id for name in Protocol().entries}
-    assert runs & set(results) and not {run.id for run in Protocol().candidates(losses(results))} & set(results)
-
-
-@pytest.mark.parametrize("content", ['{"id": "x", "val_lo', '["id"]', '{"name": "x"}'])
-def test_a_damaged_result_is_an_error_that_names_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
-    damaged = tmp_path / "runs" / "x.json"
-    damaged.parent.mkdir()
-    damaged.write_text(content)
-    for flags in (["--out", str(tmp_path)], ["--out", str(tmp_path / "new"), "--known", str(damaged)]):
-        with pytest.raises(SystemExit):
-            main(["--plan", *flags])
-        assert f"{damaged} is not " in capsys.readouterr().err
-
-
-def test_two_results_of_one_run_are_an_error_unless_they_are_equal(tmp_path: Path) -> None:
-    name, result = next(iter(read_results([BUNDLE]).items()))
-    for file, loss in (("a", 3.0), ("b", 3.0), ("c", 3.1)):
-        write_bundle(tmp_path / f"{file}.json", {name: {**result, "val_loss": loss}})
-    assert read_results([tmp_path / "a.json", tmp_path / "b.json"])[name]["val_loss"] == 3.0
-    with pytest.raises(ValueError, match=rf"b.json and .*c.json have different results of {name}"):
-        read_results([tmp_path / "b.json", tmp_path / "c.json"])
-
-
-def test_filters_leave_only_the_named_variants_and_seeds() -> None:
-    plain = {name: r for name, r in read_results([BUNDLE]).items() if not r.get("variant")}
-    runs = [r for r in Protocol().candidates(losses(plain)) if r.entry == "cosmos"]
-    named = [r for r in runs if Filters(("embed-x4", "momentum-int8"), (0,)).allow(r)]
-    assert {r.variant for r in named} == {"embed-x4", "momentum-int8"} and {r.seed for r in named} == {0}
-    assert all(not r.variant for r in runs if Filters(("none",)).allow(r)) and all(map(Filters().allow, runs))
-
-
-def test_stages_leave_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known = ["--plan", "--out", str(tmp_path), "--known", str(BUNDLE), "--parallel", "2"]
-    assert main([*known, "--regimes", "A", "--only", "cosmos", "--stages", "memory"]) == 0
-    ids = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert ids and all(VARIANTS[name.rpartition("-s2-")[2]] in protocol_module.MEMORY for name in ids if "-s2-" in name)
-    assert main([*known, "--regimes", "A", "--only", "cosmos", "--stages", "seeds"]) == 0
-    assert "llama" not in capsys.readouterr().out  # rates come before seeds, and are not tuned yet
-
-
 def test_a_plan_lists_what_comes_next_with_seconds_and_names_what_cannot_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,17 +248,6 @@ def test_a_plan_lists_what_comes_next_with_seconds_and_names_what_cannot_run(
     first = next(line for line in printed if "llama-60m" in line and line not in skipped)
     seconds, total, name = first.split()
     assert 60 < int(seconds) < 200 and int(total) < int(seconds) and name not in read_results([BUNDLE])
-
-
-def test_further_seeds_run_after_the_search_and_count_in_the_table() -> None:
-    results = {name: r for name, r in read_results([BUNDLE]).items() if r["seed"] < 3}
-    asked = Protocol().wanted("B", "cosmos", ("more-seeds",), losses(results))
-    assert [run.seed for run in asked] == [3, 4]
-    unfinished = {name: r for name, r in results.items() if r["beta2"] != 0.999}
-    assert Protocol().wanted("B", "cosmos", ("more-seeds",), losses(unfinished)) == []
-    first = results[dataclasses.replace(asked[0], seed=0).id]
-    results |= {run.id: {**first, "id": run.id, "seed": run.seed} for run in asked}
-    assert len(best_rows(Protocol(), "B", results)["cosmos"].seeds) == 5
 
 
 def test_a_row_without_runs_is_expected_to_take_the_usual_time_times_its_cost(options: Options) -> None:
@@ -603,39 +334,3 @@ def test_a_damaged_archive_of_compiled_code_is_made_again(
         (folder / "kernel").write_text("code")
     with compile_cache(archive, folder):
         assert (folder / "kernel").read_text() == "code"
-
-
-@pytest.mark.parametrize(
-    ("entry", "variant"),
-    [("cosmos", "balance"), ("adamw", "outer-rows"), ("cosmos", "embed-x4"), ("cosmos", "all-8")],
-)
-def test_a_variant_trains_as_the_sweep_trains_it(options: Options, entry: str, variant: str) -> None:
-    trials.register()
-    run = dataclasses.replace(TINY.at("B", entry, {"lr": 0, "adam_lr": 0, "beta2": 0.98}), variant=variant)
-    result = train(TINY, options, run)
-    assert result["id"].endswith(f"-s0-{variant}") and run_of(result) == run and result["status"] == "done"
-    plain = train(TINY, options, run.plain)
-    text = table(TINY, {r["id"]: r for r in (result, plain)})
-    assert f"{entry} with {variant}: " in text and "1 seed(s)" in text
-    assert result["test_loss"] != plain["test_loss"]
-
-
-def test_a_variant_that_ran_at_two_settings_has_a_line_for_each() -> None:
-    results = read_results([BUNDLE])
-    for result in list(results.values()):
-        run = run_of(result)
-        if (run.regime, run.entry, run.variant) == ("A", "cosmos", "all-8"):
-            for variant, loss in (("", 4.0), ("all-8", 4.0 + run.seed)):
-                other = dataclasses.replace(run, adam_lr=2e-3, variant=variant)
-                results[other.id] = {**result, **dataclasses.asdict(other), "test_loss": loss}
-    lines = [line for line in table(Protocol(), results).splitlines() if "cosmos with all-8" in line]
-    assert any("+1.0000 nats" in line and "3 seed(s) at 0.001, 0.002, beta2 0.98" in line for line in lines)
-    assert any("+0.0010 nats" in line and "3 seed(s) at 0.001, 0.004, beta2 0.98" in line for line in lines)
-
-
-def test_result_files_with_a_recipe_say_how_long_and_how_large_their_runs_were() -> None:
-    for path in BUNDLE.parent.glob("*.json"):
-        kept = json.loads(path.read_text())
-        if "recipe" in kept:
-            assert {"steps", "batch", "seq_len", "note"} <= set(kept["set_up"]), path.name
-            assert all("embedding_lr" in row for row in kept["rows"]), path.name

@@ -161,23 +161,24 @@ class Queue:
 
         An entry without runs in the regime takes its time of another regime, else the usual one of all times its cost,
         for the same number of tokens. Only runs without a variant count, if there are any: some variants double the
-        time. If none had as many runs at a time, the others count, longer if there are more now. Without any result the
-        answer is 0, so that one run is tried.
+        time. Those of the same model count before others, and then those with about as many runs at a time; they take
+        longer if there are more now. Without any result the answer is 0, so that one run is tried.
         """
-        done = [r for r in self.results.values() if r["val_loss"] is not None]  # a diverged run has few, slow steps
-        mine = [r for r in done if r["at_a_time"] == self.options.at_a_time] or done
-        mine = [r for r in mine if not r.get("variant")] or mine
-        mine = [r for r in mine if r["model"] == run.model] or mine
+        mine = [r for r in self.results.values() if r["val_loss"] is not None]  # a diverged run has few, slow steps
         if not mine:
             return 0.0
+        mine = [r for r in mine if not r.get("variant")] or mine
+        mine = [r for r in mine if r["model"] == run.model] or mine
+        now = self.options.at_a_time
+        then = min((r["at_a_time"] for r in mine), key=lambda number: (abs(number - now), number))
+        mine = [r for r in mine if r["at_a_time"] == then]
         same = [r for r in mine if r["entry"] == run.entry]
         cost = 1.0 if same else self.protocol.entries[run.entry].cost
         alike = [r for r in same if r["regime"] == run.regime] or same or mine
-        fuller = max(1.0, self.options.at_a_time / min(r["at_a_time"] for r in mine))
-        tokens = self.protocol.tokens(run)
         starts = [r["wall_s"] - r["train_s"] for r in mine]
         start = max(starts) if cold else statistics.median(starts)
-        return start + cost * fuller * statistics.median(r["train_s"] / r["tokens"] for r in alike) * tokens
+        pace = statistics.median(r["train_s"] / r["tokens"] for r in alike)
+        return start + cost * max(1.0, now / then) * pace * self.protocol.tokens(run)
 
     def _receive(self, worker: Worker) -> bool:
         """Keep a worker's result; return False if there is none."""

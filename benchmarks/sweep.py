@@ -3,6 +3,9 @@
     python -m benchmarks.sweep --data data/wiki_t5 --out sweep --seconds 3600 --parallel 2
     python -m benchmarks.sweep --table results/protocol-*.json
 
+On a machine that is lent for a short time, add `--checkpoints FOLDER`: the same command again then continues the runs
+that the deadline has cut off.
+
 Needs torch and numpy, and Triton on a GPU. The parts:
 
     comparison.py       what is compared: optimizers, regimes, and the settings of a run
@@ -35,7 +38,7 @@ from benchmarks.sweep_training import check_texts
 
 def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     """Do what the command line says; `began` is when --seconds begin to count, usually now."""
-    p = parser()
+    p = parser(description=(__doc__ or "").partition("\n")[0])
     a = p.parse_args(arguments)
     trials.register()
     protocol = rate_runs.protocol(a.rates) if a.rates else Protocol(model=a.model, tuned_on=a.tuned_on)

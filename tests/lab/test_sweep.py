@@ -152,11 +152,16 @@ def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_c
     monkeypatch.setattr(queue, "estimate", lambda *_: 1e9)
     begun = [run.id for run in endless.candidates({})]
     logs = [options.out / "kept" / name / "metrics.jsonl" for name in begun]
-    monkeypatch.setattr(sweep_queue, "wait", lambda *_: wait_for(lambda: all(log.exists() for log in logs)))
+    monkeypatch.setattr(sweep_queue, "wait", lambda *_: wait_for(lambda: all(map(has_lines, logs))))
     assert queue.work() and queue.finished == [] and len(begun) == 2
     assert all(queue._begun(run) for run in endless.candidates({}))
     printed = capsys.readouterr().out
     assert all(f"cut off by the deadline: {name}; the next command continues it" in printed for name in begun)
+
+
+def has_lines(log: Path) -> bool:
+    """Return whether a run has taken its first step."""
+    return log.exists() and log.stat().st_size > 0
 
 
 def wait_for(true: Callable[[], bool]) -> list[Any]:

@@ -113,12 +113,16 @@ class Queue:
             workers[-1].begin(run)
 
     def _first_fitting(self, workers: list[Worker], cold: bool) -> Run | None:
-        """Return the next run that no worker has and that is expected to end in time, or can be continued later."""
+        """Return the next run that no worker has and that is expected to end in time.
+
+        With a folder for checkpoints, runs that have begun come first, and one that will not end in time comes last.
+        """
         busy = [worker.run.id for worker in workers if worker.run]
         runs, left = self.next(busy), self._left()
-        if self.options.checkpoints:
-            return min(runs, key=lambda run: not self._begun(run), default=None) if left > SAVING else None
-        return next((run for run in runs if self.estimate(run, cold) < left), None)
+        if not self.options.checkpoints:
+            return next((run for run in runs if self.estimate(run, cold) < left), None)
+        late = {run: (not self._begun(run), self.estimate(run, cold) >= left) for run in runs}
+        return min(runs, key=late.__getitem__, default=None) if left > SAVING else None
 
     def plan(self) -> str:
         """Return the runs that can begin now, one a line, with expected seconds on a started process and in all."""

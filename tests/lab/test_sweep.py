@@ -159,6 +159,20 @@ def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_c
     assert all(f"cut off by the deadline: {name}; the next command continues it" in printed for name in begun)
 
 
+def test_a_run_that_ends_in_time_begins_before_one_that_must_be_continued(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = TINY.candidates({})
+    queue = Queue(TINY, dataclasses.replace(options, seconds=3600.0, checkpoints=options.out / "kept"))
+    expected = {first: 1e9, second: 1.0}
+    monkeypatch.setattr(queue, "estimate", lambda run, cold: expected[run])
+    assert queue._first_fitting([], cold=True) == second
+    expected[second] = 1e9
+    assert queue._first_fitting([], cold=True) == first
+    monkeypatch.setattr(queue, "_left", lambda: sweep_queue.SAVING)
+    assert queue._first_fitting([], cold=True) is None
+
+
 def has_lines(log: Path) -> bool:
     """Return whether a run has taken its first step."""
     return log.exists() and log.stat().st_size > 0

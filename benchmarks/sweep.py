@@ -10,7 +10,7 @@ Needs torch and numpy, and Triton on a GPU. The parts:
 
     comparison.py       what is compared: optimizers, regimes, and the settings of a run
     protocol.py         which run comes next
-    sweep_flags.py      the flags
+    sweep_options.py    what the flags ask for
     sweep_queue.py      the queue, its deadline and its files
     sweep_worker.py     a process that trains
     sweep_training.py   one run
@@ -20,7 +20,9 @@ Needs torch and numpy, and Triton on a GPU. The parts:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,17 +30,49 @@ from pathlib import Path
 
 from benchmarks import BEGAN, rate_runs, trials
 from benchmarks.kept_runs import read_results
-from benchmarks.protocol import Protocol
-from benchmarks.sweep_flags import check_names, chosen_phases, parser, queue_options
+from benchmarks.protocol import STAGES, Protocol
 from benchmarks.sweep_gpu import compile_cache, shared_gpu
+from benchmarks.sweep_options import check_names, chosen_phases, queue_options
 from benchmarks.sweep_queue import Queue
 from benchmarks.sweep_table import table
 from benchmarks.sweep_training import check_texts
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    p.add_argument("--table", nargs="+", type=Path, metavar="RESULTS", help="print the bundles or folders, by model")
+    p.add_argument("--plan", action="store_true", help="print the runs that can begin now, and stop")
+    p.add_argument("--data", help="folder or prefix of the shards: for training, and one for validation")
+    p.add_argument("--out", type=Path, help="folder for results; each queue needs its own")
+    p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
+    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time, imports included")
+    p.add_argument("--parallel", type=int, default=1, help="runs at a time on one GPU")
+    p.add_argument("--beside", type=int, default=0, help="runs of another queue on the same GPU, for the records")
+    p.add_argument("--mps", action="store_true", help="share the GPU through NVIDIA's MPS daemon")
+    p.add_argument("--model", default=Protocol.model, help="model of the runs (default: %(default)s)")
+    p.add_argument("--tuned-on", default="", metavar="MODEL", help="take settings from the search of this model")
+    p.add_argument("--regimes", nargs="*", help="only these regimes")
+    p.add_argument("--only", nargs="*", help="only these rows of the comparison")
+    p.add_argument("--variants", nargs="*", default=[], help='only these changes; "none" is a run without a change')
+    p.add_argument("--seeds", nargs="*", type=int, default=[], help="only these seeds")
+    p.add_argument("--at", nargs="+", metavar="NAME=VALUE", help="single runs at this setting, such as lr=1e-3 "
+                   "adam_lr=1.6e-2 beta2=0.95, for --only, --regimes and --seeds (if not given, 0)")  # fmt: skip
+    p.add_argument("--stages", nargs="*", default=[], choices=STAGES, help="only these stages of the comparison")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--compile", default="auto", help="auto (on a GPU), on, blocks or off")
+    p.add_argument("--cache", help="folder for unpacked shards")
+    p.add_argument("--compiled", type=Path, help="archive (.tar.gz) of compiled code: read if it exists, then written")
+    p.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="runs that the deadline cuts off are kept here "
+                   "and continued by the next command; without it they begin again")  # fmt: skip
+    p.add_argument("--rates", choices=list(rate_runs.SIZES), help="run the list of benchmarks/rate_runs.py for a size")
+    p.add_argument("--commit", help="commit of the code, if this folder is not a repository")
+    return p
+
+
 def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     """Do what the command line says; `began` is when --seconds begin to count, usually now."""
-    p = parser(description=(__doc__ or "").partition("\n")[0])
+    p = parser()
     a = p.parse_args(arguments)
     trials.register()
     protocol = rate_runs.protocol(a.rates) if a.rates else Protocol(model=a.model, tuned_on=a.tuned_on)

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from benchmarks.comparison import Run
 from benchmarks.kept_runs import losses, read_results, write_bundle
 from benchmarks.protocol import Protocol
-from benchmarks.sweep_flags import Options
+from benchmarks.sweep_options import Options
 from benchmarks.sweep_worker import Worker
 from cosmos_lab.io import atomic_write
 from cosmos_lab.optimizers import hyperparameters

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.comparison import Comparison, Run
 from benchmarks.kept_runs import Result
-from benchmarks.sweep_flags import Options
+from benchmarks.sweep_options import Options
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data, validation_batches
 from cosmos_lab.io import read_json, write_json

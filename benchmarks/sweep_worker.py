@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from benchmarks import trials
 from benchmarks.comparison import Comparison, Run
 from benchmarks.kept_runs import Result
-from benchmarks.sweep_flags import Options
+from benchmarks.sweep_options import Options
 from benchmarks.sweep_training import train
 from cosmos_lab.run.stopping import Stopped
 

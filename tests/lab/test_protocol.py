@@ -13,7 +13,7 @@ from benchmarks.best_rows import best_rows
 from benchmarks.kept_runs import losses, read_results, run_of, write_bundle
 from benchmarks.protocol import MOST, Protocol
 from benchmarks.sweep import main
-from benchmarks.sweep_flags import Filters, Options
+from benchmarks.sweep_options import Filters, Options
 from benchmarks.sweep_queue import Queue
 from benchmarks.sweep_table import table
 from benchmarks.variants import VARIANTS

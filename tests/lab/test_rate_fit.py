@@ -17,7 +17,7 @@ from benchmarks.kept_runs import losses, read_results
 from benchmarks.protocol import RATES, Protocol
 from benchmarks.rate_fit import CENTER, TERMS
 from benchmarks.rate_runs import CALLS, CELLS, RUNS, plan, protocol, regime
-from benchmarks.sweep_flags import Options
+from benchmarks.sweep_options import Options
 from benchmarks.sweep_table import table
 from benchmarks.sweep_training import train
 from cosmos_lab.data import write_shard

@@ -21,8 +21,8 @@ from benchmarks.comparison import Regime, Run
 from benchmarks.kept_runs import losses, read_results, run_of
 from benchmarks.protocol import Protocol
 from benchmarks.sweep import main
-from benchmarks.sweep_flags import Options
 from benchmarks.sweep_gpu import compile_cache
+from benchmarks.sweep_options import Options
 from benchmarks.sweep_queue import CLOSING, Queue
 from benchmarks.sweep_table import table
 from benchmarks.sweep_worker import Worker

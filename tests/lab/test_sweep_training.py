@@ -11,7 +11,7 @@ import pytest
 from benchmarks import trials
 from benchmarks.comparison import Regime
 from benchmarks.kept_runs import run_of
-from benchmarks.sweep_flags import Options
+from benchmarks.sweep_options import Options
 from benchmarks.sweep_queue import Queue
 from benchmarks.sweep_table import table
 from benchmarks.sweep_training import TwoTextTrainer, split, train

@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.comparison import Entry, Regime, Run
 from benchmarks.protocol import Protocol
-from benchmarks.sweep_flags import Options
+from benchmarks.sweep_options import Options
 from cosmos_lab.data import write_shard
 
 BUNDLE = Path(__file__).resolve().parents[2] / "results" / "protocol-60m.json"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, outer-rates.svg
 
-Tokens to AdamW's loss come from shorter runs with complete schedules (`protocol.token_shares`). An optimizer without
+Tokens to AdamW's loss come from shorter runs with complete schedules (`best_rows.token_shares`). An optimizer without
 such runs has an upper bound, read from the curves of its full runs: the point at which a curve first falls below
 AdamW's last value, on the same test tokens. The rate of these runs decays until the very end, so a run that was planned
 to end at the crossing would be lower there.
@@ -22,18 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import evidence_tables as tables
+from benchmarks.best_rows import Row, best_rows, crossing, shorter_runs, token_shares
 from benchmarks.evidence_tables import NAMES
-from benchmarks.protocol import (
-    Protocol,
-    Result,
-    Row,
-    best_rows,
-    crossing,
-    losses,
-    read_results,
-    shorter_runs,
-    token_shares,
-)
+from benchmarks.kept_runs import Result, losses, read_results
+from benchmarks.protocol import Protocol
 from cosmos_lab.report.style import KNOWN, THEMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +47,7 @@ def test_curve(result: Result) -> list[tuple[int, float]]:
     if len(points) < LEAST_POINTS:
         raise ValueError(
             f"{result['id']}: its curve has {len(points)} points of test loss, {LEAST_POINTS} are needed: run it again "
-            "with POINTS of benchmarks/protocol.py at that number or more"
+            "with POINTS of benchmarks/comparison.py at that number or more"
         )
     return points
 

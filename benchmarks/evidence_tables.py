@@ -11,21 +11,12 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.protocol import (
-    BETA2,
-    BETA2S,
-    RATES,
-    Protocol,
-    Result,
-    Row,
-    Run,
-    gaps_between,
-    half_width,
-    losses,
-    run_of,
-    shorter_runs,
-)
+from benchmarks.best_rows import Row, gaps_between, shorter_runs
+from benchmarks.comparison import BETA2, Run
+from benchmarks.kept_runs import Result, losses, run_of
+from benchmarks.protocol import BETA2S, RATES, Protocol
 from benchmarks.rate_fit import lowest
+from benchmarks.student import half_width
 
 NAMES = {
     "adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "soap-f1": "SOAP, frequency 1", "muon": "Muon",

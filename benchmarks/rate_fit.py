@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.protocol import BETA2, RATES, Result, losses, read_results
+from benchmarks.comparison import BETA2
+from benchmarks.kept_runs import Result, losses, read_results
+from benchmarks.protocol import RATES
 from cosmos_lab.models import PRESETS
 from cosmos_optim import rates
 

@@ -32,7 +32,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import rate_fit
-from benchmarks.protocol import BETA2, RATES, Entry, Losses, Protocol, Regime, Run, losses, read_results
+from benchmarks.comparison import BETA2, Entry, Regime, Run
+from benchmarks.kept_runs import Losses, losses, read_results
+from benchmarks.protocol import RATES, Protocol
 from cosmos_lab.config import RunConfig
 
 BATCH = 8  # Sequences of 1,024 tokens in a forward pass; 6,400 steps of 8 see 52M tokens, and the shards have 70.3M.

@@ -1,8 +1,10 @@
-"""Quantiles of Student's t for the few seeds of a comparison, without scipy."""
+"""Student's t for the few seeds of a comparison, without scipy."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 
 def probability(t: float, freedom: int) -> float:
@@ -35,3 +37,9 @@ def quantile(p: float, freedom: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if probability(middle, freedom) < p else (low, middle)
     return high
+
+
+def half_width(values: Sequence[float], comparisons: int = 1) -> float:
+    """Return half of the 95 % interval of the mean, by Student's t, corrected for several comparisons (Bonferroni)."""
+    t = quantile(1 - 0.025 / comparisons, len(values) - 1)
+    return t * statistics.stdev(values) / math.sqrt(len(values))

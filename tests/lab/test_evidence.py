@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import evidence
-from benchmarks.protocol import Protocol, Result, Row, best_rows, half_width, losses, token_shares
-from benchmarks.student import quantile
+from benchmarks.best_rows import Row, best_rows, token_shares
+from benchmarks.kept_runs import Result, losses
+from benchmarks.protocol import Protocol
+from benchmarks.student import half_width, quantile
 from cosmos_lab.report.style import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]

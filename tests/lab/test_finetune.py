@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import finetune
-from benchmarks.finetune import METHODS, OPTIMIZER_NAMES, TOY, Bench, Run, add_lora, make_optimizer, read, table, work
+from benchmarks.finetune import work
+from benchmarks.finetune_table import read, table, verdict
+from benchmarks.finetune_training import METHODS, OPTIMIZER_NAMES, TOY, Bench, Result, Run, add_lora, make_optimizer
 from cosmos_lab.data import write_shard
 from cosmos_lab.models import Decoder, build
 
@@ -108,6 +110,26 @@ def test_finished_runs_are_skipped_and_a_repeated_one_is_the_same(shards: dict[s
     assert "full: cosmos minus AdamW is" in text and "lora: muon minus AdamW is" in text
 
 
+def test_a_base_is_not_begun_if_it_would_end_too_late(
+    shards: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+
+    def run(self: Bench, one: Run) -> Result:
+        """Take 100 s for a base and 5 s for a run, by a clock that nothing else moves."""
+        base = self.out / f"base-{one.base}.pt"
+        now[0] += 5.0 if base.exists() else 105.0
+        base.touch()
+        return {"val_loss": 1.0}
+
+    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(finetune.time, "monotonic", lambda: now[0])
+    runs = [Run(base, "full", name, 1e-3) for base in ("adamw", "muon") for name in OPTIMIZER_NAMES]
+    assert not work(bench(shards, tmp_path), runs, seconds=200.0, began=-20.0)
+    printed = capsys.readouterr().out
+    assert printed.count("adamw-full-") == 3 and "muon-full-" not in printed and "give the same command" in printed
+
+
 def test_the_outer_rate_may_be_a_multiple_of_lr(shards: dict[str, str], tmp_path: Path) -> None:
     runs = [Run("adamw", "full", "cosmos", 1e-4, outer_times=times) for times in (4.0, 16.0)]
     one = bench(shards, tmp_path)
@@ -117,7 +139,7 @@ def test_the_outer_rate_may_be_a_multiple_of_lr(shards: dict[str, str], tmp_path
     assert "norms at 4 times lr" in table(results) and "norms at 16 times lr" in table(results)
 
 
-def result(base: str, name: str, lr: float, loss: float | None) -> finetune.Result:
+def result(base: str, name: str, lr: float, loss: float | None) -> Result:
     return {"base": base, "method": "full", "optimizer": name, "lr": lr, "val_loss": loss, "test_loss": loss,
             "base_loss": 1.0, "weights": base}  # fmt: skip
 
@@ -127,7 +149,7 @@ def test_the_verdict_compares_best_rates_on_the_base_of_adamw_with_those_on_the_
             ("adamw", "muon", 2e-3, None), ("muon", "adamw", 1e-3, 2.2), ("muon", "muon", 1e-3, 2.1)]  # fmt: skip
     results = {str(row): result(*row) for row in rows}
     line = "full: muon minus AdamW is +0.3000 on AdamW's base, -0.1000 on its own; mismatch +0.4000"
-    assert finetune.verdict(results) == line
+    assert verdict(results) == line
     text = table(results)
     assert "2.3000 diverged" in text and "0.001*" in text and "different weights" not in text
     results["other"] = {**results[str(rows[0])], "weights": "others"}

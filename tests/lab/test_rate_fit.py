@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 
 from benchmarks import rate_fit, rate_runs, sweep
-from benchmarks.protocol import RATES, Protocol, Regime, Run, losses, read_results, table
+from benchmarks.comparison import Regime, Run
+from benchmarks.kept_runs import losses, read_results
+from benchmarks.protocol import RATES, Protocol
 from benchmarks.rate_fit import CENTER, TERMS
 from benchmarks.rate_runs import CALLS, CELLS, RUNS, plan, protocol, regime
+from benchmarks.sweep_options import Options
+from benchmarks.sweep_table import table
+from benchmarks.sweep_training import train
 from cosmos_lab.data import write_shard
 from cosmos_lab.models import PRESETS
 
@@ -177,14 +182,14 @@ def test_a_run_of_the_list_trains_in_small_passes_and_the_fit_reads_it(tmp_path:
         tokens = rng.integers(2, 64, length)
         tokens[29::30] = 1
         write_shard(tmp_path / f"toy_t5_{name}.bin", tokens)
-    options = sweep.Options(str(tmp_path / "toy_t5"), tmp_path / "out", device="cpu", compile="off",
+    options = Options(str(tmp_path / "toy_t5"), tmp_path / "out", device="cpu", compile="off",
                             cache=str(tmp_path / "cache"), commit="abc")  # fmt: skip
     tiny = dataclasses.replace(
         protocol("llama-30m"), sizes={"width": 64, "depth": 1, "mlp": 96, "vocab_size": 64}, cut=500, block=256,
         regimes={"400x64": Regime(steps=5, batch=16, seq_len=16)}, phases=[("400x64", ("cosmos",), RATES)],
     )  # fmt: skip
     search = pickle.loads(pickle.dumps(tiny))  # as a worker receives it
-    found = sweep.train(search, options, search.candidates({})[0])
+    found = train(search, options, search.candidates({})[0])
     assert found["status"] == "done" and found["config"]["micro_batch"] == 8 and len(found["curve"]) == 5
     (cell,) = rate_fit.cells([json.loads(json.dumps(found))])
     assert (cell.width, cell.steps, cell.batch, len(cell.points)) == (64, 5, 256, 1)

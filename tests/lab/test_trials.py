@@ -7,7 +7,8 @@ from torch import Tensor
 
 import cosmos_optim
 from benchmarks import trials
-from benchmarks.protocol import Protocol, Run
+from benchmarks.comparison import Run
+from benchmarks.protocol import Protocol
 from benchmarks.variants import LEVERS, VARIANTS, Variant
 from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer

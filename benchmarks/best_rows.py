@@ -1,0 +1,121 @@
+"""What finished runs say: the best setting of each optimizer, differences by seed, and shares of the tokens."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.kept_runs import Result, losses
+from benchmarks.protocol import Protocol
+from benchmarks.student import half_width
+
+
+@dataclass(frozen=True)
+class Row:
+    """The best setting of an entry so far, with its runs over seeds."""
+
+    run: Result
+    seeds: list[Result]
+    tuned: int  # Runs of the search.
+    status: str
+
+    @property
+    def test_loss(self) -> float:
+        """Return the mean test loss over seeds."""
+        return statistics.fmean(r["test_loss"] for r in self.seeds)
+
+
+def best_rows(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> dict[str, Row]:
+    """Return the row of each entry that has a finished run at its best point."""
+    return {entry: row for entry in protocol.entries if (row := _row(protocol, regime, entry, results))}
+
+
+def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Result]) -> Row | None:
+    """Return the best point of an entry's search, or None without a finished run there."""
+    point, unfinished, at_the_end = protocol.best(regime, entry, losses(results))
+    begin = f"{protocol.model}-{regime}-{entry}-lr"
+    mine = [r for name, r in results.items() if name.startswith(begin) and not r.get("variant")]
+    tuned = sum(r["seed"] == 0 and r["share"] == 1 for r in mine)
+    seeds = [results[i] for s in (*protocol.seeds, *protocol.more_seeds)
+             if (i := protocol.at(regime, entry, point, s).id) in results]  # fmt: skip
+    seeds = [r for r in seeds if r["test_loss"] is not None]
+    if not seeds or seeds[0]["seed"] != protocol.seeds[0]:
+        return None
+    tuned_on = f" on {protocol.tuned_on}" if protocol.tuned_on else ""
+    notes = [f"to tune: {', '.join(unfinished)}"] if unfinished else [f"tuned{tuned_on}"]
+    if at_the_end:
+        notes.append(f"best at the end of its range: {', '.join(at_the_end)}")
+    return Row(seeds[0], seeds, tuned, "; ".join(notes))
+
+
+def paired(row: Row, other: Row) -> list[tuple[Result, Result]]:
+    """Return the runs of two rows that have the same seed, in pairs."""
+    theirs = {r["seed"]: r for r in other.seeds}
+    return [(r, theirs[r["seed"]]) for r in row.seeds if r["seed"] in theirs]
+
+
+def gaps_between(row: Row, other: Row) -> list[float]:
+    """Return the test loss of a row minus that of another one, by seed."""
+    return [mine["test_loss"] - theirs["test_loss"] for mine, theirs in paired(row, other)]
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """The share of the tokens with which an optimizer reaches another one's test loss, from runs of several lengths.
+
+    half_width: half of its 95 % interval, from the differences of the full runs, paired by seed; None with one seed.
+    outside: "less than" or "more than" if no two lengths enclose the loss.
+    """
+
+    share: float
+    half_width: float | None = None
+    outside: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.outside} {self.share:.2f}".strip()
+        return text if self.half_width is None else f"{text} +- {self.half_width:.2f}"
+
+
+def crossing(points: Sequence[tuple[float, float]], goal: float) -> tuple[float, float] | None:
+    """Return where (tokens, loss) points first fall to a loss, and the slope there: nats per unit of log tokens.
+
+    Between points the loss is linear in log tokens. None if they never fall to it, or begin below it.
+    """
+    for (t0, l0), (t1, l1) in zip(points, points[1:], strict=False):
+        if l1 <= goal < l0:
+            slope = (l0 - l1) / math.log(t1 / t0)
+            return t0 * math.exp((l0 - goal) / slope), slope
+    return None
+
+
+def shorter_runs(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Result]) -> list[Result]:
+    """Return the finished shorter runs at the best setting of an entry, shortest first."""
+    point, _, _ = protocol.best(regime, entry, losses(results))
+    ids = [protocol.at(regime, entry, point, 0, share).id for share in sorted(protocol.shares)]
+    return [results[i] for i in ids if i in results and results[i]["test_loss"] is not None]
+
+
+def token_shares(
+    protocol: Protocol, regime: str, rows: Mapping[str, Row], results: Mapping[str, Result], target: str = "adamw"
+) -> dict[str, TokenShare]:
+    """Return the share of the tokens with which optimizers with shorter runs reach the loss of `target`, by entry."""
+    if target not in rows:
+        return {}
+    goal = rows[target].test_loss
+    found = {}
+    for entry, row in rows.items():
+        shorter = shorter_runs(protocol, regime, entry, results)
+        if entry == target or not shorter:
+            continue
+        points = [*((r["share"], r["test_loss"]) for r in shorter), (1.0, row.test_loss)]
+        if points[0][1] <= goal:
+            found[entry] = TokenShare(points[0][0], outside="less than")
+        elif (at := crossing(points, goal)) is None:
+            found[entry] = TokenShare(1.0, outside="more than")
+        else:
+            share, slope = at
+            gaps = gaps_between(rows[target], row)
+            found[entry] = TokenShare(share, share * half_width(gaps) / slope if len(gaps) > 1 else None)
+    return found

@@ -210,7 +210,7 @@ def test_runs_on_gpus_are_at_most_as_many_as_gpus_and_the_output_says_so(
 ) -> None:  # fmt: skip
     started = []
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(module, "_in_processes", lambda *more: started.append(more[-1].number))
+    monkeypatch.setattr(module, "train_in_processes", lambda *more: started.append(more[-1].number))
     monkeypatch.setattr(module, "_one_by_one", lambda *more: started.append(1))
     compare(grid(tiny_run, *({**ADAM, "lr": 1e-3 * i, "device": d} for i, d in enumerate(devices, 1))), parallel=3)
     assert started == [processes]

@@ -14,6 +14,7 @@ import pytest
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as comparison
+from cosmos_lab.grid import workers
 from cosmos_lab.grid.compare import compare
 from cosmos_lab.io import locked
 from cosmos_lab.results.reading import read_metrics
@@ -173,7 +174,7 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
     command = ["compare", "tiny", *common, "--optimizers", "adam", "--lrs", "1e-3,2e-3"]
     names = ["tiny-adam-lr0.001-s0", "tiny-adam-lr0.002-s0"]
     out = Path(config.logging.out)
-    poll, processes, told = comparison._poll, set(), []
+    poll, processes, told = workers._poll, set(), []
 
     def signalled(job: Any, *rest: Any) -> bool:
         processes.add(job.process)
@@ -181,7 +182,7 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
             told.append(send(signal.SIGTERM))
         return poll(job, *rest)
 
-    monkeypatch.setattr(comparison, "_poll", signalled)
+    monkeypatch.setattr(workers, "_poll", signalled)
     assert main([*command, "--parallel", "2"]) == 143
     said = capsys.readouterr()
     message = "stopped by SIGTERM in 2 of 2 runs, with checkpoints; the same command continues"

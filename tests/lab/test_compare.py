@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
+from cosmos_lab.grid import workers
 from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.table import format_result, table_of
 from tests.lab.conftest import VOCAB, write_text
@@ -198,6 +200,28 @@ def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pyt
     assert "step_000002" in result["rows"][1]["failures"][0]
     here = quietly([runs[0].replace(name="here")])
     assert here["rows"][0]["values"] == result["rows"][0]["values"]
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "its process was ended by SIGKILL; memory may have run out"),
+        ("import os; os.kill(os.getpid(), 11)", "its process was ended by SIGSEGV"),
+        ("raise SystemExit(3)", "its process ended with exit code 3"),
+        ("import os, sys; os.write(2, b'no \\xff here\\n'); sys.exit(2)", "no \N{REPLACEMENT CHARACTER} here"),
+        ("import sys; print('cosmos-lab: a bad value'); sys.exit(2)", "a bad value"),
+    ],
+    ids=["killed", "crashed", "silent", "not utf-8", "told"],
+)
+def test_a_failed_process_is_explained_by_how_it_ended_and_not_by_older_output(
+    tiny_run: RunConfig, worker: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_run.folder.mkdir(parents=True)
+    (tiny_run.folder / "output.txt").write_text("cosmos-lab: stopped by SIGTERM at step 3 of 8\n")
+    real = subprocess.Popen
+    monkeypatch.setattr(workers.subprocess, "Popen", lambda command, **more: real([command[0], "-c", worker], **more))
+    (row,) = quietly([tiny_run], parallel=2)["rows"]
+    assert row["status"] == ["failed"] and row["failures"] == [reason]
 
 
 @pytest.mark.parametrize(

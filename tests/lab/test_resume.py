@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import resource
 import shutil
 import signal
@@ -53,7 +54,7 @@ def test_resume_after_kill_9_equals_the_unbroken_run(tiny_run: RunConfig, tmp_pa
     config = tiny_run.replace(steps=80, checkpoint_every=3, val_every=20, log_every=5, diagnostics_every=0)
     asked = tmp_path / "asked.json"
     asked.write_text(json.dumps(config.flat()))
-    process = start("-m", "cosmos_lab.grid.workers", str(asked))
+    process = start("-m", "cosmos_lab.grid.workers", str(asked), str(os.getpid()))
     checkpoints = config.folder / "checkpoints"
     try:
         wait_until(lambda: any(checkpoints.glob("step_*")), process)

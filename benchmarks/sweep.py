@@ -45,7 +45,7 @@ from cosmos_lab.data import TokenSource, validation_batches
 from cosmos_lab.io import atomic_write, read_json
 from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.results.reading import CONFIG
-from cosmos_lab.run.launch import pick_device
+from cosmos_lab.run.distributed import pick_device
 from cosmos_lab.run.train import Trainer
 from cosmos_lab.run.train import train as lab_train
 

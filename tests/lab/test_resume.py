@@ -17,7 +17,7 @@ import pytest
 import cosmos_optim
 from cosmos_lab.config import RunConfig
 from cosmos_lab.results.reading import read_metrics
-from cosmos_lab.run import checkpoint, launch, run_folder, run_log
+from cosmos_lab.run import checkpoint, distributed, run_folder, run_log
 from cosmos_lab.run.run_folder import finished
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import assert_same, outcome, start, wait_until
@@ -103,7 +103,7 @@ def disk_of(size: int) -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -> None:
     checkpoints = tiny_run.folder / "checkpoints"
-    with launch.session("cpu", "auto") as world:
+    with distributed.session("cpu", "auto") as world:
         trainer = Trainer(tiny_run, world)
         with contextlib.closing(trainer):
             trainer._step()

@@ -127,7 +127,7 @@ def _told_by_another(error: Exception) -> bool:
     """Tell whether the first process of a distributed run prints this error."""
     if os.environ.get("RANK", "0") == "0":
         return False
-    from cosmos_lab.run.launch import Shared
+    from cosmos_lab.run.distributed import Shared
 
     return isinstance(error, Shared)
 

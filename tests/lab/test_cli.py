@@ -210,7 +210,7 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
         (["compare", "tiny", "--optimizers", "adam,cosmoss"], "unknown optimizer 'cosmoss'; did you mean cosmos"),
         (["compare", "tiny", "--name", "mine"], "a comparison names its runs itself: choose their folder with --out"),
         (["compare", "tiny", "--optimizers", "adam", "--lrs", "adm=1e-3"], "--lrs has rates for adm, but"),
-        (["compare", "tiny", "--seeds", "a"], "--seeds takes numbers separated by commas; got 'a'"),
+        (["compare", "tiny", "--seeds", "a"], "--seeds takes whole numbers separated by commas; got 'a'"),
         (["compare", "llama-130m", "--optimizers", "normuon"], "give them with --lrs"),
         (["compare", "tiny", "--minutes", "-1"], "--minutes must be 0 (no limit) or more; got -1"),
         (["compare", "tiny", "--only", "rank-5"], "--only rank-5 matches no run; the runs are base"),

@@ -139,6 +139,21 @@ def test_a_failed_run_stops_neither_the_others_nor_the_table(
     assert rows[1]["failures"] == ["its data is gone"]
 
 
+def test_a_run_that_another_comparison_finished_meanwhile_is_done(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = grid(tiny_run, ADAM)
+    real = module.train
+
+    def refused(config: RunConfig, progress: Any = None) -> Any:
+        real(config)  # by the other one
+        raise ValueError("another process is training here")
+
+    monkeypatch.setattr(module, "train", refused)
+    (row,) = quietly([run])["rows"]
+    assert row["status"] == ["done"] and row["best"] and row["failures"] == []
+
+
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_run_without_a_folder_stops_neither_the_others_nor_the_table(tiny_run: RunConfig, parallel: int) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})

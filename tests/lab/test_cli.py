@@ -171,6 +171,17 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
     assert [lines[0].split()[0] for lines in groups[2:]] == ["Comparisons", "Comparisons", "Profiles:"]
 
 
+def test_ctrl_c_while_a_command_is_imported_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(command: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cosmos_lab.cli.main._find", interrupted)
+    assert main(["compare", "tiny"]) == 130
+    assert capsys.readouterr().err.startswith("cosmos-lab: interrupted")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

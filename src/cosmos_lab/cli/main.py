@@ -68,25 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] in ("-V", "--version", "version"):
         print(f"cosmos-lab {__version__}")
         return 0
-    command, rest = given[0], given[1:]
-    work = _find(command)
-    if work is None:
-        return _fail(_unknown(command))
     before = sys.stdout
     warnings.formatwarning = _one_line
     sys.stdout = cast(TextIO, PipeSafeStream(before))
     try:
-        return _exit_code(command, lambda: work(rest))
+        return _exit_code(*given)
     finally:
         sys.stdout, warnings.formatwarning = before, _format_warning
 
 
-def _exit_code(command: str, work: Callable[[], None]) -> int:
+def _exit_code(command: str, *arguments: str) -> int:
     """Do the work of a command; print an error that a user can cause, or a stop, as one line, and return the code."""
     from cosmos_lab.run.stopping import Stopped
 
     try:
-        work()
+        work = _find(command)  # takes seconds, in which Ctrl-C may come
+        if work is None:
+            return _fail(_unknown(command))
+        work(list(arguments))
     except ModuleNotFoundError as error:
         more = "; the lab's packages come with pip install '.[lab]' in the source folder"
         hint = "" if "pip install" in str(error) else more

@@ -22,7 +22,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data, validation_batches
 from cosmos_lab.io import read_json, write_json
 from cosmos_lab.results.reading import CONFIG, read_metrics
-from cosmos_lab.run.launch import pick_device
+from cosmos_lab.run.distributed import pick_device
 from cosmos_lab.run.train import Trainer
 from cosmos_lab.run.train import train as lab_train
 

@@ -31,7 +31,7 @@ ORDER = (
     "integrations",
 )
 # The code that starts and joins processes; everything else gets the layout from the parameters.
-MAY_DISTRIBUTE = ("cosmos_optim.sharding", "cosmos_lab.run.launch")
+MAY_DISTRIBUTE = ("cosmos_optim.sharding", "cosmos_lab.run.distributed")
 MAY_TRITON = ("cosmos_optim.cuda",)
 # Functions of torch that take the default device and dtype unless told otherwise.
 FACTORIES = (

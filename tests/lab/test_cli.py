@@ -171,6 +171,17 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
     assert [lines[0].split()[0] for lines in groups[2:]] == ["Comparisons", "Comparisons", "Profiles:"]
 
 
+def test_ctrl_c_while_a_command_is_imported_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(command: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cosmos_lab.cli.main._find", interrupted)
+    assert main(["compare", "tiny"]) == 130
+    assert capsys.readouterr().err.startswith("cosmos-lab: interrupted")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -210,7 +221,7 @@ def test_recipes_lists_every_recipe_and_profile(capsys: pytest.CaptureFixture[st
         (["compare", "tiny", "--optimizers", "adam,cosmoss"], "unknown optimizer 'cosmoss'; did you mean cosmos"),
         (["compare", "tiny", "--name", "mine"], "a comparison names its runs itself: choose their folder with --out"),
         (["compare", "tiny", "--optimizers", "adam", "--lrs", "adm=1e-3"], "--lrs has rates for adm, but"),
-        (["compare", "tiny", "--seeds", "a"], "--seeds takes numbers separated by commas; got 'a'"),
+        (["compare", "tiny", "--seeds", "a"], "--seeds takes whole numbers separated by commas; got 'a'"),
         (["compare", "llama-130m", "--optimizers", "normuon"], "give them with --lrs"),
         (["compare", "tiny", "--minutes", "-1"], "--minutes must be 0 (no limit) or more; got -1"),
         (["compare", "tiny", "--only", "rank-5"], "--only rank-5 matches no run; the runs are base"),

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as module
+from cosmos_lab.grid import workers
 from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.table import format_result, table_of
 from tests.lab.conftest import VOCAB, write_text
@@ -137,6 +139,21 @@ def test_a_failed_run_stops_neither_the_others_nor_the_table(
     assert rows[1]["failures"] == ["its data is gone"]
 
 
+def test_a_run_that_another_comparison_finished_meanwhile_is_done(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = grid(tiny_run, ADAM)
+    real = module.train
+
+    def refused(config: RunConfig, progress: Any = None) -> Any:
+        real(config)  # by the other one
+        raise ValueError("another process is training here")
+
+    monkeypatch.setattr(module, "train", refused)
+    (row,) = quietly([run])["rows"]
+    assert row["status"] == ["done"] and row["best"] and row["failures"] == []
+
+
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_run_without_a_folder_stops_neither_the_others_nor_the_table(tiny_run: RunConfig, parallel: int) -> None:
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})
@@ -201,6 +218,28 @@ def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pyt
 
 
 @pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "its process was ended by SIGKILL; memory may have run out"),
+        ("import os; os.kill(os.getpid(), 11)", "its process was ended by SIGSEGV"),
+        ("raise SystemExit(3)", "its process ended with exit code 3"),
+        ("import os, sys; os.write(2, b'no \\xff here\\n'); sys.exit(2)", "no \N{REPLACEMENT CHARACTER} here"),
+        ("import sys; print('cosmos-lab: a bad value'); sys.exit(2)", "a bad value"),
+    ],
+    ids=["killed", "crashed", "silent", "not utf-8", "told"],
+)
+def test_a_failed_process_is_explained_by_how_it_ended_and_not_by_older_output(
+    tiny_run: RunConfig, worker: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_run.folder.mkdir(parents=True)
+    (tiny_run.folder / "output.txt").write_text("cosmos-lab: stopped by SIGTERM at step 3 of 8\n")
+    real = subprocess.Popen
+    monkeypatch.setattr(workers.subprocess, "Popen", lambda command, **more: real([command[0], "-c", worker], **more))
+    (row,) = quietly([tiny_run], parallel=2)["rows"]
+    assert row["status"] == ["failed"] and row["failures"] == [reason]
+
+
+@pytest.mark.parametrize(
     ("devices", "gpus", "processes"),
     [(["cpu"] * 3, 2, 3), (["auto"] * 3, 0, 3), (["auto"] * 3, 2, 2), (["cpu", "cuda"], 1, 1), (["auto"] * 3, 8, 3)],
 )
@@ -210,7 +249,7 @@ def test_runs_on_gpus_are_at_most_as_many_as_gpus_and_the_output_says_so(
 ) -> None:  # fmt: skip
     started = []
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(module, "_in_processes", lambda *more: started.append(more[-1].number))
+    monkeypatch.setattr(module, "train_in_processes", lambda *more: started.append(more[-1].number))
     monkeypatch.setattr(module, "_one_by_one", lambda *more: started.append(1))
     compare(grid(tiny_run, *({**ADAM, "lr": 1e-3 * i, "device": d} for i, d in enumerate(devices, 1))), parallel=3)
     assert started == [processes]

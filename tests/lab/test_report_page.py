@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from cosmos_lab.display import count, rate, seconds, significant, size
-from cosmos_lab.report import write_report
-from cosmos_lab.report.charts import embed
+from cosmos_lab.report import figures, write_report
+from cosmos_lab.report.charts import embed, specify
 from cosmos_lab.report.curves import MOST_POINTS, training, validation
 from cosmos_lab.report.heat import MOST_COLUMNS, heat_map, kind_and_layer
 from cosmos_lab.report.style import KNOWN, THEMES, looks
@@ -118,7 +118,7 @@ def test_the_table_has_every_number_and_marks_the_best(tmp_path: Path, no_figure
     rows = re.findall(r'<tr class="([^"]*)">(.*?)</tr>', text)
     cells = {re.sub(r"<[^>]+>", " ", row): kind for kind, row in rows}
     (best,) = [row for row, kind in cells.items() if kind == "best"]
-    for value in ("2e-3", "1.900", "6.686", "60 k", "3.00 s", "20 k", "3.50", "1,536 MiB", "2.00 MiB", "★"):
+    for value in ("2e-3", "1.900", "6.686", "60 k", "3.00 s", "20 k", "3.50", "1.50 GiB", "2.00 MiB", "★"):
         assert value in best
     assert sum("★" in row for row in cells) == 1
 
@@ -143,6 +143,15 @@ def test_figures_are_written_as_png_and_svg(tmp_path: Path) -> None:
         assert (stale.parent / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         assert "</svg>" in (stale.parent / f"{stem}.svg").read_text()
         assert {f"figures/{stem}.png", f"figures/{stem}.svg"} <= links
+
+
+def test_the_legend_of_a_figure_has_the_marks_that_its_lines_have(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, name, falling(2.0)) for name in ("cosmos", "adam")]
+    diverged = make_run(tmp_path / "muon", "muon", [3.0, *[2.9] * 40, None])  # too many points to mark, and a cross
+    (specs,) = specify([task_of(*runs, diverged)])
+    (axes,) = figures._lines(specs[0], specs[0].charts[0]).axes
+    legend = {line.get_label(): line.get_marker() for line in axes.get_legend().get_lines()}
+    assert legend == {"cosmos 1e-3": "o", "adam 1e-3": "s", "muon 1e-3": "None"}
 
 
 def test_the_page_and_the_figures_draw_the_same_specifications(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

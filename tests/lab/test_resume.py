@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import resource
 import shutil
 import signal
@@ -16,7 +17,7 @@ import pytest
 import cosmos_optim
 from cosmos_lab.config import RunConfig
 from cosmos_lab.results.reading import read_metrics
-from cosmos_lab.run import checkpoint, launch, run_folder, run_log
+from cosmos_lab.run import checkpoint, distributed, run_folder, run_log
 from cosmos_lab.run.run_folder import finished
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import assert_same, outcome, start, wait_until
@@ -53,7 +54,7 @@ def test_resume_after_kill_9_equals_the_unbroken_run(tiny_run: RunConfig, tmp_pa
     config = tiny_run.replace(steps=80, checkpoint_every=3, val_every=20, log_every=5, diagnostics_every=0)
     asked = tmp_path / "asked.json"
     asked.write_text(json.dumps(config.flat()))
-    process = start("-m", "cosmos_lab.grid.compare", str(asked))
+    process = start("-m", "cosmos_lab.grid.workers", str(asked), str(os.getpid()))
     checkpoints = config.folder / "checkpoints"
     try:
         wait_until(lambda: any(checkpoints.glob("step_*")), process)
@@ -102,7 +103,7 @@ def disk_of(size: int) -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny_run: RunConfig) -> None:
     checkpoints = tiny_run.folder / "checkpoints"
-    with launch.session("cpu", "auto") as world:
+    with distributed.session("cpu", "auto") as world:
         trainer = Trainer(tiny_run, world)
         with contextlib.closing(trainer):
             trainer._step()

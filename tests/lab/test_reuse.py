@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import Decoder
 from cosmos_lab.results.reading import read_metrics
-from cosmos_lab.run import build, checkpoint, launch, model_cache
+from cosmos_lab.run import build, checkpoint, distributed, model_cache
 from cosmos_lab.run.train import Trainer, train
 
 
@@ -116,16 +116,16 @@ def test_a_diverged_or_interrupted_run_does_not_change_later_runs(compiled: RunC
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_a_graph_is_shared_unless_a_field_it_depends_on_changes(compiled: RunConfig, change: dict[str, Any]) -> None:
-    world = launch.World(0, 0, 1, torch.device("cpu"), "none")
+    world = distributed.World(0, 0, 1, torch.device("cpu"), "none")
 
-    def key(config: RunConfig, world: launch.World = world, bf16: bool = False) -> Any:
+    def key(config: RunConfig, world: distributed.World = world, bf16: bool = False) -> Any:
         return model_cache._graph_key(config, build.model_config(config), world, bf16)
 
     assert key(compiled.replace(lr=1.0, seed=5, optimizer="adam")) == key(compiled)
     assert key(compiled.replace(**change)) != key(compiled) != key(compiled, bf16=True)
     assert key(compiled.replace(compile="off")) is None
     for sharding in ("ddp", "fsdp"):
-        assert key(compiled, launch.World(0, 0, 2, world.device, sharding)) is None
+        assert key(compiled, distributed.World(0, 0, 2, world.device, sharding)) is None
 
 
 def test_the_last_model_is_freed_before_another_is_built(compiled: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_hooks_gradients_and_frozen_weights_do_not_affect_the_next_run(compiled:
 
 def test_two_runs_at_a_time_do_not_share_a_model(compiled: RunConfig) -> None:
     train(compiled.replace(name="first"))
-    with launch.session("cpu", "auto") as world:
+    with distributed.session("cpu", "auto") as world:
         one, two = (Trainer(compiled.replace(name=name), world) for name in ("one", "two"))
         assert one.model is not two.model
         one.close(), two.close()

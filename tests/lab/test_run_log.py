@@ -10,6 +10,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.io import write_json
+from cosmos_lab.results.reading import METRICS, read_metrics
 from cosmos_lab.run import integrity, run_log
 from cosmos_lab.run.train import train
 
@@ -70,3 +71,11 @@ def test_every_file_of_a_diverging_run_is_json_and_its_checkpoints_can_be_read(t
             strictly(text)
     metas = [path.parent for path in found if path.name == "meta.json"]
     assert any(integrity.check(folder)["loss_sum"] is None for folder in metas)
+
+
+@pytest.mark.parametrize(
+    ("last", "steps"), [(None, [1, 2, 3]), (0, []), (13, [3]), (23, [3]), (25, [2, 3]), (99, [1, 2, 3])]
+)
+def test_the_end_of_a_log_is_read_in_whole_lines(tmp_path: Path, last: int | None, steps: list[int]) -> None:
+    (tmp_path / METRICS).write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))  # 12 bytes each
+    assert [record["step"] for record in read_metrics(tmp_path, last=last)] == steps

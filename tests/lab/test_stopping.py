@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid import compare as comparison
+from cosmos_lab.grid import workers
 from cosmos_lab.grid.compare import compare
 from cosmos_lab.io import locked
-from cosmos_lab.results.reading import read_metrics
+from cosmos_lab.results.reading import METRICS, read_metrics, read_summary
 from cosmos_lab.run import checkpoint, stopping
 from cosmos_lab.run.stopping import Stopped, watch
 from cosmos_lab.run.train import train
@@ -173,15 +175,15 @@ def test_a_stop_ends_every_process_with_a_checkpoint(
     command = ["compare", "tiny", *common, "--optimizers", "adam", "--lrs", "1e-3,2e-3"]
     names = ["tiny-adam-lr0.001-s0", "tiny-adam-lr0.002-s0"]
     out = Path(config.logging.out)
-    poll, processes, told = comparison._poll, set(), []
+    show, processes, told = workers._show_progress, set(), []
 
-    def signalled(job: Any, *rest: Any) -> bool:
+    def signalled(job: Any, *rest: Any) -> None:
         processes.add(job.process)
         if not told and all(any(read_metrics(out / name)) for name in names):
             told.append(send(signal.SIGTERM))
-        return poll(job, *rest)
+        show(job, *rest)
 
-    monkeypatch.setattr(comparison, "_poll", signalled)
+    monkeypatch.setattr(workers, "_show_progress", signalled)
     assert main([*command, "--parallel", "2"]) == 143
     said = capsys.readouterr()
     message = "stopped by SIGTERM in 2 of 2 runs, with checkpoints; the same command continues"
@@ -213,6 +215,29 @@ def test_the_processes_of_a_killed_comparison_end_with_a_checkpoint(tiny_run: Ru
     process.wait()
     with locked(run.folder / ".lock"):  # waits for the end of the run
         assert checkpoint.latest(run.folder / "checkpoints") is not None
+
+
+@pytest.mark.slow
+def test_a_process_does_not_train_if_its_comparison_was_killed_while_it_started(tiny_run: RunConfig) -> None:
+    code = """
+import json, os, signal, subprocess, sys
+from cosmos_lab.config import RunConfig
+from cosmos_lab.grid import workers
+from cosmos_lab.grid.compare import compare
+real = subprocess.Popen
+def killed(*arguments, **more):
+    real(*arguments, **more)
+    os.kill(os.getpid(), signal.SIGKILL)
+workers.subprocess.Popen = killed
+compare([RunConfig.from_flat(json.loads(sys.argv[1]))], parallel=2)
+"""
+    process = start("-c", code, json.dumps(tiny_run.flat()))
+    assert process.wait() == -signal.SIGKILL
+    said = tiny_run.folder / "output.txt"
+    deadline = time.monotonic() + 120
+    while not (said.read_text() or read_summary(tiny_run.folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "the comparison has ended" in said.read_text() and not (tiny_run.folder / METRICS).exists()
 
 
 # -- the watch itself -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from cosmos_lab.config import RunConfig
 from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.profile.profile import profile
-from cosmos_lab.run import checkpoint, launch
+from cosmos_lab.run import checkpoint, distributed
 from cosmos_lab.run.train import Trainer, train
 from tests.gpu import never_waiting
 
@@ -26,7 +26,7 @@ def gpu_run(tiny_run: RunConfig) -> RunConfig:
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "cosmos"])
 def test_a_step_never_waits_for_the_device(gpu_run: RunConfig, optimizer: str) -> None:
     rank = 8 if optimizer == "cosmos" else None
-    with launch.session("cuda", "auto") as world:
+    with distributed.session("cuda", "auto") as world:
         with closing(Trainer(gpu_run.replace(optimizer=optimizer, rank=rank, steps=20, clip=1.0), world)) as trainer:
             for _ in range(4):
                 trainer._step()  # first bases, autotuning

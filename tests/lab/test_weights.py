@@ -11,7 +11,7 @@ from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.run import build as run_build
-from cosmos_lab.run import checkpoint, launch, model_cache
+from cosmos_lab.run import checkpoint, distributed, model_cache
 from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.export import export_model
 from cosmos_lab.run.train import train
@@ -132,7 +132,7 @@ def test_a_model_compiled_for_fp32_weights_does_not_serve_bf16_ones(
     for name in ("same", "after"):
         assert_same(outcome(config.replace(name=name)), outcome(config.replace(name="alone")))
     assert_same(outcome(config.replace(name="wide-after")), outcome(config.replace(name="wide")))
-    world = launch.World(0, 0, 1, torch.device("cpu"), "none")
+    world = distributed.World(0, 0, 1, torch.device("cpu"), "none")
     shape = run_build.model_config(config)
     wide, narrow = (model_cache._graph_key(config.replace(weights=w), shape, world, False) for w in ("fp32", "bf16"))
     assert None not in (wide, narrow) and wide != narrow

@@ -20,7 +20,7 @@ import pytest
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.io import json_bytes
-from cosmos_lab.run import checkpoint, integrity, launch
+from cosmos_lab.run import checkpoint, distributed, integrity
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.conftest import tiny_config, write_text
 from tests.lab.test_train_distributed import on_ranks
@@ -123,7 +123,7 @@ def check_damages(config: RunConfig, count: int, seed: int) -> None:
     Each time the older checkpoint must be found with ``skip_damaged``. Runs on every rank of a sharded run.
     """
     rng, kinds, source = random.Random(seed), Counter[str](), config.folder / "checkpoints"
-    with launch.session("cpu", config.training.sharding) as world:
+    with distributed.session("cpu", config.training.sharding) as world:
         with contextlib.closing(Trainer(config.replace(name="other"), world)) as trainer:
             for index in range(count):
                 place = source.with_name(f"damaged_{index}")

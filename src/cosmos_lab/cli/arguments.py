@@ -192,7 +192,8 @@ def numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"{flag} takes numbers separated by commas; got {text!r}") from None
+        whole = "whole " if kind is int else ""
+        raise ValueError(f"{flag} takes {whole}numbers separated by commas; got {text!r}") from None
 
 
 def parse_extra(text: str | None) -> list[tuple[str, dict[str, Any]]]:

@@ -68,22 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] in ("-V", "--version", "version"):
         print(f"cosmos-lab {__version__}")
         return 0
-    command, rest = given[0], given[1:]
     before = sys.stdout
     warnings.formatwarning = _one_line
     sys.stdout = cast(TextIO, PipeSafeStream(before))
     try:
-        return _exit_code(command, lambda: _find(command)(rest))
+        return _exit_code(*given)
     finally:
         sys.stdout, warnings.formatwarning = before, _format_warning
 
 
-def _exit_code(command: str, work: Callable[[], None]) -> int:
+def _exit_code(command: str, *arguments: str) -> int:
     """Do the work of a command; print an error that a user can cause, or a stop, as one line, and return the code."""
     from cosmos_lab.run.stopping import Stopped
 
     try:
-        work()
+        _find(command)(list(arguments))  # finding it takes seconds, in which Ctrl-C may come
     except ModuleNotFoundError as error:
         more = "; the lab's packages come with pip install '.[lab]' in the source folder"
         hint = "" if "pip install" in str(error) else more
@@ -119,7 +118,7 @@ def _told_by_another(error: Exception) -> bool:
     """Tell whether the first process of a distributed run prints this error."""
     if os.environ.get("RANK", "0") == "0":
         return False
-    from cosmos_lab.run.launch import Shared
+    from cosmos_lab.run.distributed import Shared
 
     return isinstance(error, Shared)
 

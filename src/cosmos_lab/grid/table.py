@@ -42,7 +42,9 @@ def table_of(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str]
 def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
     """Read a run's folder; names, rates and settings are those asked for, also if the run was not started yet."""
     run, o = read_run(asked.folder), asked.optimizer
-    status = FAILED if asked.run_name in failures else NOT_STARTED if run.status == "empty" else run.status
+    status = NOT_STARTED if run.status == "empty" else run.status
+    if asked.run_name in failures and not run.finished:  # another comparison may have finished it meanwhile
+        status = FAILED
     about = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
     config = {**run.config, "config": asked.flat()}
     return replace(run, name=asked.run_name, status=status, config=config, **about)  # type: ignore[arg-type]
@@ -118,7 +120,7 @@ def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, An
             for key in ("final_val_ppl", "step_ms", "optimizer_ms", "state_bytes")
         },
         "val_losses": [[[p.step, p.value if math.isfinite(p.value) else None] for p in run.validation] for run in runs],
-        "failures": [failures[run.name] for run in runs if run.name in failures],
+        "failures": [failures[run.name] for run in runs if run.name in failures and not run.finished],
     }
 
 

@@ -25,7 +25,7 @@ from cosmos_lab.optimizers import WEIGHTS, build_optimizer, hyperparameters, opt
 from cosmos_lab.profile.config import ProfileConfig, split_row
 from cosmos_lab.run import model_cache
 from cosmos_lab.run.build import cast_weights
-from cosmos_lab.run.launch import pick_bf16, pick_compile, pick_device
+from cosmos_lab.run.distributed import pick_bf16, pick_compile, pick_device
 from cosmos_lab.run.meters import GB, Stopwatch
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph per size; torch would stop at 8

@@ -113,7 +113,10 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
     x, y = [xs[i] for i in known], [line.y[i] for i in known]
     dash: Any = (0, look.dash) if look.dash and not line.faint else "-"
     label = "_" if line.faint else series.label.replace("$", r"\$")  # which would start a formula
-    axes.plot(x, y, color=look.light, linestyle=dash, linewidth=_POINTS * line.width, alpha=line.opacity, label=label)
+    style: dict[str, Any] = {"color": look.light, "linestyle": dash, "linewidth": _POINTS * line.width}
+    if set(line.marks.values()) - {"failed"}:  # for the legend alone: `_mark` draws them
+        style |= {"marker": look.marker, "markersize": 5, "markevery": []}
+    axes.plot(x, y, **style, alpha=line.opacity, label=label)
     if line.lo:
         low, high = ([values[i] for i in known] for values in (line.lo, line.hi))
         if spec.marked:

@@ -32,18 +32,18 @@ _COLUMNS: tuple[Column, ...] = (
     ("State", "state_bytes", size),
 )
 _IN_UNITS = {"tokens": 1, "time": 1, "tokens_per_s": 1, "peak_memory_gb": 2**30, "state_bytes": 1}  # of what is stored
-_MEMORY = ("peak_memory_gb", "state_bytes")  # share their unit: a reader compares them
 
 
 def _columns(task: Task) -> list[Column]:
     """Return the columns that have a number, each with the unit that suits its smallest one."""
-    known = {key: [s.mean * _IN_UNITS.get(key, 1) for g in task.groups if (s := g.stat(key))] for _, key, _ in _COLUMNS}
     found: list[Column] = []
     for head, key, form in _COLUMNS:
-        if not known[key]:
-            continue
-        alike = [value for name in (_MEMORY if key in _MEMORY else (key,)) for value in known[name] if value]
-        found.append((head, key, partial(_in_one_unit, form, key, min(alike, default=1)) if key in _IN_UNITS else form))
+        means = [spread.mean for group in task.groups if (spread := group.stat(key))]
+        if means and key in _IN_UNITS:
+            like = min((mean * _IN_UNITS[key] for mean in means if mean), default=1)
+            found.append((head, key, partial(_in_one_unit, form, key, like)))
+        elif means:
+            found.append((head, key, form))
     return found
 
 

@@ -6,6 +6,7 @@ comparisons and reports all read it here.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -136,14 +137,21 @@ def read_summary(folder: Path, notes: list[str] | None = None) -> dict[str, Any]
     return _read_object(path, [] if notes is None else notes) if path.exists() else None
 
 
-def read_metrics(folder: Path, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl; one that cannot be read (a kill cuts the last one short) is left out."""
+def read_metrics(folder: Path, notes: list[str] | None = None, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl; one that cannot be read (a kill cuts the last one short) is left out.
+
+    ``last`` is the number of bytes at the end of the file that are read (None: all of it).
+    """
     path = folder / METRICS
     notes = [] if notes is None else notes
     bad = 0
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in filter(str.strip, lines):
+        with path.open("rb") as file:
+            begin = 0 if last is None else max(0, file.seek(0, os.SEEK_END) - last)
+            file.seek(begin)
+            if begin:
+                file.readline()  # the rest of a line
+            for line in filter(str.strip, io.TextIOWrapper(file, encoding="utf-8", errors="replace")):
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError):

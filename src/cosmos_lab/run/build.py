@@ -13,7 +13,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Split, TokenSource, open_data, validation_windows
 from cosmos_lab.models import Decoder, ModelConfig, build, resolve
 from cosmos_lab.optimizers import WEIGHTS
-from cosmos_lab.run import launch
+from cosmos_lab.run import distributed
 
 _TOKENS_PER_PASS = 32_768  # enough to fill a large GPU, little enough for the logits of a 32k vocabulary
 
@@ -79,9 +79,9 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> nn.Module:
+def wrap(model: Decoder, config: RunConfig, world: distributed.World, bf16: bool) -> nn.Module:
     """Return the model as the loop calls it: sharded or replicated over the processes, and compiled."""
-    how = launch.pick_compile(config.training.compile, world.device)
+    how = distributed.pick_compile(config.training.compile, world.device)
     if how != "off":
         # A sweep builds many models in one process; stale ones count against the recompile limit.
         torch.compiler.reset()
@@ -91,7 +91,7 @@ def wrap(model: Decoder, config: RunConfig, world: launch.World, bf16: bool) -> 
         how = "off"  # the rest is not for torch.compile
     if how == "blocks":
         model.compile_parts()
-    runner = launch.distribute(model, world, bf16)
+    runner = distributed.distribute(model, world, bf16)
     return cast(nn.Module, torch.compile(runner, dynamic=False)) if how == "on" else runner
 
 

@@ -32,7 +32,7 @@ from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.optimizers import WEIGHTS
-from cosmos_lab.run import integrity, launch
+from cosmos_lab.run import distributed, integrity
 from cosmos_lab.run.build import cast_weights
 from cosmos_lab.run.integrity import META, Damaged
 
@@ -98,7 +98,12 @@ def _remove(path: Path) -> None:
 
 
 def save(
-    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, keep: int, temporary: bool
+    folder: Path,
+    state: TrainingState,
+    identity: Mapping[str, Any],
+    world: distributed.World,
+    keep: int,
+    temporary: bool,
 ) -> None:
     """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints; every process must call.
 
@@ -140,7 +145,7 @@ def save(
 Check = Future[dict[str, Any]]
 
 
-def start_check(folder: Path, world: launch.World) -> Check | None:
+def start_check(folder: Path, world: distributed.World) -> Check | None:
     """Start to check the newest checkpoint in the background, if there is one."""
     newest, pool = latest(folder), ThreadPoolExecutor(1)
     check = None if newest is None else pool.submit(integrity.check, newest, world.rank, world.size)
@@ -149,7 +154,7 @@ def start_check(folder: Path, world: launch.World) -> Check | None:
 
 
 def resume(
-    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, check: Check | None,
+    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: distributed.World, check: Check | None,
     skip_damaged: bool,
 ) -> None:  # fmt: skip
     """Fill ``state`` from the newest checkpoint, which `start_check` checks; every process must call.
@@ -177,7 +182,7 @@ def resume(
 
 
 def load(
-    path: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, check: Check | None = None
+    path: Path, state: TrainingState, identity: Mapping[str, Any], world: distributed.World, check: Check | None = None
 ) -> None:
     """Fill ``state`` from a checkpoint, on every process or on none.
 
@@ -190,7 +195,7 @@ def load(
 
 
 def _fill(
-    path: Path, meta: Mapping[str, Any], state: TrainingState, identity: Mapping[str, Any], world: launch.World
+    path: Path, meta: Mapping[str, Any], state: TrainingState, identity: Mapping[str, Any], world: distributed.World
 ) -> None:
     check_identity(path, {**identity, **EARLIER, **meta["identity"]}, identity)  # older checkpoints have fewer entries
     if meta["sharded"] != (world.sharding == "fsdp"):
@@ -198,7 +203,7 @@ def _fill(
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
     if meta["sharded"]:
         try:
-            launch.load_sharded(state.model, state.optimizer, path / "shards")
+            distributed.load_sharded(state.model, state.optimizer, path / "shards")
         except OSError as error:
             raise Damaged(str(error)) from error
     else:
@@ -246,7 +251,7 @@ def load_trained(run: Path, step: int | None = None) -> Trained:
     model = build(ModelConfig(**fields))
     if meta["sharded"]:
         cast_weights(model, WEIGHTS[{**EARLIER, **meta["identity"]}["weights"]])
-        launch.read_shards({"model": model.state_dict()}, path / "shards")
+        distributed.read_shards({"model": model.state_dict()}, path / "shards")
     else:
         weights = _read_tensors(path / "state.pt", torch.device("cpu"))["model"]
         model.load_state_dict(weights, assign=True)  # in the type in which they were trained
@@ -292,7 +297,7 @@ def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, An
         )
 
 
-def _random_state(world: launch.World) -> dict[str, Any]:
+def _random_state(world: distributed.World) -> dict[str, Any]:
     """Return the state of every random generator that training uses, as plain values."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
@@ -301,7 +306,7 @@ def _random_state(world: launch.World) -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
+def _set_random_state(state: Mapping[str, Any], world: distributed.World) -> None:
     """Restore every generator to a saved state."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
@@ -310,15 +315,15 @@ def _set_random_state(state: Mapping[str, Any], world: launch.World) -> None:
         torch.cuda.set_rng_state(state["cuda"], world.device)
 
 
-def _make_empty(folder: Path, world: launch.World) -> None:
+def _make_empty(folder: Path, world: distributed.World) -> None:
     if world.main:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
 
-def _write(folder: Path, state: TrainingState, world: launch.World) -> None:
+def _write(folder: Path, state: TrainingState, world: distributed.World) -> None:
     if world.sharding == "fsdp":
-        launch.save_sharded(state.model, state.optimizer, folder / "shards")
+        distributed.save_sharded(state.model, state.optimizer, folder / "shards")
     elif world.main:
         _save(folder / "state.pt", {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()})
     own = {"position": state.position, "random": _random_state(world), "loss_sum": state.loss_sum}
@@ -326,7 +331,7 @@ def _write(folder: Path, state: TrainingState, world: launch.World) -> None:
 
 
 def _write_meta(
-    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: launch.World, temporary: bool,
+    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: distributed.World, temporary: bool,
     files: Mapping[str, Any],
 ) -> None:  # fmt: skip
     meta = {

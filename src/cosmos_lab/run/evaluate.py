@@ -21,7 +21,7 @@ from cosmos_lab.display import format_table
 from cosmos_lab.models import Decoder
 from cosmos_lab.run import build
 from cosmos_lab.run.checkpoint import load_trained
-from cosmos_lab.run.launch import pick_bf16, pick_device
+from cosmos_lab.run.distributed import pick_bf16, pick_device
 from cosmos_lab.run.run_folder import read_config
 
 _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_lab.io import json_bytes
-from cosmos_lab.run.launch import Shared
+from cosmos_lab.run.distributed import Shared
 
 META = "meta.json"
 _PART, _READ = 2**24, 2**20  # bytes that one thread hashes, and that it reads at a time

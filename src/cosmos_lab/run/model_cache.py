@@ -14,7 +14,7 @@ from torch import nn
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.models import Decoder, ModelConfig
-from cosmos_lab.run import build, launch
+from cosmos_lab.run import build, distributed
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -32,7 +32,7 @@ class Network:
 _stored: list[Network] = []  # at most one: the last run's
 
 
-def network(config: RunConfig, shape: ModelConfig, world: launch.World, bf16: bool) -> Network:
+def network(config: RunConfig, shape: ModelConfig, world: distributed.World, bf16: bool) -> Network:
     """Return the model of a run, with weights drawn from the seed, and what the loop calls."""
     key = _graph_key(config, shape, world, bf16)
     stored = _take(key)
@@ -66,9 +66,9 @@ def _take(key: tuple[Any, ...] | None) -> Network | None:
     return None
 
 
-def _graph_key(config: RunConfig, shape: ModelConfig, world: launch.World, bf16: bool) -> tuple[Any, ...] | None:
+def _graph_key(config: RunConfig, shape: ModelConfig, world: distributed.World, bf16: bool) -> tuple[Any, ...] | None:
     """Return what a compiled graph depends on, except for the settings of torch that its guards check."""
-    how = launch.pick_compile(config.training.compile, world.device)
+    how = distributed.pick_compile(config.training.compile, world.device)
     if world.sharding != "none" or how == "off":
         return None
     sizes = (shape, build.micro_batch(config, world.size), config.data.seq_len, how)

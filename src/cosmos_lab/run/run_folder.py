@@ -13,7 +13,7 @@ from cosmos_lab.data import Split
 from cosmos_lab.io import disk_error, locked, read_json
 from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.results.reading import CONFIG, read_summary
-from cosmos_lab.run import build, checkpoint, launch
+from cosmos_lab.run import build, checkpoint, distributed
 
 _LOCK = ".lock"
 _FINGERPRINTS: dict[Split, str] = {"train": "fingerprint", "val": "val_fingerprint"}  # of config.json
@@ -43,7 +43,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 @contextmanager
-def exclusive(config: RunConfig, world: launch.World) -> Iterator[dict[str, Any] | None]:
+def exclusive(config: RunConfig, world: distributed.World) -> Iterator[dict[str, Any] | None]:
     """Lock the run folder for these processes; if the run is finished, yield its summary without a lock.
 
     The first process looks, for all: a file may be visible to some processes before others see it.

@@ -18,7 +18,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, TokenSource, validation_batches, validation_windows
 from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_class
 from cosmos_lab.results.reading import last_step_before_final, read_log, read_metrics, summarize
-from cosmos_lab.run import build, checkpoint, launch, meters, model_cache, run_folder, run_log, stopping
+from cosmos_lab.run import build, checkpoint, distributed, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
 from cosmos_lab.run.run_folder import exclusive
 from cosmos_lab.run.schedule import lr_factor
@@ -42,7 +42,10 @@ def train(
     config.check()
     optimizer_class(config.optimizer.optimizer)
     build.model_config(config)  # a wrong name or size is noticed before any data is unpacked
-    with launch.session(config.training.device, config.training.sharding) as world, exclusive(config, world) as summary:
+    with (
+        distributed.session(config.training.device, config.training.sharding) as world,
+        exclusive(config, world) as summary,
+    ):
         if summary is not None:
             return summary
         build.seed_everything(config.training.seed, config.training.deterministic)
@@ -58,11 +61,11 @@ def train(
 class Trainer:
     """The live objects of one run and the loop over its steps."""
 
-    def __init__(self, config: RunConfig, world: launch.World, progress: Progress | None = None) -> None:
+    def __init__(self, config: RunConfig, world: distributed.World, progress: Progress | None = None) -> None:
         self.config, self.world, self.progress = config, world, progress
         self.checkpoints = config.folder / "checkpoints"
         check = checkpoint.start_check(self.checkpoints, world)  # takes no time while the model is built
-        self.bf16 = launch.pick_bf16(config.training.precision, world.device)
+        self.bf16 = distributed.pick_bf16(config.training.precision, world.device)
         self.micro = build.micro_batch(config, world.size)
         source, self.val_source, shape = build.open_text(config)
         self.network = model_cache.network(config, shape, world, self.bf16)
@@ -164,7 +167,7 @@ class Trainer:
         tokens, targets = (part.to(self.world.device, non_blocking=True) for part in self.batches.next())
         pieces = list(zip(tokens.split(self.micro), targets.split(self.micro), strict=True))
         for index, (x, y) in enumerate(pieces):
-            with launch.accumulating(self.runner, self.model, self.world, last=index == len(pieces) - 1):
+            with distributed.accumulating(self.runner, self.model, self.world, last=index == len(pieces) - 1):
                 with self._autocast():
                     loss = self.runner(x, y) / len(pieces)
                 loss.backward()

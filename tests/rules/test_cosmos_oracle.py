@@ -15,7 +15,7 @@ from cosmos_optim.linalg.subspace import take_first_bases
 from cosmos_optim.rules import cosmos
 from tests.oracles.cosmos import Cosmos as Oracle
 from tests.oracles.gradients import gradients
-from tests.oracles.linalg import unit_rms
+from tests.oracles.linalg import newton_schulz, unit_rms
 from tests.oracles.soap import Soap
 
 STEPS = 20
@@ -202,6 +202,41 @@ def test_the_signs_of_the_basis_do_not_change_the_update(sides: dict[str, Any]) 
     for t in range(1, STEPS):
         W = oracle.step(W, G[t])
         assert error(W - W0, expected[t] - W0) < TOLERANCE
+
+
+class WithRatio(Oracle):
+    """The oracle; it also keeps the ratio of the halves of its last step."""
+
+    ratio = 0.0
+
+    def _combined(self, A: np.ndarray, X: np.ndarray, P: np.ndarray) -> np.ndarray:
+        B = unit_rms(newton_schulz(X, self.coefficients))
+        self.ratio = float(np.linalg.norm(A) / np.linalg.norm(self.gamma * B))
+        return super()._combined(A, X, P)
+
+
+@pytest.mark.parametrize("options", [{}, {"row_beta2": 0.95, "nesterov": True}, TWO_SIDED], ids=str)
+def test_diagnostics_are_those_of_the_oracle(options: dict[str, Any]) -> None:
+    """At every step: energy and drift of the basis, and one-sided the ratio of the halves, by their definitions."""
+    hyper = COMMON | options
+    W, G = problem((24, 14), 4)
+    p = torch.nn.Parameter(torch.from_numpy(W.copy()))
+    opt, oracle = CosmosPaper([("w", p)], lr=LR, ns_dtype=torch.float64, **hyper), WithRatio(lr=LR, **hyper)
+    for step, gradient in enumerate(G[:5]):
+        old = oracle.state.get("U")
+        W = oracle.step(W, gradient)
+        new = oracle.state["U"]
+        p.grad = torch.from_numpy(gradient.copy())
+        with opt.diagnostics() as seen:
+            opt.step()
+        expected = {"energy": np.sum((gradient @ new) ** 2) / np.sum(gradient**2), "update_rms": 1.0}
+        if step:
+            expected["drift"] = 1 - np.sum((new.T @ old) ** 2) / 4
+            assert expected["drift"] > 1e-3
+        if not options.get("two_sided"):  # its Muon half is not exactly orthogonal to both bases
+            expected["ratio"] = oracle.ratio
+        for name, value in expected.items():
+            assert seen["w"][name] == pytest.approx(value, rel=STATE_TOLERANCE), name
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])

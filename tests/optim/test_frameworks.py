@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos, Muon, NorMuon
-from tests.optim.helpers import decoder, matrix, small_rank, train
+from tests.optim.helpers import decoder, matrix, same, small_rank, snapshot, train
 
 
 def build(name: str, params: object, **kwargs: object) -> torch.optim.Optimizer:
@@ -67,6 +67,19 @@ def test_parameters_replaced_in_the_groups_are_trained() -> None:
     opt.load_state_dict(clean.state_dict())
     train(new, opt, range(2))
     assert {float(s["step"]) for s in opt.state.values()} == {2.0}
+
+
+def test_state_that_other_code_writes_continues_bit_for_bit() -> None:
+    """Without `load_state_dict`: its bases must not be taken again from the next gradient."""
+    models = [decoder(), decoder()]
+    old, new = (Cosmos(model, rank=4) for model in models)
+    train(models[0], old, range(3))
+    models[1].load_state_dict(models[0].state_dict())
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        new.state[q] = {name: value.clone() for name, value in old.state[p].items()}
+    for model, opt in zip(models, (old, new), strict=True):
+        train(model, opt, range(3, 5))
+    assert same(snapshot(models[0], old), snapshot(models[1], new))
 
 
 def test_a_checkpoint_without_state_resets_the_state() -> None:

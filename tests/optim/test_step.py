@@ -98,6 +98,24 @@ def test_nonfinite_raise_names_the_parameter_and_changes_nothing() -> None:
     assert same(before, snapshot(model, opt))
 
 
+@pytest.mark.parametrize("bad", ["embed.weight", "down.weight"])
+def test_nonfinite_raise_in_one_group_raises_for_its_parameters_only(bad: str) -> None:
+    """A gradient of another group that is not finite skips the step, as that group says."""
+    model = decoder()
+    opt = Cosmos(param_groups(model, overrides={"down.weight": {"nonfinite": "raise"}}), rank=4)
+    train(model, opt, range(2))
+    backward(model, 2)
+    model.get_parameter(bad).grad[1, 2] = float("nan")
+    before = snapshot(model, opt)
+    if bad == "down.weight":
+        with pytest.raises(FloatingPointError, match=r"down\.weight"):
+            opt.step()
+    else:
+        opt.step()
+        assert opt.skipped_steps == 1
+    assert same(before, snapshot(model, opt))
+
+
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1), (3, 20), (20, 3)])
 def test_updates_of_thin_matrices_have_rms_lr_at_any_rank(shape: tuple[int, int]) -> None:
     for two_sided in (False, True):

@@ -59,6 +59,25 @@ def test_a_stack_moves_as_its_matrices_would_alone(name: str, options: dict[str,
         torch.testing.assert_close(stack.detach(), torch.stack([x.detach() for x in alone]), **CLOSE)
 
 
+@pytest.mark.parametrize(("name", "options"), [("soap", {"frequency": 3}), ("galore", {"update_gap": 3})])
+def test_matrices_that_began_at_different_steps_renew_their_bases_at_their_own(
+    name: str, options: dict[str, Any]
+) -> None:
+    """Equal shapes share a stack, in which only some are due."""
+    ends = []
+    for groups in ([[0, 1]], [[0], [1]]):
+        params = [nn.Parameter(x.clone()) for x in start()[:2]]
+        made = [OPTIMIZERS[name]([params[i] for i in which], lr=0.01, **small_rank(name), **options)
+                for which in groups]  # fmt: skip
+        for step in range(9):
+            for i, p in enumerate(params):
+                p.grad = gradients(step)[2 * i] * (step >= i)  # the second begins a step later
+            for opt in made:
+                opt.step()
+        ends.append(torch.stack([p.detach() for p in params]))
+    torch.testing.assert_close(*ends, **CLOSE)
+
+
 def test_two_sided_cosmos_moves_only_experts_with_tokens() -> None:
     p = nn.Parameter(start())
     opt = Cosmos([p], lr=0.01, rank=4, two_sided=True)

@@ -129,9 +129,10 @@ def test_equal_eigenvalues_are_turned_by_the_span_and_not_by_rounding() -> None:
 
 @pytest.mark.parametrize("size", [1e-25, 1e18])
 def test_the_size_of_the_gradient_does_not_change_the_basis(size: float) -> None:
-    """G'G U would underflow or overflow: the sum is divided by its own scale first."""
-    G, alg = torch.randn(1, 400, 30), Algebra(400, 30)
+    """G'G U would underflow or overflow: products are divided by their own scale first."""
+    G, alg = gradient(400, 30, torch.linspace(20, 1, 30)), Algebra(400, 30)
     U = torch.linalg.qr(torch.randn(1, 30, 4))[0]
     expected, found = (power_step(c * G, U, torch.zeros(1, 4, 4), 0.98, alg) for c in (1.0, size))
     assert float((expected - U).abs().max()) > 0.1
     assert float((found - expected).abs().max()) < ANGLE
+    assert float((basis_of(size * G, 4) - basis_of(G, 4)).abs().max()) < ANGLE

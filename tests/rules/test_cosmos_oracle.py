@@ -49,6 +49,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "smaller side, wide": ((12, 26), {"side": "smaller"}),
     "smaller side, wide, nesterov": ((12, 26), {"side": "smaller", "nesterov": True}),
     "smaller side, tall": ((24, 14), {"side": "smaller"}),
+    "smaller side, square": ((16, 16), {"side": "smaller"}),
     "weight decay": ((24, 14), {"weight_decay": 0.3}),
     "rank = n, guarded": ((24, 8), {"rank": 8, "residual_guard": 1e-6}),
     "rank > n, guarded": ((24, 8), {"rank": 64, "residual_guard": 1e-6}),

@@ -42,6 +42,8 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"nesterov": -1}, "nesterov=-1"),
         ({"nesterov": 5}, "nesterov=5 is not valid: give True or False .looking ahead .* worse"),
         ({"residual_guard": 1.5}, "residual_guard"),
+        ({"residual_guard": -1e-9}, "residual_guard=-1e-09 is not valid: it must be in"),
+        ({"row_beta2": 1.0}, "row_beta2=1.0 is not valid: it must be in"),
         ({"nonfinite": "ignore"}, "nonfinite"),
         ({"split_sizes": (3, 4)}, "split_sizes"),
         ({"lr": True}, "lr=True is not valid: give a number"),

@@ -285,6 +285,13 @@ def test_frozen_parameters_are_left_out() -> None:
     assert "up.weight" not in rules(model)
 
 
+def test_an_override_for_a_frozen_parameter_is_no_mistake() -> None:
+    """Stages of training freeze different layers with the same overrides."""
+    model = decoder()
+    model.up.requires_grad_(False)
+    param_groups(model, overrides={"up.*": {"lr": 0.1}})
+
+
 def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:
     """From a layer alone, routing could not see that it is the output head, and two layers would have equal names."""
     model = decoder()

@@ -254,6 +254,19 @@ def test_an_lr_of_shape_1_that_is_written_later_trains_as_a_number(dtype: torch.
         torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_continues_where_the_step_count_ends(name: str) -> None:
+    """A float32 number stops at 2^24; corrections of the bias are 1 by then."""
+    model = decoder()
+    opt = OPTIMIZERS[name](model, **small_rank(name))
+    train(model, opt, range(2))
+    for state in opt.state.values():
+        state["step"].fill_(2.0**24 - 1)
+    losses = train(model, opt, range(2, 12))
+    assert {float(state["step"]) for state in opt.state.values()} == {2.0**24}
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
 def test_a_closure_runs_with_gradients_enabled() -> None:
     model = decoder()
     opt = Cosmos(model, rank=4)

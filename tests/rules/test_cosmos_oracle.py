@@ -11,11 +11,12 @@ import torch
 
 from cosmos_optim import Cosmos, CosmosPaper
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.coefficients import COEFFICIENTS
 from cosmos_optim.linalg.subspace import take_first_bases
 from cosmos_optim.rules import cosmos
 from tests.oracles.cosmos import Cosmos as Oracle
 from tests.oracles.gradients import gradients
-from tests.oracles.linalg import newton_schulz, unit_rms
+from tests.oracles.linalg import NS5, newton_schulz, unit_rms
 from tests.oracles.soap import Soap
 
 STEPS = 20
@@ -143,6 +144,16 @@ def test_the_defaults_follow_the_oracle(kind: type[Cosmos], settings: dict[str, 
     actual, state = run_ours(W0, G, kind)
     assert_same_path(actual, run_oracle(W0, G, gamma=LR / 2e-3, residual_guard=1e-5, **settings)[0], W0)
     assert state["U"].shape == (72, settings["rank"])
+
+
+@pytest.mark.parametrize(("options", "coefficients"), [
+    ({"ns_coefficients": "polar-express", "ns_steps": 7}, COEFFICIENTS["polar-express"][:7]), ({"ns_steps": 3}, NS5[:3]),
+], ids=["seven of Polar Express", "three of Jordan"])  # fmt: skip
+def test_the_steps_and_polynomials_of_newton_schulz_are_those_of_the_group(options: Any, coefficients: Any) -> None:
+    """The table itself is tested in tests/linalg."""
+    W0, G = problem((24, 14), 4)
+    actual, _ = run_ours(W0, G, **COMMON, **options)
+    assert_same_path(actual, run_oracle(W0, G, **COMMON, coefficients=coefficients)[0], W0)
 
 
 @pytest.mark.parametrize("sides", [{}, TWO_SIDED], ids=["one-sided", "two-sided"])

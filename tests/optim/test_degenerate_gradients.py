@@ -182,7 +182,7 @@ def test_one_huge_gradient_does_not_hide_the_others(rank: int) -> None:
 NOISE = 1e-9  # far below float32's rounding of 1
 # Whether two-sided, a gradient, and an element of the update that holds only rounding noise.
 BESIDE_NOISE = [
-    (False, [[1.0, 0.0], [0.0, NOISE]], (1, 1)),  # the direction of a column has less energy than the noise of the other
+    (False, [[1.0, 0.0], [0.0, NOISE]], (1, 1)),  # the direction of a column has less energy than noise of the other
     (True, [[1.0, 0.0], [NOISE, 0.0]], (1, 0)),  # the direction of a row has
     (False, [[2.0, NOISE], [0.0, 1.0]], (1, 0)),  # the first direction is (2, 1e-9): the second row has 5e-10 in it
     (True, [[2.0, NOISE], [0.0, 1.0]], (1, 0)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import re
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos, Muon, NorMuon, SkippedStepWarning, param_groups, plan
-from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, snapshot, train
+from tests.optim.helpers import decoder, gradient, matrix, resumes_bit_for_bit, same, small_rank, snapshot, train
 from tests.oracles import weight24 as oracle
 
 BF16 = torch.bfloat16
@@ -270,22 +269,11 @@ def test_a_correction_takes_one_byte_for_each_weight(name: str) -> None:
 
 @pytest.mark.parametrize("by", ["state_dict", "pickle"])
 def test_a_loaded_checkpoint_continues_bit_for_bit(by: str) -> None:
-    runs = []
-    for resumed in (False, True):
-        model = decoder(dtype=BF16)
-        opt = Cosmos(model, rank=4, weight_correction=True)
-        train(model, opt, range(3))
-        if resumed and by == "pickle":
-            model, opt = pickle.loads(pickle.dumps((model, opt)))
-        elif resumed:
-            saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-            model = decoder(seed=1, dtype=BF16)
-            opt = Cosmos(model, rank=4, weight_correction=True)
-            model.load_state_dict(saved[0])
-            opt.load_state_dict(saved[1])
-        train(model, opt, range(3, 6))
-        runs.append(snapshot(model, opt))
-    assert same(*runs)
+    def build(seed: int) -> tuple[nn.Module, Cosmos]:
+        model = decoder(seed, BF16)
+        return model, Cosmos(model, rank=4, weight_correction=True)
+
+    assert resumes_bit_for_bit(build, by)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

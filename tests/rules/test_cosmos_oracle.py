@@ -147,7 +147,8 @@ def test_the_defaults_follow_the_oracle(kind: type[Cosmos], settings: dict[str, 
 
 
 @pytest.mark.parametrize(("options", "coefficients"), [
-    ({"ns_coefficients": "polar-express", "ns_steps": 7}, COEFFICIENTS["polar-express"][:7]), ({"ns_steps": 3}, NS5[:3]),
+    ({"ns_coefficients": "polar-express", "ns_steps": 7}, COEFFICIENTS["polar-express"][:7]),
+    ({"ns_steps": 3}, NS5[:3]),
 ], ids=["seven of Polar Express", "three of Jordan"])  # fmt: skip
 def test_the_steps_and_polynomials_of_newton_schulz_are_those_of_the_group(options: Any, coefficients: Any) -> None:
     """The table itself is tested in tests/linalg."""

@@ -27,7 +27,7 @@ def diagnosed(rank: int, layout: str, cases: list[Case]) -> list[Numbers]:
     ("fsdp", 3, [Case(EveryKindSmall), Case(TallAndWide, "muon")]), ("fsdp_tp", 4, [Case(TallAndWide)]),
 ])  # fmt: skip
 def test_every_rank_reports_the_diagnostics_of_one_process(layout: str, world: int, cases: list[Case]) -> None:
-    """Energy, drift, ratio and size, also for blocks of a fused weight; an expert is reported by the rank that has it."""
+    """Energy, drift, ratio and size, also of blocks of a fused weight; the rank that has an expert reports it."""
     expected = diagnosed(0, layout, cases)
     by_rank = run_ranks(world, diagnosed, layout, cases)
     for i, whole in enumerate(expected):

@@ -41,7 +41,7 @@ def test_orthonormalize_square_equals_householder_qr(
 
 
 @pytest.mark.parametrize(("part", "kept"), [(1e-2, True), (1e-4, False)])
-def test_a_column_is_replaced_if_it_has_less_than_a_thousandth_of_its_own(part: float, kept: bool) -> None:
+def test_a_column_is_replaced_if_less_than_a_thousandth_of_it_is_independent(part: float, kept: bool) -> None:
     """The root of the shift of 3 columns is 2e-3: below it, rounding would choose the column's direction."""
     eye = torch.eye(10)
     Y = torch.stack([eye[0], eye[0] + part * eye[1], eye[2]], dim=-1)

@@ -146,7 +146,7 @@ def test_ten_steps_are_close_to_those_with_momentum_in_float32(make: Any, option
     ((2, 9, 130), {}, (2, 9, 2)),
     ((12, 130), {"split_sizes": [8, 4]}, (12, 2)),
 ])  # fmt: skip
-def test_blocks_lie_in_rows_of_the_matrix_that_the_rule_sees(
+def test_blocks_are_in_rows_of_the_matrix_that_the_rule_sees(
     shape: tuple[int, ...], options: dict[str, Any], scales: tuple[int, ...]
 ) -> None:
     """M has the shape of the parameter in every layout; the step equals that on the plain matrix."""

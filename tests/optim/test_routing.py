@@ -285,7 +285,7 @@ def test_frozen_parameters_are_left_out() -> None:
     assert "up.weight" not in rules(model)
 
 
-def test_an_override_for_a_frozen_parameter_is_no_mistake() -> None:
+def test_an_override_for_a_frozen_parameter_is_accepted() -> None:
     """Stages of training freeze different layers with the same overrides."""
     model = decoder()
     model.up.requires_grad_(False)

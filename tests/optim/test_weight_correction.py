@@ -310,7 +310,7 @@ def test_corrections_that_the_checkpoint_reader_left_out_are_warned_of() -> None
         reads.load_state_dict(saved)
 
 
-def test_an_older_pickle_without_the_setting_goes_on() -> None:
+def test_an_older_pickle_without_the_setting_continues() -> None:
     model = decoder(dtype=BF16)
     opt = Cosmos(model, rank=4)
     for group in opt.param_groups:
@@ -337,7 +337,7 @@ def test_other_dtypes_are_refused_with_name_and_remedy(make: Any, dtype: torch.d
 
 
 def test_a_model_that_moves_to_float32_is_refused_at_the_next_step() -> None:
-    """Its corrections would have no meaning; back in bfloat16 it goes on."""
+    """Its corrections would have no meaning; back in bfloat16 it continues."""
     model = decoder(dtype=BF16)
     opt = Cosmos(model, rank=4, weight_correction=True)
     train(model, opt, range(2))

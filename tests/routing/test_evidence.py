@@ -40,7 +40,7 @@ def test_the_name_of_a_class_makes_no_matrix_of_a_table(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CLASS_NAMES)
-def test_the_name_of_a_class_does_not_claim_an_unknown_parameter(kind: str) -> None:
+def test_the_name_of_a_class_does_not_route_an_unknown_parameter(kind: str) -> None:
     for size in ((7, 16), (4, 8, 6)):
         with pytest.raises(ValueError, match=r"'mixing'.*overrides=\{'mixing': 'adam'\}"):
             param_groups(holder(kind, {"mixing": size}))

@@ -83,6 +83,9 @@ def test_extra_state_is_copied_counted_and_kept_if_ours_is_allocated_later() -> 
         opt.state[p]["z"] = p.detach().clone()
     train(model, opt, range(2))
     assert opt.state_bytes() == plain + sum(p.numel() * 4 for p in model.parameters())
+    for p in model.parameters():
+        opt.state[p]["view"] = opt.state[p]["z"].flatten()  # shares its memory
+    assert opt.state_bytes() == plain + sum(p.numel() * 4 for p in model.parameters())
     _, again = copy.deepcopy((model, opt))
     assert all(set(a) == set(b) and "z" in a for a, b in zip(opt.state.values(), again.state.values(), strict=True))
 

@@ -59,6 +59,11 @@ def test_a_wrong_hyper_parameter_is_refused_by_name(kwargs: dict[str, object], m
         Cosmos([matrix((6, 4))], **kwargs)
 
 
+def test_a_scale_of_galore_that_would_train_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale=0.0 is not valid: it must be positive"):
+        OPTIMIZERS["galore"]([matrix((6, 4))], scale=0.0)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

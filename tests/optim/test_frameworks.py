@@ -92,6 +92,27 @@ def test_a_checkpoint_without_state_resets_the_state() -> None:
     assert {float(s["step"]) for s in opt.state.values()} == {0.0}
 
 
+def test_a_checkpoint_of_step_0_lets_a_trained_optimizer_start_over() -> None:
+    """Its bases are zero, so the next gradient must give them, as in a new optimizer."""
+    models = [decoder(), decoder()]
+    old, new = (Cosmos(model, rank=4) for model in models)
+    train(models[0], old, range(3))
+    models[0].load_state_dict(models[1].state_dict())
+    old.load_state_dict(new.state_dict())
+    for model, opt in zip(models, (old, new), strict=True):
+        train(model, opt, range(3))
+    assert same(snapshot(models[0], old), snapshot(models[1], new))
+
+
+def test_a_hook_that_changes_the_checkpoint_does_not_change_the_callers() -> None:
+    p = matrix((6, 4))
+    opt = Cosmos([p], rank=2)
+    opt.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict.pop("of_a_wrapper"))
+    saved = opt.state_dict() | {"of_a_wrapper": None}
+    opt.load_state_dict(saved)
+    assert "of_a_wrapper" in saved
+
+
 def test_an_adamw_checkpoint_continues() -> None:
     model, other = decoder(), decoder()
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98))

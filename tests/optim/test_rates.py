@@ -212,6 +212,11 @@ def test_the_width_of_a_model_is_the_most_common_size_of_its_hidden_matrices() -
     assert rates(model, 1600, 8192) == rates(512, 1600, 8192) == (4.8e-4, 3.3e-2)
 
 
+def test_the_smaller_of_two_equally_common_sizes_is_the_width() -> None:
+    """As in an MLP alone, which has both sizes once in each layer."""
+    assert rates(nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 300)), 1600, 8192) == rates(300, 1600, 8192)
+
+
 def test_rates_fall_with_width_and_length_and_rise_with_the_batch() -> None:
     at = rates(512, 1600, 16_384)
     wider, longer, larger = rates(768, 1600, 16_384), rates(512, 3200, 16_384), rates(512, 800, 32_768)

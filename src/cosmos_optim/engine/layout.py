@@ -234,7 +234,7 @@ class Layout:
     def block_names(self) -> list[str]:
         """The name of each local block: the parameter's, with the number among all blocks if there are several."""
         total = len(self.sizes_mn) * self.batch
-        numbers = self.select_local_blocks(torch.arange(total, device="cpu")).tolist()
+        numbers = self.select_local_blocks(torch.arange(total, dtype=torch.int64, device="cpu")).tolist()
         return [f"{self.name}[{number}]" for number in numbers] if total > 1 else [self.name]
 
     def expand_to_all_blocks(self, values: Tensor) -> Tensor:

@@ -192,7 +192,8 @@ def test_layers_of_different_shape_keep_their_own_lines() -> None:
 
 def test_layers_of_different_rate_keep_their_own_lines() -> None:
     model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
-    lines = str(plan(model, overrides={"1.weight": {"lr": 0.125}})).splitlines()
+    opt = Cosmos(param_groups(model, overrides={"1.weight": {"lr": 0.125}}))
+    lines = str(plan(opt)).splitlines()
     found = {line.split("  ")[0]: "0.125" in line for line in lines if ".weight" in line}
     assert found == {"0,2.weight x2": False, "1.weight": True}
 

@@ -41,3 +41,12 @@ def test_rows_have_as_many_alignment_classes_as_offsets_from_16_bytes(
     assert X.source()["ALIGNMENT_CLASSES"] == classes
     assert X.rows_source()["ALIGNED"] == (classes == 1)
     assert "ALIGNMENT_CLASSES" not in X.rows_source()
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_list_is_aligned_only_if_each_of_its_matrices_is(odd: int, device: torch.device) -> None:
+    """Kernels then load 16 bytes at a time, which a matrix at another address would not survive."""
+    xs = [torch.zeros(4 * 8 + 1, device=device)[int(i == odd) :][:32].view(4, 8) for i in range(3)]
+    assert [x.data_ptr() % 16 for x in xs].count(4) == 1
+    X = MatrixList.of(xs)
+    assert (X.source()["ALIGNED"], X.source()["ALIGNMENT_CLASSES"], X.rows_source()["ALIGNED"]) == (False, 1, False)

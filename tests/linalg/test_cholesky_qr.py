@@ -1,4 +1,4 @@
-"""Orthonormal columns of square matrices (B, n, n), such as SOAP's bases, against torch's QR in float64."""
+"""Orthonormal columns, above all of square matrices (B, n, n), SOAP's bases, against torch's QR in float64."""
 
 import math
 
@@ -7,7 +7,12 @@ import torch
 
 from cosmos_optim.linalg import cholesky_qr
 from cosmos_optim.linalg.algebra import Algebra
-from cosmos_optim.linalg.cholesky_qr import fill_missing_directions, inverse_factor, orthonormalize_square
+from cosmos_optim.linalg.cholesky_qr import (
+    fill_missing_directions,
+    inverse_factor,
+    orthonormalize,
+    orthonormalize_square,
+)
 from cosmos_optim.linalg.subspace import first_basis
 
 N = 40
@@ -33,6 +38,16 @@ def test_orthonormalize_square_equals_householder_qr(
     assert (found.mT @ found - torch.eye(N, dtype=dtype)).abs().max() < rounding
     # Both factorize in double precision, and its rounding grows with the condition of Y.
     assert (found.double() - exact).abs().max() < max(rounding, N * torch.finfo(torch.float64).eps * 10**decades)
+
+
+@pytest.mark.parametrize(("part", "kept"), [(1e-2, True), (1e-4, False)])
+def test_a_column_is_replaced_if_less_than_a_thousandth_of_it_is_independent(part: float, kept: bool) -> None:
+    """The root of the shift of 3 columns is 2e-3: below it, rounding would choose the column's direction."""
+    eye = torch.eye(10)
+    Y = torch.stack([eye[0], eye[0] + part * eye[1], eye[2]], dim=-1)
+    expected = torch.stack([eye[0], eye[1] if kept else eye[6], eye[2]], dim=-1)
+    found = orthonormalize(Y, lambda A, B: A.mT @ B, fallback=eye[:, 5:8])
+    assert (found - expected).abs().max() < 1e-5  # a rounding of Y, over `part`
 
 
 def test_a_matrix_of_nan_keeps_its_basis_and_does_not_affect_others() -> None:

@@ -110,12 +110,20 @@ def test_an_outlier_costs_only_its_own_block() -> None:
 
 
 @pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-30, 1e18, 3.4e38])
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-30, 1e18, 3.4028234e38])
 def test_extreme_sizes_stay_finite(value: float, root: bool) -> None:
     X = torch.full((2, 130), value)
     codes, scales = stored(X.clamp(max=1.8e19) if root else X, 1, root)
     assert loaded(codes, scales, root).isfinite().all()
     assert (scales >= LEAST_SCALE).all()
+
+
+def test_the_largest_element_never_gets_a_code_above_the_largest() -> None:
+    """Its scale is rounded down, so its code is a little above 255, and the least noise would round it up to 256."""
+    scale = 0.5 * (1 + 0.9 * 2.0**-20)  # 0.5 in 20 bits
+    v = torch.full((1, 1), scale * 255**2, dtype=torch.float64).square()
+    codes, scales = quantize_root(v, element_index(v), torch.tensor(0.0))  # step 0 has the least noise at element 0
+    assert (int(codes), float(scales)) == (255, 0.5)
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.98, 0.999])

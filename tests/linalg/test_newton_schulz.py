@@ -5,6 +5,7 @@ Letters as in `linalg.newton_schulz`: X (B, l, s) the matrices, R = X'X, Z the f
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from cosmos_optim.linalg.newton_schulz import (
     iterate,
     merge_first_iterations,
     newton_schulz,
+    normalized,
 )
 
 EXACT = 1e-10  # float64, the same polynomial in another order
@@ -61,6 +63,15 @@ def test_the_scale_of_the_matrix_does_not_change_the_result(size: float) -> None
     assert error(newton_schulz(X * size, NewtonSchulz()), expected) < SINGLE
 
 
+def test_small_elements_keep_their_digits_in_half_precision() -> None:
+    """X / |X| has elements below float16's smallest normal number, 2^-14: the scale comes before the cast."""
+    X = 10.0 ** torch.linspace(-5, 0, 60).view(10, 6)
+    scaled = normalized(X, X.square().sum().double().view(1, 1), HALF_SCALE, torch.float16).double() / HALF_SCALE
+    normal = X / X.norm() * HALF_SCALE > 2.0**-14
+    assert int((X / X.norm() < 2.0**-14)[normal].sum()) > 10
+    assert ((scaled * X.norm() / X - 1).abs()[normal] < 2.0**-10).all()
+
+
 def test_a_zero_matrix_stays_zero_and_does_not_affect_others() -> None:
     """Stack a zero matrix and a random one."""
     X = torch.randn(2, 6, 4)
@@ -76,6 +87,36 @@ def test_steps_beyond_the_table_repeat_its_last_coefficients() -> None:
     assert (a + b + c, a + 3 * b + 5 * c) == (1.0, 0.0)
     assert len(NewtonSchulz(11, "polar-express").coefficients_of_steps()) == 11
     assert NewtonSchulz(11, "polar-express").coefficients_of_steps()[8:] == [(a, b, c)] * 3
+
+
+def best_quintic(low: float, high: float) -> np.ndarray:
+    """Return (a, b, c) with the smallest max |1 - p(x)| on [low, high], by Remez's exchange of four points."""
+    powers, signs = np.array([1, 3, 5]), np.array([1, -1, 1, -1])
+    points = np.linspace(low, high, 4)
+    for _ in range(50):
+        a, b, c, _ = np.linalg.solve(np.column_stack([points[:, None] ** powers, signs]), np.ones(4))
+        extrema = np.sqrt(np.sort(np.roots([5 * c, 3 * b, a])))  # where p' is 0
+        points = np.array([low, *extrema, high])
+    return np.array([a, b, c])
+
+
+def test_the_coefficients_of_polar_express_are_those_of_its_paper() -> None:
+    """Each polynomial is the best for what the ones before it leave of [1e-3, 1], as the paper constructs them.
+
+    Where that interval is wide, the paper takes a shorter one, from `cushion` times its upper end, and centres the
+    result at 1. Its last entry is the limit, p(1) = 1 with two derivatives of 0.
+    """
+    low, high, cushion = 1e-3, 1.0, 0.02407327424182761
+    *table, last = COEFFICIENTS["polar-express"]
+    for found in table[:-1]:
+        a, b, c = best_quintic(max(low, cushion * high), high)
+        ends = [a * x + b * x**3 + c * x**5 for x in (low, high)]
+        scale = 2 / sum(ends)
+        expected = scale * np.array([a / 1.01, b / 1.01**3, c / 1.01**5])
+        assert found == pytest.approx(expected, rel=1e-6)
+        low = scale * ends[0]
+        high = 2 - low
+    assert last == (1.875, -1.25, 0.375)
 
 
 def test_polar_express_moves_all_singular_values_from_1e_minus_3_up_to_1() -> None:

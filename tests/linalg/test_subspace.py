@@ -125,3 +125,14 @@ def test_equal_eigenvalues_are_turned_by_the_span_and_not_by_rounding() -> None:
     off = 1 + torch.randint(-1, 2, G.shape).double() * torch.finfo(torch.float64).eps
     a, b = (first_basis(x, 8, Algebra(12, 18), like=torch.zeros(1, 18, 8, dtype=torch.float64)) for x in (G, G * off))
     assert float((a - b).abs().max()) < NOISE[torch.float64]
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e18])
+def test_the_size_of_the_gradient_does_not_change_the_basis(size: float) -> None:
+    """G'G U would underflow or overflow: products are divided by their own scale first."""
+    G, alg = gradient(400, 30, torch.linspace(20, 1, 30)), Algebra(400, 30)
+    U = torch.linalg.qr(torch.randn(1, 30, 4))[0]
+    expected, found = (power_step(c * G, U, torch.zeros(1, 4, 4), 0.98, alg) for c in (1.0, size))
+    assert float((expected - U).abs().max()) > 0.1
+    assert float((found - expected).abs().max()) < ANGLE
+    assert float((basis_of(size * G, 4) - basis_of(G, 4)).abs().max()) < ANGLE

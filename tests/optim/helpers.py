@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +73,28 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def resumes_bit_for_bit(build: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]], by: str) -> bool:
+    """Return whether a run that is saved and loaded after three steps ends as an unbroken one.
+
+    build: seed -> a model and its optimizer.
+    by: "state_dict" into a new pair of another seed, or "pickle".
+    """
+    ends = []
+    for is_resumed in (False, True):
+        model, optimizer = build(0)
+        train(model, optimizer, range(3))
+        if is_resumed and by == "pickle":
+            model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+        elif is_resumed:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model, optimizer = build(1)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        train(model, optimizer, range(3, 6))
+        ends.append(snapshot(model, optimizer))
+    return same(*ends)
 
 
 def matrix(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Parameter:

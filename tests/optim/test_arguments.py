@@ -43,6 +43,8 @@ from tests.optim.helpers import decoder, gradient, matrix
         ({"nesterov": -1}, "nesterov=-1"),
         ({"nesterov": 5}, "nesterov=5 is not valid: give True or False .looking ahead .* worse"),
         ({"residual_guard": 1.5}, "residual_guard"),
+        ({"residual_guard": -1e-9}, "residual_guard=-1e-09 is not valid: it must be in"),
+        ({"row_beta2": 1.0}, "row_beta2=1.0 is not valid: it must be in"),
         ({"nonfinite": "ignore"}, "nonfinite"),
         ({"split_sizes": (3, 4)}, "split_sizes"),
         ({"lr": True}, "lr=True is not valid: give a number"),
@@ -56,6 +58,11 @@ from tests.optim.helpers import decoder, gradient, matrix
 def test_a_wrong_hyper_parameter_is_refused_by_name(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cosmos([matrix((6, 4))], **kwargs)
+
+
+def test_a_scale_of_galore_that_would_train_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale=0.0 is not valid: it must be positive"):
+        OPTIMIZERS["galore"]([matrix((6, 4))], scale=0.0)
 
 
 @pytest.mark.parametrize(

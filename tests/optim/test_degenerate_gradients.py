@@ -177,3 +177,32 @@ def test_one_huge_gradient_does_not_hide_the_others(rank: int) -> None:
         opt.step()
     update = before - p.detach()
     assert float((update * constant).sum() / update.norm() / constant.norm()) > 0.4
+
+
+NOISE = 1e-9  # far below float32's rounding of 1
+# Whether two-sided, a gradient, and an element of the update that holds only rounding noise.
+BESIDE_NOISE = [
+    (False, [[1.0, 0.0], [0.0, NOISE]], (1, 1)),  # the direction of a column has less energy than noise of the other
+    (True, [[1.0, 0.0], [NOISE, 0.0]], (1, 0)),  # the direction of a row has
+    (False, [[2.0, NOISE], [0.0, 1.0]], (1, 0)),  # the first direction is (2, 1e-9): the second row has 5e-10 in it
+    (True, [[2.0, NOISE], [0.0, 1.0]], (1, 0)),
+]
+
+
+@pytest.mark.parametrize(("two_sided", "values", "place"), BESIDE_NOISE)
+def test_the_guard_leaves_out_elements_that_hold_only_rounding_noise(
+    two_sided: bool, values: list[list[float]], place: tuple[int, int]
+) -> None:
+    """Divided by its own size, noise would move a weight as far as a gradient does; without the guard it does so."""
+    moved = {}
+    for guard in (1e-5, 0.0):
+        p = nn.Parameter(torch.zeros(2, 2))
+        opt = Cosmos([p], lr=1.0, rank=2, row_beta2=None, two_sided=two_sided, residual_guard=guard, eps=0.0)
+        for _ in range(3):
+            p.grad = torch.tensor(values)
+            before = p.detach().clone()
+            opt.step()
+        moved[guard] = (p.detach() - before).abs()
+    assert moved[1e-5][place] < 10 * NOISE
+    assert moved[1e-5][0, 0] > 0.1
+    assert moved[0.0][place] > 0.1

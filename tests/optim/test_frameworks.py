@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos, Muon, NorMuon
-from tests.optim.helpers import decoder, matrix, small_rank, train
+from tests.optim.helpers import decoder, matrix, same, small_rank, snapshot, train
 
 
 def build(name: str, params: object, **kwargs: object) -> torch.optim.Optimizer:
@@ -69,6 +69,19 @@ def test_parameters_replaced_in_the_groups_are_trained() -> None:
     assert {float(s["step"]) for s in opt.state.values()} == {2.0}
 
 
+def test_state_that_other_code_writes_continues_bit_for_bit() -> None:
+    """Without `load_state_dict`: its bases must not be taken again from the next gradient."""
+    models = [decoder(), decoder()]
+    old, new = (Cosmos(model, rank=4) for model in models)
+    train(models[0], old, range(3))
+    models[1].load_state_dict(models[0].state_dict())
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        new.state[q] = {name: value.clone() for name, value in old.state[p].items()}
+    for model, opt in zip(models, (old, new), strict=True):
+        train(model, opt, range(3, 5))
+    assert same(snapshot(models[0], old), snapshot(models[1], new))
+
+
 def test_a_checkpoint_without_state_resets_the_state() -> None:
     """torch's optimizers write no state before their first step."""
     model = decoder()
@@ -77,6 +90,27 @@ def test_a_checkpoint_without_state_resets_the_state() -> None:
     train(model, opt, range(2))
     opt.load_state_dict(adam.state_dict())
     assert {float(s["step"]) for s in opt.state.values()} == {0.0}
+
+
+def test_a_checkpoint_of_step_0_lets_a_trained_optimizer_start_over() -> None:
+    """Its bases are zero, so the next gradient must give them, as in a new optimizer."""
+    models = [decoder(), decoder()]
+    old, new = (Cosmos(model, rank=4) for model in models)
+    train(models[0], old, range(3))
+    models[0].load_state_dict(models[1].state_dict())
+    old.load_state_dict(new.state_dict())
+    for model, opt in zip(models, (old, new), strict=True):
+        train(model, opt, range(3))
+    assert same(snapshot(models[0], old), snapshot(models[1], new))
+
+
+def test_a_hook_that_changes_the_checkpoint_does_not_change_the_callers() -> None:
+    p = matrix((6, 4))
+    opt = Cosmos([p], rank=2)
+    opt.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict.pop("of_a_wrapper"))
+    saved = opt.state_dict() | {"of_a_wrapper": None}
+    opt.load_state_dict(saved)
+    assert "of_a_wrapper" in saved
 
 
 def test_an_adamw_checkpoint_continues() -> None:

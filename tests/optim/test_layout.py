@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from cosmos_optim import Cosmos
 from cosmos_optim.engine.layout import Layout
@@ -50,6 +51,18 @@ def test_the_bases_of_all_blocks_are_stacked_or_concatenated(
     slots = Layout("w", torch.zeros(stored), RULES["cosmos"], group).slots(group)
     assert (slots["U"].axes, slots["U"].shape) == (axes, shape)
     assert (slots["M"].axes, slots["M"].shape) == ("*", stored)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 8), (18, 8)])
+def test_state_number_i_belongs_to_block_i(shape: tuple[int, ...]) -> None:
+    """Block i has a gradient in one direction only, which its first basis must find."""
+    p = nn.Parameter(torch.zeros(shape))
+    opt = Cosmos([{"params": [p], **({} if len(shape) == 3 else {"split_sizes": 6})}], rank=1)
+    directions = torch.linalg.qr(torch.randn(8, 3))[0].mT
+    p.grad = torch.einsum("bm,bn->bmn", torch.ones(3, 6), directions).reshape(shape)
+    opt.step()
+    overlaps = torch.einsum("bn,bn->b", opt.state[p]["U"][..., 0], directions)
+    torch.testing.assert_close(overlaps.abs(), torch.ones(3))
 
 
 @pytest.mark.parametrize("sizes", [np.int64(4), [np.int64(4), np.int32(4)], (4, np.int64(4))])

@@ -71,7 +71,7 @@ def combinations(name: str) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:a step was skipped")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_combination_trains_skips_saves_and_continues_bit_for_bit(name: str) -> None:
-    """The planned bytes are those of the state, and copies of any kind go on alike."""
+    """The planned bytes are those of the state, and copies of any kind continue alike."""
     for options in combinations(name):
         model, opt = made(name, options)
         rule = OPTIMIZERS[name].rule

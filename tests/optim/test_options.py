@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 
-from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper
+from cosmos_optim import OPTIMIZERS, Cosmos, CosmosPaper, Muon
 from cosmos_optim.engine.rounding import stochastic_bfloat16
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
@@ -177,8 +177,32 @@ def test_stochastic_rounding_is_unbiased_and_leaves_exact_values_alone() -> None
     assert float(((mean - x.double()) / x.double().abs()).square().mean().sqrt()) < 2.0**-7 / 8 / 3
     exact = torch.randn(100).bfloat16().float()
     assert torch.equal(stochastic_bfloat16(exact, torch.tensor(5)).float(), exact)
-    odd = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    low_nan = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # without its low bits it would be inf
+    odd = torch.cat([torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0]), low_nan])
     assert torch.equal(stochastic_bfloat16(odd, torch.tensor(1)).float().nan_to_num(7), odd.nan_to_num(7))
+
+
+@pytest.mark.parametrize("rule", ["muon", "adam"])
+def test_stochastic_rounding_draws_other_numbers_at_every_step(rule: str) -> None:
+    """200 updates of a tenth of the last place move each weight by about 20 places; the same draws, by 0 or 200."""
+    p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    group = {"params": [p], "rule": rule, "stochastic_rounding": True}
+    opt = Muon([group | {"normalize": True} if rule == "muon" else group], lr=2.0**-8 / 10, adam_lr=2.0**-8 / 10)
+    p.grad = torch.ones_like(p)
+    for _ in range(200):
+        opt.step()
+    places = (1 - p.detach().double()) / 2.0**-8
+    assert float(places.min()) > 0 and float(places.max()) < 45  # six deviations of 200 draws with a chance of 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stochastic_rounding_changes_no_bit_of_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    """Norms of a bfloat16 model may be float32: its draws would leave them 8 bits."""
+    models = [decoder(dtype=dtype) for _ in range(2)]
+    for model, rounded in zip(models, (False, True), strict=True):
+        train(model, OPTIMIZERS[name](model, stochastic_rounding=rounded, **small_rank(name)), range(3))
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
 
 
 def test_adam_rounds_bfloat16_parameters_stochastically() -> None:

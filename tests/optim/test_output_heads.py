@@ -166,6 +166,8 @@ def test_layers_with_as_many_outputs_as_declared_classes_are_heads() -> None:
     model.num_classes = 5
     assert rules(model)["mapping.last.weight"] == "adam"
     assert rules(model)["mapping.before.weight"] == rules(model)["up.weight"] == "cosmos"
+    model.num_classes = 16  # the width: a layer from 16 to 16 is hidden
+    assert rules(model)["up.weight"] == "cosmos"
 
 
 class MLP(nn.Module):

@@ -94,6 +94,9 @@ def test_the_plan_names_every_parameter_and_adds_up() -> None:
     assert "cosmos: 2 tensors, 480 parameters" in text
     opt = Cosmos(model, rank=4)
     assert plan(model, rank=4).state_bytes == plan(opt).state_bytes == opt.state_bytes()
+    totals = plan(model, rank=4).totals()
+    assert sum(size for _, _, size in totals.values()) == opt.state_bytes()
+    assert sum(count for _, count, _ in totals.values()) == sum(p.numel() for p in model.parameters())
     assert "because" in text and "because" not in str(plan(opt))  # an optimizer does not know it
     with pytest.raises(TypeError, match="did you mean 'rank'"):
         plan(model, rnak=4)
@@ -185,6 +188,14 @@ def test_layers_of_different_shape_keep_their_own_lines() -> None:
     model = nn.ModuleList(nn.Linear(8, 8 if i != 2 else 16, bias=False) for i in range(5))
     lines = str(plan(model)).splitlines()
     assert [line.split("  ")[0] for line in lines if ".weight" in line] == ["0-1,3-4.weight x4", "2.weight"]
+
+
+def test_layers_of_different_rate_keep_their_own_lines() -> None:
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+    opt = Cosmos(param_groups(model, overrides={"1.weight": {"lr": 0.125}}))
+    lines = str(plan(opt)).splitlines()
+    found = {line.split("  ")[0]: "0.125" in line for line in lines if ".weight" in line}
+    assert found == {"0,2.weight x2": False, "1.weight": True}
 
 
 def test_a_tied_head_is_named() -> None:

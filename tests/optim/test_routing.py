@@ -161,18 +161,23 @@ def test_convolutions_recurrent_and_attention_weights_are_cut_into_matrices() ->
         {
             "conv": nn.Conv2d(4, 6, 3),
             "depthwise": nn.Conv2d(4, 4, 3, groups=4),
+            "one_output": nn.Conv2d(8, 4, 3, groups=4),  # each group is a single row
             "grouped": nn.Conv2d(8, 6, 3, groups=2),
             "conv1d": nn.Conv1d(4, 6, 3),
             "lstm": nn.LSTM(4, 5),
+            "gru": nn.GRU(4, 8),
+            "rnn": nn.RNN(4, 6),
             "attention": nn.MultiheadAttention(8, 2, add_bias_kv=True),
         }
     )
     found = {parameter.name: (route.rule, dict(route.settings)) for parameter, route in routes(model)}
     assert found["conv.weight"] == ("cosmos", {"layout": "conv"})
-    assert found["depthwise.weight"][0] == "adam"
+    assert found["depthwise.weight"][0] == found["one_output.weight"][0] == "adam"
     assert found["grouped.weight"] == ("cosmos", {"layout": "conv", "split_sizes": (3, 3)})
     assert found["conv1d.weight"] == ("cosmos", {"layout": "conv"})
     assert found["lstm.weight_ih_l0"] == ("cosmos", {"split_sizes": (5, 5, 5, 5)})
+    assert found["gru.weight_hh_l0"] == ("cosmos", {"split_sizes": (8, 8, 8)})
+    assert found["rnn.weight_hh_l0"] == ("cosmos", {})
     assert found["attention.in_proj_weight"] == ("cosmos", {"split_sizes": (8, 8, 8)})
     assert found["attention.bias_k"][0] == "adam"
     opt = Cosmos(model, rank=3)
@@ -286,6 +291,13 @@ def test_a_model_without_a_parameter_to_train_is_refused_with_the_reason(name: s
     for model in (decoder().requires_grad_(False), torch.nn.Identity()):
         with pytest.raises(ValueError, match=f"{type(model).__name__} has no parameter to train: all are frozen, or"):
             OPTIMIZERS[name](model)
+
+
+def test_an_override_for_a_frozen_parameter_is_accepted() -> None:
+    """Stages of training freeze different layers with the same overrides."""
+    model = decoder()
+    model.up.requires_grad_(False)
+    param_groups(model, overrides={"up.*": {"lr": 0.1}})
 
 
 def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cosmos_optim import Cosmos, SkippedStepWarning
+from cosmos_optim import OPTIMIZERS, Cosmos, SkippedStepWarning
 from cosmos_optim.engine import skipped_steps
-from cosmos_optim.engine.gradients import GradientCheck
+from cosmos_optim.engine.gradients import GradientCheck, check_gradients
+from cosmos_optim.engine.run import run
 from cosmos_optim.engine.skipped_steps import SkippedSteps
-from tests.optim.helpers import backward, decoder, gradient, matrix
+from tests.optim.helpers import Decoder, backward, decoder, gradient, matrix, same, small_rank, snapshot, train
 
 BAD, GOOD = float("nan"), 0.0
 
@@ -75,6 +79,30 @@ def test_a_step_that_works_ends_the_row() -> None:
     assert len(step_all(opt, p, ([BAD] * 19 + [GOOD]) * 3)) == 1
     texts = step_all(opt, p, [*[BAD] * 25, GOOD, *[BAD] * 25])
     assert ["20 steps in a row" in text for text in texts] == [True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum_dtype": torch.int8}, {"adam_dtype": torch.int8}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_flag_on_the_device_keeps_every_bit_of_a_skipped_step(name: str, options: dict[str, Any]) -> None:
+    """Every writer of plain torch honours it, as on a GPU, where the host does not look; False steps as without it."""
+    if not options.keys() <= inspect.signature(OPTIMIZERS[name]).parameters.keys():
+        pytest.skip("has no such option")
+    ends = []
+    for flags in ([None, None], [torch.tensor(False), torch.tensor(True), torch.tensor(False)]):
+        torch.manual_seed(0)
+        model = Decoder(vocab=400, width=16)  # an embedding that `adam_dtype` is for
+        opt = OPTIMIZERS[name](model, **small_rank(name), **options)
+        train(model, opt, range(2))
+        for flag in flags:
+            backward(model, 2)
+            entries = opt._collect()
+            check = check_gradients(entries, opt._started, None)
+            before = snapshot(model, opt)
+            with torch.no_grad():
+                run(entries, replace(check, skip=flag), None)
+            assert same(before, snapshot(model, opt)) == (flag is not None and bool(flag))
+        ends.append(snapshot(model, opt))
+    assert same(*ends)
 
 
 # -- a count that only the GPU knows ----------------------------------------------------------------------------------

@@ -117,3 +117,17 @@ def test_the_largest_gradient_is_found_for_each_block(settings: dict[str, Any]) 
     opt.step()
     first, second = opt._layouts[p].blocks(p.detach() - before)
     assert not first.any() and second.all()
+
+
+def test_the_largest_gradients_of_stacks_and_matrices_are_in_the_order_of_their_blocks() -> None:
+    """Stacks are read apart from single matrices; an element below zero counts by its size."""
+    shapes = [(5, 4), (3, 5, 4), (4,), (2, 4, 5), (8, 8), (5, 4)]
+    params = [matrix(shape, i) for i, shape in enumerate(shapes)]
+    own = [{}, {}, {"rule": "adam"}, {}, COLUMNS, {}]
+    opt = Muon([{"params": [p], **settings} for p, settings in zip(params, own, strict=True)])
+    entries, expected = [], []
+    for i, (p, group) in enumerate(zip(params, opt.param_groups, strict=True)):
+        layout, grad = opt._layouts[p], -gradient(tuple(p.shape), i).abs()
+        entries.append(Entry(p, grad, opt.state[p], layout, group, RULES[group["rule"]]))
+        expected += [float(x.abs().max()) for x in ([grad] if p.dim() < 2 else layout.blocks(grad))]
+    assert block_max(entries).tolist() == expected

@@ -98,6 +98,24 @@ def test_nonfinite_raise_names_the_parameter_and_changes_nothing() -> None:
     assert same(before, snapshot(model, opt))
 
 
+@pytest.mark.parametrize("bad", ["embed.weight", "down.weight"])
+def test_nonfinite_raise_in_one_group_raises_for_its_parameters_only(bad: str) -> None:
+    """A gradient of another group that is not finite skips the step, as that group says."""
+    model = decoder()
+    opt = Cosmos(param_groups(model, overrides={"down.weight": {"nonfinite": "raise"}}), rank=4)
+    train(model, opt, range(2))
+    backward(model, 2)
+    model.get_parameter(bad).grad[1, 2] = float("nan")
+    before = snapshot(model, opt)
+    if bad == "down.weight":
+        with pytest.raises(FloatingPointError, match=r"down\.weight"):
+            opt.step()
+    else:
+        opt.step()
+        assert opt.skipped_steps == 1
+    assert same(before, snapshot(model, opt))
+
+
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1), (3, 20), (20, 3)])
 def test_updates_of_thin_matrices_have_rms_lr_at_any_rank(shape: tuple[int, int]) -> None:
     for two_sided in (False, True):
@@ -234,6 +252,19 @@ def test_an_lr_of_shape_1_that_is_written_later_trains_as_a_number(dtype: torch.
         b.step()
     for x, y in zip(*held, strict=True):
         torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_continues_where_the_step_count_ends(name: str) -> None:
+    """A float32 number stops at 2^24; corrections of the bias are 1 by then."""
+    model = decoder()
+    opt = OPTIMIZERS[name](model, **small_rank(name))
+    train(model, opt, range(2))
+    for state in opt.state.values():
+        state["step"].fill_(2.0**24 - 1)
+    losses = train(model, opt, range(2, 12))
+    assert {float(state["step"]) for state in opt.state.values()} == {2.0**24}
+    assert sum(losses[-3:]) < sum(losses[:3])
 
 
 def test_a_closure_runs_with_gradients_enabled() -> None:

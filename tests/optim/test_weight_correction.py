@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos, Muon, NorMuon, SkippedStepWarning, param_groups, plan
-from tests.optim.helpers import decoder, gradient, matrix, same, small_rank, snapshot, train
+from tests.optim.helpers import decoder, gradient, matrix, resumes_bit_for_bit, same, small_rank, snapshot, train
 from tests.oracles import weight24 as oracle
 
 BF16 = torch.bfloat16
@@ -279,22 +279,11 @@ def test_a_correction_takes_one_byte_for_each_weight(name: str) -> None:
 
 @pytest.mark.parametrize("by", ["state_dict", "pickle"])
 def test_a_loaded_checkpoint_continues_bit_for_bit(by: str) -> None:
-    runs = []
-    for resumed in (False, True):
-        model = decoder(dtype=BF16)
-        opt = Cosmos(model, rank=4, weight_correction=True)
-        train(model, opt, range(3))
-        if resumed and by == "pickle":
-            model, opt = pickle.loads(pickle.dumps((model, opt)))
-        elif resumed:
-            saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-            model = decoder(seed=1, dtype=BF16)
-            opt = Cosmos(model, rank=4, weight_correction=True)
-            model.load_state_dict(saved[0])
-            opt.load_state_dict(saved[1])
-        train(model, opt, range(3, 6))
-        runs.append(snapshot(model, opt))
-    assert same(*runs)
+    def build(seed: int) -> tuple[nn.Module, Cosmos]:
+        model = decoder(seed, BF16)
+        return model, Cosmos(model, rank=4, weight_correction=True)
+
+    assert resumes_bit_for_bit(build, by)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -331,7 +320,7 @@ def test_corrections_that_the_checkpoint_reader_left_out_are_warned_of() -> None
         reads.load_state_dict(saved)
 
 
-def test_an_older_pickle_without_the_setting_goes_on() -> None:
+def test_an_older_pickle_without_the_setting_continues() -> None:
     model = decoder(dtype=BF16)
     opt = Cosmos(model, rank=4)
     for group in opt.param_groups:
@@ -358,7 +347,7 @@ def test_other_dtypes_are_refused_with_name_and_remedy(make: Any, dtype: torch.d
 
 
 def test_a_model_that_moves_to_float32_is_refused_at_the_next_step() -> None:
-    """Its corrections would have no meaning; back in bfloat16 it goes on."""
+    """Its corrections would have no meaning; back in bfloat16 it continues."""
     model = decoder(dtype=BF16)
     opt = Cosmos(model, rank=4, weight_correction=True)
     train(model, opt, range(2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim import OPTIMIZERS, Cosmos
+from cosmos_optim import OPTIMIZERS, Adam, Cosmos
 from tests.optim.helpers import small_rank
 
 # Optimizers with updates of a constant size, for a momentum of any size.
@@ -57,6 +57,25 @@ def test_a_stack_moves_as_its_matrices_would_alone(name: str, options: dict[str,
         one.step()
         other.step()
         torch.testing.assert_close(stack.detach(), torch.stack([x.detach() for x in alone]), **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "options"), [("soap", {"frequency": 3}), ("galore", {"update_gap": 3})])
+def test_matrices_that_began_at_different_steps_renew_their_bases_at_their_own(
+    name: str, options: dict[str, Any]
+) -> None:
+    """Equal shapes share a stack, in which only some are due."""
+    ends = []
+    for groups in ([[0, 1]], [[0], [1]]):
+        params = [nn.Parameter(x.clone()) for x in start()[:2]]
+        made = [OPTIMIZERS[name]([params[i] for i in which], lr=0.01, **small_rank(name), **options)
+                for which in groups]  # fmt: skip
+        for step in range(9):
+            for i, p in enumerate(params):
+                p.grad = gradients(step)[2 * i] * (step >= i)  # the second begins a step later
+            for opt in made:
+                opt.step()
+        ends.append(torch.stack([p.detach() for p in params]))
+    torch.testing.assert_close(*ends, **CLOSE)
 
 
 def test_two_sided_cosmos_moves_only_experts_with_tokens() -> None:
@@ -117,6 +136,22 @@ def test_diagnostics_report_no_update_for_an_expert_without_tokens() -> None:
         with opt.diagnostics() as seen:
             opt.step()
     assert [seen[f"experts[{i}]"]["update_rms"] for i in range(3)] == pytest.approx([1.0, 0.0, 1.0], rel=1e-4)
+
+
+def test_missing_zero_takes_the_step_of_a_zero_gradient_except_for_frozen_parameters() -> None:
+    """The momentum of a parameter with the gradient None decays; a frozen parameter is left alone."""
+    (p, q), frozen = (nn.Parameter(start()[0]) for _ in range(2)), nn.Parameter(start()[1])
+    asked, given = Adam([p, frozen], weight_decay=0.1, missing="zero"), Adam([q], weight_decay=0.1)
+    p.grad, q.grad, frozen.grad = gradients(0)[0], gradients(0)[0], gradients(0)[1]
+    asked.step()
+    given.step()
+    frozen.requires_grad_(False)
+    kept = frozen.detach().clone()
+    p.grad, q.grad, frozen.grad = None, torch.zeros_like(q), None
+    asked.step()
+    given.step()
+    assert torch.equal(p, q)
+    assert torch.equal(frozen, kept)
 
 
 def test_a_frozen_layer_with_a_zero_gradient_does_not_move() -> None:

@@ -40,7 +40,7 @@ def test_the_name_of_a_class_makes_no_matrix_of_a_table(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CLASS_NAMES)
-def test_the_name_of_a_class_does_not_claim_an_unknown_parameter(kind: str) -> None:
+def test_the_name_of_a_class_does_not_route_an_unknown_parameter(kind: str) -> None:
     for size in ((7, 16), (4, 8, 6)):
         with pytest.raises(ValueError, match=r"'mixing'.*overrides=\{'mixing': 'adam'\}"):
             param_groups(holder(kind, {"mixing": size}))
@@ -137,3 +137,28 @@ def test_the_kind_of_a_parameter_survives_an_override() -> None:
     assert found == kinds(Decoder())
     assert found["norm.bias"] == ("adam", "norm") and found["up.bias"] == ("adam", "bias")
     assert found["embed.weight"] == ("adam", "embedding") and found["lm_head.weight"] == ("adam", "output head")
+
+
+def test_a_layer_called_norm_is_one_unless_its_type_is_linear_or_a_convolution() -> None:
+    declared = holder("Any", {"weight": (12, 8)}, in_features=8, out_features=12)
+    found = {
+        name: kinds(nn.ModuleDict({"norm": layer}))["norm.weight"]
+        for name, layer in {"declared": declared, "linear": nn.Linear(8, 12), "conv": nn.Conv1d(8, 12, 3)}.items()
+    }
+    assert found == {"declared": ("adam", "norm"), "linear": ("cosmos", "hidden"), "conv": ("cosmos", "hidden")}
+
+
+@pytest.mark.parametrize(("size", "kind"), [((1, 7, 16), "embedding"), ((4, 8, 1), "vector"), ((8, 1), "vector")])
+def test_a_table_for_the_whole_batch_and_single_columns_get_adam_without_a_name(
+    size: tuple[int, ...], kind: str
+) -> None:
+    assert kinds(holder("Any", {"mixing": size})) == {"mixing": ("adam", kind)}
+
+
+def test_scales_and_state_space_matrices_are_not_decayed() -> None:
+    """They are matrices by shape only: decay would pull A_log towards 0 over a long run."""
+    model = holder("Mixer", {"A_log": (16, 4), "D": (2, 16), "layer_scale": (3, 16)})
+    (group,) = param_groups(model)
+    assert (group["rule"], group["weight_decay"], len(group["params"])) == ("adam", 0.0, 3)
+    (group,) = param_groups(model, decay="all")
+    assert "weight_decay" not in group

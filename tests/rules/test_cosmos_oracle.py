@@ -11,11 +11,12 @@ import torch
 
 from cosmos_optim import Cosmos, CosmosPaper
 from cosmos_optim.linalg.algebra import Algebra
+from cosmos_optim.linalg.coefficients import COEFFICIENTS
 from cosmos_optim.linalg.subspace import take_first_bases
 from cosmos_optim.rules import cosmos
 from tests.oracles.cosmos import Cosmos as Oracle
 from tests.oracles.gradients import gradients
-from tests.oracles.linalg import unit_rms
+from tests.oracles.linalg import NS5, newton_schulz, unit_rms
 from tests.oracles.soap import Soap
 
 STEPS = 20
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "smaller side, wide": ((12, 26), {"side": "smaller"}),
     "smaller side, wide, nesterov": ((12, 26), {"side": "smaller", "nesterov": True}),
     "smaller side, tall": ((24, 14), {"side": "smaller"}),
+    "smaller side, square": ((16, 16), {"side": "smaller"}),
     "weight decay": ((24, 14), {"weight_decay": 0.3}),
     "rank = n, guarded": ((24, 8), {"rank": 8, "residual_guard": 1e-6}),
     "rank > n, guarded": ((24, 8), {"rank": 64, "residual_guard": 1e-6}),
@@ -144,6 +146,17 @@ def test_the_defaults_follow_the_oracle(kind: type[Cosmos], settings: dict[str, 
     assert state["U"].shape == (72, settings["rank"])
 
 
+@pytest.mark.parametrize(("options", "coefficients"), [
+    ({"ns_coefficients": "polar-express", "ns_steps": 7}, COEFFICIENTS["polar-express"][:7]),
+    ({"ns_steps": 3}, NS5[:3]),
+], ids=["seven of Polar Express", "three of Jordan"])  # fmt: skip
+def test_the_steps_and_polynomials_of_newton_schulz_are_those_of_the_group(options: Any, coefficients: Any) -> None:
+    """The table itself is tested in tests/linalg."""
+    W0, G = problem((24, 14), 4)
+    actual, _ = run_ours(W0, G, **COMMON, **options)
+    assert_same_path(actual, run_oracle(W0, G, **COMMON, coefficients=coefficients)[0], W0)
+
+
 @pytest.mark.parametrize("sides", [{}, TWO_SIDED], ids=["one-sided", "two-sided"])
 def test_a_stack_of_matrices_follows_the_oracle_of_each_matrix(sides: dict[str, Any]) -> None:
     """Use one parameter (E, m, n) and E oracles."""
@@ -202,6 +215,41 @@ def test_the_signs_of_the_basis_do_not_change_the_update(sides: dict[str, Any]) 
     for t in range(1, STEPS):
         W = oracle.step(W, G[t])
         assert error(W - W0, expected[t] - W0) < TOLERANCE
+
+
+class WithRatio(Oracle):
+    """The oracle; it also keeps the ratio of the halves of its last step."""
+
+    ratio = 0.0
+
+    def _combined(self, A: np.ndarray, X: np.ndarray, P: np.ndarray) -> np.ndarray:
+        B = unit_rms(newton_schulz(X, self.coefficients))
+        self.ratio = float(np.linalg.norm(A) / np.linalg.norm(self.gamma * B))
+        return super()._combined(A, X, P)
+
+
+@pytest.mark.parametrize("options", [{}, {"row_beta2": 0.95, "nesterov": True}, TWO_SIDED], ids=str)
+def test_diagnostics_are_those_of_the_oracle(options: dict[str, Any]) -> None:
+    """At every step: energy and drift of the basis, and one-sided the ratio of the halves, by their definitions."""
+    hyper = COMMON | options
+    W, G = problem((24, 14), 4)
+    p = torch.nn.Parameter(torch.from_numpy(W.copy()))
+    opt, oracle = CosmosPaper([("w", p)], lr=LR, ns_dtype=torch.float64, **hyper), WithRatio(lr=LR, **hyper)
+    for step, gradient in enumerate(G[:5]):
+        old = oracle.state.get("U")
+        W = oracle.step(W, gradient)
+        new = oracle.state["U"]
+        p.grad = torch.from_numpy(gradient.copy())
+        with opt.diagnostics() as seen:
+            opt.step()
+        expected = {"energy": np.sum((gradient @ new) ** 2) / np.sum(gradient**2), "update_rms": 1.0}
+        if step:
+            expected["drift"] = 1 - np.sum((new.T @ old) ** 2) / 4
+            assert expected["drift"] > 1e-3
+        if not options.get("two_sided"):  # its Muon half is not exactly orthogonal to both bases
+            expected["ratio"] = oracle.ratio
+        for name, value in expected.items():
+            assert seen["w"][name] == pytest.approx(value, rel=STATE_TOLERANCE), name
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cosmos_optim import OPTIMIZERS, Cosmos
+from cosmos_optim import OPTIMIZERS, SOAP, Cosmos
 from tests.sharding.cases import Case, FewShapes, full, full_weights, gradient, hsdp, placed, take_steps
 from tests.sharding.ranks import run_ranks
 
@@ -53,6 +53,48 @@ def test_a_nan_on_one_rank_changes_nothing_on_any_rank(nonfinite: str) -> None:
         assert (first[2], second[2], third[2]) == (1.0, 1.0, 2.0)
         assert not torch.equal(second[0], third[0])
         assert third[0].isfinite().all()
+
+
+def skips_of_a_stage(rank: int, bad: int) -> int | None:
+    """Take a step on a mesh of 2 x 2 of 5 ranks, with a NaN on one of them; return the skipped steps."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    if rank == 4:
+        return None
+    p = nn.Parameter(placed(gradient(0, SHAPE, 0, torch.float64), mesh, (Shard(0), Shard(1))))
+    opt = Cosmos([p], lr=0.01, rank=2, gamma=0.25)
+    p.grad = placed(gradient(0, SHAPE, 1, torch.float64), mesh, (Shard(0), Shard(1)))
+    if rank == bad:
+        p.grad.to_local()[0, 0] = float("nan")
+    opt.step()
+    return opt.skipped_steps
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_all_ranks_of_a_stage_skip_together_if_its_mesh_has_two_dimensions(bad: int) -> None:
+    """Pipeline stages shard over a part of the ranks, in groups along each dimension."""
+    assert run_ranks(5, skips_of_a_stage, bad) == [1, 1, 1, 1, None]
+
+
+def late_matrices(rank: int) -> list[torch.Tensor]:
+    """Take steps of SOAP on whole matrices, each of which has its first gradient at another step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    wholes = [gradient(i, torch.Size((6, 6)), -1, torch.float64) for i in range(5)]
+    params = [nn.Parameter(x if mesh is None else placed(x, mesh, (Shard(0),))) for x in wholes]
+    opt = SOAP(params, lr=0.01, two_sided=True, eps=1e-2, frequency=2)
+    for step in range(7):
+        for i, p in enumerate(params):
+            grad = gradient(i, p.shape, step, torch.float64) * (step >= i)
+            p.grad = grad if mesh is None else placed(grad, mesh, (Shard(0),))
+        opt.step()
+    return [full(p).clone() for p in params]
+
+
+def test_an_owner_takes_the_step_counts_of_the_matrices_that_it_owns() -> None:
+    """Bias corrections and updates of the bases depend on them."""
+    expected = late_matrices(0)
+    for found in run_ranks(3, late_matrices):
+        for a, b in zip(found, expected, strict=True):
+            assert float((a - b).abs().max()) < CLOSE_64
 
 
 def step_with_denormal_momentum(rank: int, name: str) -> bool:

@@ -69,6 +69,7 @@ MORE_RULES = [
     Case(TallAndWide, "muon", options=(("normalize", True),)),
     Case(TallAndWide, "normuon"),
     Case(TallAndWide, "adam"),
+    Case(TallAndWide, "adam-mini"),
 ]
 
 

@@ -192,7 +192,7 @@ def load_refused(rank: int, saved: dict[str, Any]) -> tuple[str, bool]:
     return text, same
 
 
-def test_a_checkpoint_with_blocks_that_lie_on_two_ranks_is_refused_before_anything_changes() -> None:
+def test_a_checkpoint_with_blocks_on_two_ranks_is_refused_before_anything_changes() -> None:
     for text, same in run_ranks(2, load_refused, saved_in_8_bits()):
         remedy = "overrides={'norm': {'adam_dtype': torch.float32}}"
         for words in ("parameter 'norm'", "saved with adam_dtype=torch.int8", "scale for each 128", remedy):

@@ -87,6 +87,27 @@ def test_a_step_sends_the_documented_messages_and_bytes(name: str) -> None:
             assert iterated <= -(-count // team)
 
 
+def matrices_of_two_shapes(rank: int) -> int:
+    """Return how many matrices this rank iterates in a step with two matrices of each of two shapes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    seen: list[int] = []
+    inner = sharded_algebra.newton_schulz
+    sharded_algebra.newton_schulz = lambda X, *args: (seen.append(X.shape[0]), inner(X, *args))[1]
+    shapes = [torch.Size(shape) for shape in ((M, N), (M, N), (N, M), (N, M))]
+    grads = [placed(gradient(i, shape, 0, torch.float64), mesh, (Shard(0),)) for i, shape in enumerate(shapes)]
+    params = [nn.Parameter(g.clone()) for g in grads]
+    opt = Cosmos(params, lr=0.01, rank=RANK, ns_dtype=torch.float64, gamma=0.25)
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    opt.step()
+    return sum(seen)
+
+
+def test_matrices_of_several_shapes_are_divided_over_all_ranks() -> None:
+    """The second shape begins with the ranks that own none of the first."""
+    assert run_ranks(4, matrices_of_two_shapes) == [1, 1, 1, 1]
+
+
 def test_gram_matrices_are_summed_only_if_that_costs_no_more() -> None:
     """The busiest rank counts: sums are cheaper for few, long matrices that are cut along the long side."""
     half = torch.float16

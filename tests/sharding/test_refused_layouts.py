@@ -88,7 +88,7 @@ def test_a_mesh_of_some_ranks_in_different_numbers_of_groups_is_refused() -> Non
 def test_layouts_that_cannot_run_are_refused_with_name_reason_and_remedy() -> None:
     found = run_ranks(4, refused)[1]
     for kind, words in {
-        "partial": ("'layer.weight'", "(8, 6)", "Partial", "Supported are"),
+        "partial": ("'layer.weight'", "(8, 6)", "Partial", "is neither Shard nor Replicate. Supported are"),
         "strided": ("'layer.weight'", "_StridedShard", "interleaves 3 parts", "Supported are"),
         "parts": ("'layer.weight'", "(4, 3)", "(4, 6)"),
         "other mesh": ("'layer.weight'", "Shard(dim=0)", "does not contain this rank", "build its optimizer"),

@@ -6,14 +6,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
-from cosmos_optim import Cosmos
-from tests.sharding.cases import full, shard_like
+from cosmos_optim import Cosmos, Muon
+from tests.sharding.cases import full, gradient, placed, shard_like
 from tests.sharding.ranks import run_ranks
 from tests.small_gradients import F64, FAMILIES, SHAPES, STEPS
 
 LR = 0.01
 UNCHANGED = 1e-6  # of an element of a step, in units of lr: as for one rounding of the gradient, tests/rules
+# Of an update, in units of lr: the owner gets the momentum rounded to float16, and Newton-Schulz amplifies what that is
+# of small singular values. Measured 0.013; without the scale, 2.
+HALF = 5e-2
 # One shape for each family: fewer rows than the rank, and more. Each number of ranks takes a third of them.
 CASES = [(name, *SHAPES[(5 * i + 2) % len(SHAPES)]) for i, name in enumerate(FAMILIES)]
 
@@ -50,3 +54,24 @@ def test_small_matrices_take_the_steps_of_one_process(world: int) -> None:
     assert expected is not None
     for case, a, b in zip(cases, run_ranks(world, updates, cases)[-1], expected, strict=True):
         assert float((a - b).abs().max()) < UNCHANGED, f"{case}: {float((a - b).abs().max()):.1e} lr"
+
+
+def half_precision_update(rank: int, size: float) -> Tensor:
+    """Return the update, in units of lr, by gradients of this size and Newton-Schulz in float16."""
+    whole, shape = torch.zeros(12, 12), torch.Size((12, 12))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    p = nn.Parameter(whole if mesh is None else placed(whole, mesh, (Shard(0),)))
+    opt = Muon([p], lr=LR, normalize=True, ns_dtype=torch.float16)
+    grad = size * gradient(0, shape, 0, torch.float32)
+    p.grad = grad if mesh is None else placed(grad, mesh, (Shard(0),))
+    opt.step()
+    return full(p) / LR
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_matrices_beyond_the_range_of_half_precision_reach_their_owners(size: float) -> None:
+    """They are sent in float16, which holds 6e-8 to 65504, so they are scaled before."""
+    expected = half_precision_update(0, size)
+    assert float(expected.square().mean().sqrt()) == pytest.approx(1, rel=1e-3)
+    for found in run_ranks(2, half_precision_update, size):
+        assert float((found - expected).abs().max()) < HALF

@@ -141,10 +141,9 @@ def _matrices(e: Entry, copies: list[tuple[Tensor, Tensor]]) -> Iterator[Matrix]
     flat = stored.contiguous() if layout.flattens else stored  # blocks must be views of it
     if flat is not stored:
         copies.append((stored, flat))
-    several = len(layout.blocks_mn) > 1
     views = (layout.blocks(flat), layout.blocks(layout.local(e.grad)), layout.state_blocks(e.state, e.group))
     for i, (p, grad, state) in enumerate(zip(*views, strict=True)):
-        yield Matrix(f"{layout.name}[{i}]" if several else layout.name, i, e, p, grad, state)
+        yield Matrix(layout.block_names[i], i, e, p, grad, state)
 
 
 def decay_of(group: dict[str, Any]) -> float | Tensor:

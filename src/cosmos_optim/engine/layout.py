@@ -230,6 +230,13 @@ class Layout:
         """Number of blocks that this process stores, whole or in part; 1 for an elementwise rule."""
         return 1 if self.rule.elementwise else len(self.blocks_mn)
 
+    @cached_property
+    def block_names(self) -> list[str]:
+        """The name of each local block: the parameter's, with the number among all blocks if there are several."""
+        total = len(self.sizes_mn) * self.batch
+        numbers = self.select_local_blocks(torch.arange(total, dtype=torch.int64, device="cpu")).tolist()
+        return [f"{self.name}[{number}]" for number in numbers] if total > 1 else [self.name]
+
     def expand_to_all_blocks(self, values: Tensor) -> Tensor:
         """Expand one number per local block to one per block of the parameter, with 0 for the others."""
         return values

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     train(base, Cosmos(base, lr=1e-3, adam_lr=4e-3), code, args.base_steps)
 
     model = get_peft_model(base, LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    opt = Cosmos(model, lr=args.lr)
+    opt = Cosmos(model, lr=args.lr, gamma=0.5)  # for a large model start at lr=1e-3
     print("the adapters, on prose:")
     print(plan(opt))
     losses = train(model, opt, text(Path(pydoc_data.__file__).parent / "topics.py"), args.steps)

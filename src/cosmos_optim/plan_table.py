@@ -29,6 +29,9 @@ from cosmos_optim.routing.route import ModelParameter, Route
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import two_sided
 
+MEASURED_GAMMAS = 0.1, 1.0  # docs/results/ablations.md
+FAST_DECAY = 8.0  # A head that shrinks this many times as fast as hidden matrices gets a hint; by default it is 4.
+
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -134,16 +137,21 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
                           for group in model.param_groups for p in group["params"]))  # fmt: skip
     routing = {key: hyper.pop(key) for key in ROUTING if key in hyper}
     kind, options = _optimizer(rule, hyper)
-    rows = []
+    rows: list[PlanRow] = []
+    gammas: list[float] = []
     for parameter, route in routes(model, kind.rule, **routing):
         group = {"rule": route.rule, **route.settings}
         if "block_rows" in group and options.get("head_dim"):
             group["block_rows"] = options["head_dim"]
         chosen, group = choose_rule(kind.rule, group, options)
         group = complete(group, chosen, options, kind.soap_lr)
+        if "gamma" in group:
+            gammas.append(group["gamma"])
         row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
-    hints = _head_hint(model, routing.get("head"), rows), _rate_hint(kind, hyper, rows)
+    hints = [_head_hint(model, routing.get("head"), rows), _rate_hint(kind, hyper, rows), _decay_hint(rows)]
+    if options.get("gamma") is None:
+        hints.append(_gamma_hint(gammas))
     return Plan(tuple(rows), tuple(filter(None, hints)))
 
 
@@ -176,6 +184,32 @@ def _rate_hint(kind: type[MatrixOptimizer], given: Mapping[str, Any], rows: Sequ
     measured = kind.rule == "cosmos"  # the rule of `rates` is for COSMOS
     advice = "use rates(model, steps, tokens_per_step)" if measured else "try 1.6e-2 (measured at 60M parameters)"
     return f"adam_lr was not given, so it is {kind.adam_ratio:g} times lr. To train from scratch, {advice}"
+
+
+def _decay_hint(rows: Sequence[PlanRow]) -> str:
+    """Return advice if a step would decay the output head much more than the hidden matrices, by its higher lr."""
+    hidden = max((row.lr * row.weight_decay for row in rows if row.rule != "adam"), default=0.0)
+    for row in rows:
+        if row.why.startswith("output head") and row.lr * row.weight_decay > FAST_DECAY * hidden > 0:
+            overrides = f"overrides={{{row.name!r}: {{'weight_decay': {hidden / row.lr:.2g}}}}}"
+            return (
+                f"weight_decay shrinks {row.name} {row.lr * row.weight_decay / hidden:.0f} times as fast as the hidden "
+                "matrices, because its lr is higher (not measured). "
+                f"To shrink both alike: param_groups(model, {overrides})"
+            )
+    return ""
+
+
+def _gamma_hint(gammas: Sequence[float]) -> str:
+    """Return advice if a gamma that follows from the two rates is outside of what was measured."""
+    low, high = MEASURED_GAMMAS
+    outside = [gamma for gamma in gammas if not low <= gamma <= high]
+    if not outside:
+        return ""
+    return (
+        f"gamma, the weight of the Muon half, follows from the two rates and is {outside[0]:.2g}. "
+        f"Measured were {low:g} to {high:g}, and 0.25 was best: give gamma"
+    )
 
 
 def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimizer], dict[str, Any]]:

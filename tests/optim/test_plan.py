@@ -256,3 +256,27 @@ def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:
     assert hint in str(plan(layers))
     assert "hint" not in str(plan(layers, head="2"))
     assert "output head was" not in str(plan(decoder())) + str(plan(Tied()))
+
+
+def test_a_plan_says_that_a_head_shrinks_much_faster_than_the_hidden_matrices() -> None:
+    rates = {"lr": 1e-3, "adam_lr": 1.6e-2, "weight_decay": 0.1}
+    text = str(plan(decoder(), **rates))
+    assert "hint: weight_decay shrinks lm_head.weight 16 times as fast as the hidden matrices" in text
+    overrides = {"lm_head.weight": {"weight_decay": 0.0063}}
+    assert f"param_groups(model, overrides={overrides})" in text
+    assert "shrinks" not in str(plan(decoder(), **rates, overrides=overrides))
+    assert "shrinks" not in str(plan(decoder(), weight_decay=0.1))
+    assert "shrinks" not in str(plan(decoder(), lr=1e-3, adam_lr=1.6e-2))
+    assert "shrinks" not in str(plan(Tied(), **rates))
+
+
+@pytest.mark.parametrize(("adam_lr", "gamma"), [(2e-4, "5"), (1e-3, ""), (2e-3, ""), (0.1, "")])
+def test_a_plan_says_that_a_gamma_from_the_two_rates_was_not_measured(adam_lr: float, gamma: str) -> None:
+    text = str(plan(decoder(), lr=1e-3, adam_lr=adam_lr))
+    assert ("follows from the two rates and is " in text) == bool(gamma)
+    assert f"and is {gamma}" in text or not gamma
+    assert "two rates" not in str(plan(decoder(), lr=1e-3, adam_lr=adam_lr, gamma=0.5))
+
+
+def test_a_plan_of_the_papers_cosmos_says_that_its_gamma_is_small_if_the_outer_rate_is_high() -> None:
+    assert "and is 0.05. Measured were 0.1 to 1" in str(plan(decoder(), "cosmos-paper", lr=1e-3, adam_lr=2e-2))

@@ -17,8 +17,10 @@ from tests.sharding.cases import (
 from tests.sharding.ranks import run_ranks
 
 # Ten steps in double precision differ only by sums in another order. In single precision the same rounding passes
-# through ten power steps and as many Newton-Schulz iterations.
-CLOSE = {torch.float64: 1e-9, torch.float32: 2e-3}
+# through ten power steps and as many Newton-Schulz iterations (7e-5 was the most seen).
+CLOSE = {torch.float64: 1e-9, torch.float32: 3e-4}
+# The high rate of these tests would make gamma 5, and multiply the rounding by 20.
+SMALL_GAMMA = (("gamma", 0.25),)
 
 
 def compare(layout: str, world: int, cases: list[Case]) -> None:
@@ -48,7 +50,7 @@ def test_sharded_cosmos_ends_with_the_weights_of_one_process(
 ) -> None:
     """In double and in single precision."""
     narrow = TallAndWide if layout in ("tp", "fsdp_tp") else FewShapes
-    compare(layout, world, [Case(model), Case(narrow, dtype=torch.float32)])
+    compare(layout, world, [Case(model), Case(narrow, dtype=torch.float32, options=SMALL_GAMMA)])
 
 
 # Tested on FSDP2 and on FSDP2 x tensor parallelism. Two-sided SOAP runs at owners on both, one-sided on the second.

@@ -126,7 +126,7 @@ def test_polar_express_moves_all_singular_values_from_1e_minus_3_up_to_1() -> No
         x = a * x + b * x**3 + c * x**5
         assert x.min() > 0
         assert x.max() < 2.03  # |p| <= 2 - l for an optimal polynomial on [l, 1], times the safety factor
-    assert (x - 1).abs().max() < 1e-3
+    assert (x - 1).abs().max() < EXACT
 
 
 class Rounded(TorchProducts):

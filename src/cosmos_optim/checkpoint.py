@@ -40,7 +40,8 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         state_dict = hook(optimizer, state_dict) or state_dict
     _check_form(state_dict)
     groups = saved_groups.read(state_dict["param_groups"])
-    saved_state = dict(state_dict["state"])  # a copy, as `groups` are: the functions below change both
+    # A copy, as `groups` are: the functions below change both. State that was reset to {} counts as missing.
+    saved_state = {key: state for key, state in state_dict["state"].items() if not isinstance(state, dict) or state}
     optimizer._match_layouts()
 
     matches = saved_groups.match_with(optimizer, groups)

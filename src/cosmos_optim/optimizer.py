@@ -110,9 +110,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._group_checks.add(self.param_groups[count:])
         except Exception:
             for group in self.param_groups[count:]:
-                for p in group["params"]:
-                    self._layouts.pop(p, None)
-                    self.state.pop(p, None)
+                self._forget(group["params"])
             del self.param_groups[count:]
             self._agreement.waiting = waiting
             raise
@@ -130,6 +128,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         group, index = self.param_groups[-1], len(self.param_groups) - 1
         if not rule.elementwise and "layout" not in param_group:
             refuse_four_dimensions(group["params"], rule)
+        self._forget(self._group_checks.changed(group))
         self._add_layouts(index)
         if self._is_built:
             self._join_ranks([index], ("lr", *hyperparameters.OURS))
@@ -174,16 +173,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             other_engines.refuse_replaced(index, group, RULES[group["rule"]])
         held = {p for group in self.param_groups for p in group["params"]}
-        for p in [p for p in self._layouts if p not in held]:
-            del self._layouts[p]
-            self.state.pop(p, None)
-            self._started.discard(p)
+        self._forget([p for p in self._layouts if p not in held])
         known = len(self._layouts)
         for index in range(len(self.param_groups)):
             self._add_layouts(index)
         self._group_checks.note_structure(self.param_groups)
         if self._is_built and len(self._layouts) > known:  # schedulers may have changed lr since then
             self._join_ranks(range(len(self.param_groups)), hyperparameters.OURS)
+
+    def _forget(self, params: Iterable[Tensor]) -> None:
+        """Drop the layouts and state of parameters."""
+        for p in params:
+            self._layouts.pop(p, None)
+            self.state.pop(p, None)
+            self._started.discard(p)
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         """Allocate the state of a parameter, beside what other code keeps there."""

@@ -127,7 +127,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
         group, index = self.param_groups[-1], len(self.param_groups) - 1
         if not rule.elementwise and "layout" not in param_group:
-            refuse_four_dimensions(group["params"], rule)
+            for name, p in _named(group, index):
+                refuse_four_dimensions(name, p, rule)
         self._forget(self._group_checks.changed(group))
         self._add_layouts(index)
         if self._is_built:
@@ -159,8 +160,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _add_layouts(self, index: int) -> None:
         """Create layouts and state for parameters of the group that have none yet."""
         group = self.param_groups[index]
-        names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
-        for name, p in zip(names, group["params"], strict=True):
+        for name, p in _named(group, index):
             if p in self._layouts:
                 continue
             offloads = self._options.get("offload") is not None  # older pickles lack it
@@ -450,3 +450,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)
+
+
+def _named(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    """Return the parameters of group `index` with their names, or with their places if they have none."""
+    names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)

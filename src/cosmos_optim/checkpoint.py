@@ -40,7 +40,8 @@ def load(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> None:
         state_dict = hook(optimizer, state_dict) or state_dict
     _check_form(state_dict)
     groups = saved_groups.read(state_dict["param_groups"])
-    saved_state = dict(state_dict["state"])  # a copy, as `groups` are: the functions below change both
+    # A copy, as `groups` are: the functions below change both. State that was reset to {} counts as missing.
+    saved_state = {key: state for key, state in state_dict["state"].items() if not isinstance(state, dict) or state}
     optimizer._match_layouts()
 
     matches = saved_groups.match_with(optimizer, groups)
@@ -83,8 +84,11 @@ def _require(name: str, value: object, wanted: type) -> None:
 def _check_settings(matches: list[Match]) -> None:
     """Raise ValueError for a saved setting that no optimizer would take: a step would fail on it halfway."""
     for i, match in enumerate(matches):
+        settings, lr = match.saved, match.saved.get("lr")
+        if isinstance(lr, Real):  # a schedule may end a little below 0 by rounding, and a step takes that
+            settings = settings | {"lr": abs(lr)}
         try:
-            check_options(match.saved)
+            check_options(settings)
         except ValueError as error:
             raise ValueError(f"group {i} of the checkpoint: {error}") from None
 

@@ -41,7 +41,7 @@ class GroupChecks:
         self._name = name
         self.first_rates: dict[str, float] = {}
         self._last_shared: dict[str, float] | None = None  # rates at the last step, or when loaded with one lr
-        self._structure: dict[Tensor, Settings] = {}  # what state was allocated for, by a group's first parameter
+        self._structure: dict[Tensor, Settings] = {}  # what the state of each parameter was allocated for
 
     def add(self, groups: Groups) -> None:
         """Note the rates of new groups, and the settings that their state was allocated for."""
@@ -50,7 +50,7 @@ class GroupChecks:
         self._structure |= _structure_of(groups)
 
     def note_structure(self, groups: Groups, *, loaded: bool = False) -> None:
-        """Note the settings that the state of unknown groups was allocated for, or of all groups if just loaded."""
+        """Note the settings that the state of unknown parameters was allocated for, or of all if just loaded."""
         old = {} if loaded else self._structure
         self._structure = {p: old.get(p, settings) for p, settings in _structure_of(groups).items()}
 
@@ -74,6 +74,10 @@ class GroupChecks:
                     f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
                     f"it back, or build another optimizer with {key}={group[key]!r}"
                 )
+
+    def changed(self, group: Settings) -> list[Tensor]:
+        """Return the parameters of a new group that were removed from another one, and had state of other settings."""
+        return [p for p in group["params"] if (kept := self._structure.get(p)) and differing(kept, group, kept)]
 
     def _check_one_rate(self, groups: Groups, shared: Mapping[str, float]) -> None:
         """Raise ValueError if a scheduler gave all groups one rate, and they were built with two. Warn if a loop did.
@@ -133,9 +137,10 @@ class GroupChecks:
 
 
 def _structure_of(groups: Groups) -> dict[Tensor, Settings]:
-    """Return the settings that decide what state a group has, also its dtype, by the first parameter of each group."""
+    """Return the settings that decide what state a group has, also its dtype, for each parameter."""
     keys = (*STRUCTURE, *DTYPES, "weight_correction")
-    return {g["params"][0]: {key: g[key] for key in keys if key in g} for g in groups if g["params"]}
+    settings = [{key: group[key] for key in keys if key in group} for group in groups]
+    return {p: kept for group, kept in zip(groups, settings, strict=True) for p in group["params"]}
 
 
 def _check_settings(groups: Groups) -> None:

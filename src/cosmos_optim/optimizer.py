@@ -110,9 +110,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._group_checks.add(self.param_groups[count:])
         except Exception:
             for group in self.param_groups[count:]:
-                for p in group["params"]:
-                    self._layouts.pop(p, None)
-                    self.state.pop(p, None)
+                self._forget(group["params"])
             del self.param_groups[count:]
             self._agreement.waiting = waiting
             raise
@@ -129,7 +127,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().add_param_group(hyperparameters.complete(group, rule, options, self.soap_lr))
         group, index = self.param_groups[-1], len(self.param_groups) - 1
         if not rule.elementwise and "layout" not in param_group:
-            refuse_four_dimensions(group["params"], rule)
+            for name, p in _named(group, index):
+                refuse_four_dimensions(name, p, rule)
+        self._forget(self._group_checks.changed(group))
         self._add_layouts(index)
         if self._is_built:
             self._join_ranks([index], ("lr", *hyperparameters.OURS))
@@ -160,8 +160,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _add_layouts(self, index: int) -> None:
         """Create layouts and state for parameters of the group that have none yet."""
         group = self.param_groups[index]
-        names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
-        for name, p in zip(names, group["params"], strict=True):
+        for name, p in _named(group, index):
             if p in self._layouts:
                 continue
             offloads = self._options.get("offload") is not None  # older pickles lack it
@@ -174,16 +173,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             other_engines.refuse_replaced(index, group, RULES[group["rule"]])
         held = {p for group in self.param_groups for p in group["params"]}
-        for p in [p for p in self._layouts if p not in held]:
-            del self._layouts[p]
-            self.state.pop(p, None)
-            self._started.discard(p)
+        self._forget([p for p in self._layouts if p not in held])
         known = len(self._layouts)
         for index in range(len(self.param_groups)):
             self._add_layouts(index)
         self._group_checks.note_structure(self.param_groups)
         if self._is_built and len(self._layouts) > known:  # schedulers may have changed lr since then
             self._join_ranks(range(len(self.param_groups)), hyperparameters.OURS)
+
+    def _forget(self, params: Iterable[Tensor]) -> None:
+        """Drop the layouts and state of parameters."""
+        for p in params:
+            self._layouts.pop(p, None)
+            self.state.pop(p, None)
+            self._started.discard(p)
 
     def _allocate(self, p: Tensor, group: dict[str, Any]) -> None:
         """Allocate the state of a parameter, beside what other code keeps there."""
@@ -447,3 +450,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         sharding.prepare(list(self._layouts.values()))
         self._is_built = True
         self._started = checkpoint.started(self)
+
+
+def _named(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    """Return the parameters of group `index` with their names, or with their places if they have none."""
+    names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)

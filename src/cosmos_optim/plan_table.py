@@ -144,14 +144,14 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         if "block_rows" in group and options.get("head_dim"):
             group["block_rows"] = options["head_dim"]
         chosen, group = choose_rule(kind.rule, group, options)
+        computes_gamma = group.get("gamma", options.get("gamma")) is None
         group = complete(group, chosen, options, kind.soap_lr)
-        if "gamma" in group:
+        if computes_gamma and "gamma" in group:
             gammas.append(group["gamma"])
         row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
-    hints = [_head_hint(model, routing.get("head"), rows), _rate_hint(kind, hyper, rows), _decay_hint(rows)]
-    if options.get("gamma") is None:
-        hints.append(_gamma_hint(gammas))
+    hints = [_head_hint(model, routing.get("head"), rows), _rate_hint(kind, hyper, rows)]
+    hints += [_decay_hint(rows), _gamma_hint(gammas)]
     return Plan(tuple(rows), tuple(filter(None, hints)))
 
 

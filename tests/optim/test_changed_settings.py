@@ -74,6 +74,25 @@ def test_a_group_added_later_is_watched_too() -> None:
         opt.step()
 
 
+@pytest.mark.parametrize("changed", [{}, {"rank": 3}, {"rule": "adam"}, {"momentum_dtype": torch.bfloat16}])
+def test_a_parameter_moved_to_a_new_group_keeps_its_state_if_that_fits(changed: dict[str, Any]) -> None:
+    """Otherwise it starts over; nothing is left of the removed group's settings."""
+    p, q = matrix((8, 6)), matrix((8, 6))
+    opt = Cosmos([{"params": [matrix((6, 6), 1), p]}], rank=2)
+    p.grad = q.grad = gradient((8, 6), 0)
+    opt.step()
+    assert opt.param_groups[0]["params"].pop() is p
+    opt.add_param_group({"params": [p], "rule": "cosmos"} | changed)
+    assert float(opt.state[p]["step"]) == (0.0 if changed else 1.0)
+    q.data.copy_(p)
+    if changed:
+        fresh = Cosmos([{"params": [q], "rule": "cosmos"} | changed], rank=2)
+        for optimizer in (opt, fresh):
+            optimizer.step()
+        assert torch.equal(p, q) and opt.state[p].keys() == fresh.state[q].keys()
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
 def test_groups_that_were_refused_leave_no_setting_behind() -> None:
     """The rank suits the first group of the two, and the second group is refused because of it."""
     layers = nn.ModuleDict({"hidden": nn.Linear(6, 8, bias=False), "embed": nn.Embedding(9, 4)})

@@ -278,5 +278,11 @@ def test_a_plan_says_that_a_gamma_from_the_two_rates_was_not_measured(adam_lr: f
     assert "two rates" not in str(plan(decoder(), lr=1e-3, adam_lr=adam_lr, gamma=0.5))
 
 
+def test_a_plan_does_not_call_the_gamma_of_an_override_one_that_follows_from_the_rates() -> None:
+    assert "two rates" not in str(plan(decoder(), overrides={"up.weight": {"gamma": 5.0}}))
+    text = str(plan(decoder(), gamma=0.5, adam_lr=1e-4, overrides={"up.weight": {"gamma": None}}))
+    assert "follows from the two rates and is 5." in text
+
+
 def test_a_plan_of_the_papers_cosmos_says_that_its_gamma_is_small_if_the_outer_rate_is_high() -> None:
     assert "and is 0.05. Measured were 0.1 to 1" in str(plan(decoder(), "cosmos-paper", lr=1e-3, adam_lr=2e-2))

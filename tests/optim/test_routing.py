@@ -148,8 +148,10 @@ def test_subclasses_and_parametrized_tensors_are_routed_as_their_base() -> None:
 
 def test_a_bare_kernel_is_not_taken_for_a_stack_of_matrices() -> None:
     kernel, stacks = nn.Conv2d(8, 6, 3).weight, nn.Parameter(torch.randn(2, 3, 8, 6))
-    for give in ([kernel], [("kernel", kernel)], [{"params": kernel}]):
-        with pytest.raises(ValueError, match="a convolution's kernel or a stack of matrices.*layout='conv'"):
+    unnamed = "group 0, parameter 0"
+    for name, give in ((unnamed, [kernel]), ("kernel", [("kernel", kernel)]), (unnamed, [{"params": kernel}])):
+        message = f"parameter '{name}' of shape .*a convolution's kernel or a stack of matrices.*layout='conv'"
+        with pytest.raises(ValueError, match=message):
             Cosmos(give, rank=4)
     opt = Cosmos([{"params": [kernel], "layout": "conv"}, {"params": [stacks], "layout": "matrix"}], rank=4)
     assert opt.state[kernel]["U"].shape == (72, 4)

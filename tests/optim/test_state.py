@@ -269,6 +269,7 @@ def test_the_error_for_what_is_not_a_state_dict_says_what_is_wrong(damage: Any, 
     ("changed", "message"),
     [
         ({"lr": "5e-4"}, "group 0 of the checkpoint: lr='5e-4' is not valid: give a number"),
+        ({"lr": float("nan")}, "group 0 of the checkpoint: lr=nan is not valid: it must be finite"),
         ({"betas": 0.9}, r"group 0 of the checkpoint: betas=0.9 is not valid: give two numbers"),
         ({"momentum_dtype": "torch.float4"}, "group 0 of the checkpoint: momentum_dtype='torch.float4' is not valid"),
     ],
@@ -284,6 +285,17 @@ def test_a_wrong_setting_in_a_checkpoint_is_refused_by_its_name_and_changes_noth
         opt.load_state_dict(with_group(opt.state_dict(), **changed))
     assert opt.param_groups[0]["lr"] == 5e-4
     assert same(before, snapshot(torch.nn.ParameterList([p]), opt))
+
+
+def test_a_checkpoint_of_a_run_whose_schedule_ended_a_little_below_zero_is_loaded() -> None:
+    p = matrix((10, 8))
+    opt = Cosmos([p], lr=5e-4, rank=4)
+    for _ in range(10):
+        p.grad = torch.ones_like(p)
+        opt.step()
+        opt.param_groups[0]["lr"] -= 5e-5
+    assert -1e-18 < opt.param_groups[0]["lr"] < 0
+    opt.load_state_dict(opt.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,16 @@ def is_capturing(device: torch.device) -> bool:
 def largest_allowed(entries: Sequence[Entry]) -> float:
     """Return the largest |g| for which the sum of squares of a matrix fits into its second moment.
 
-    The limit is one for all entries: that of float32, unless all of them have gradients and state in float64.
+    The limit is one for all entries: that of float32, unless all of them have gradients and state in float64. In
+    float64, rules without a second moment have it too, because no wider type holds the norms that they divide by.
     """
     narrow = [e for e in entries if not _is_float64(e)]
     limit = torch.finfo(torch.float32 if narrow else torch.float64).max
     most = 0.0
     for members in by_group(narrow or entries):
-        if "betas" in members[0].group:
-            weight = 1 - members[0].group["betas"][1]
+        betas = members[0].group.get("betas")
+        if betas is not None or not narrow:
+            weight = 1.0 if betas is None else 1 - betas[1]
             numel = 1 if members[0].rule.elementwise else max(e.p.numel() for e in members)
             most = max(most, 1.0, weight * numel)
     return math.sqrt(limit / most) if most else limit

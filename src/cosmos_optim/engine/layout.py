@@ -398,12 +398,11 @@ def check_correction(name: str, p: Tensor, group: Settings) -> None:
         )
 
 
-def refuse_four_dimensions(params: Sequence[Tensor], rule: Rule) -> None:
+def refuse_four_dimensions(name: str, p: Tensor, rule: Rule) -> None:
     """Raise ValueError for four dimensions: usually a convolution's kernel, not a stack of stacks."""
-    for p in params:
-        if p.dim() > 3:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so rule "
-                f"{rule.name!r} cannot tell how to cut it: use param_groups(model), or give its group layout='conv', "
-                "or layout='matrix' for matrices in its last two dimensions"
-            )
+    if p.dim() > 3:
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so "
+            f"rule {rule.name!r} cannot tell how to cut it: use param_groups(model), or give its group layout='conv', "
+            "or layout='matrix' for matrices in its last two dimensions"
+        )

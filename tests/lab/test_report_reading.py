@@ -107,6 +107,13 @@ def test_the_names_that_users_gave_are_kept(tmp_path: Path, no_figures: None) ->
     assert "test-adam" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
 
 
+def test_a_table_without_a_named_run_has_no_column_of_names(tmp_path: Path, no_figures: None) -> None:
+    make_run(tmp_path / "runs" / "a", "cosmos", falling(2.0))
+    make_run(tmp_path / "runs" / "b", "cosmos", falling(2.1), name="mine", lr=2e-3)
+    best, every = re.findall(r"<table.*?</table>", write_report([tmp_path / "runs"], tmp_path / "out").page.read_text())
+    assert ">Name<" not in best and ">Name<" in every
+
+
 def test_runs_of_different_lengths_get_no_headline_and_no_winner(tmp_path: Path, no_figures: None) -> None:
     folders = [make_run(tmp_path / n, n, falling(2.0, points=p)) for n, p in (("adam", 6), ("cosmos", 12))]
     task = task_of(*folders)

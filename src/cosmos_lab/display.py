@@ -152,8 +152,8 @@ class TableDisplay:
         if self._live is not None:
             self._live.update(self._table())
         elif changed and self.show:
-            numbers = [str(cells[c]) for c in self.COLUMNS if c in cells]
-            print("  ".join([f"run {row + 1} of {len(self.rows)}", *numbers]), flush=True)
+            numbers = [f"{column} {cells[column]}" for column in self.COLUMNS[2:] if column in cells]
+            print("  ".join([f"run {row + 1} of {len(self.rows)}", cells["run"], status, *numbers]), flush=True)
             if self._since is not None and status not in _NOT_ENDED:
                 print(self._progress(), flush=True)
             self._shown = time.monotonic()

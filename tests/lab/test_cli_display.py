@@ -54,6 +54,8 @@ def test_the_table_shows_status_and_numbers_of_every_run(
     out = capsys.readouterr().out
     for text in ("first", "second[/b]", "done", "failed", "10/10", "3.210", "20.09", "45,600"):
         assert text in out
+    if not rich:  # lines have no heads
+        assert "run 1 of 2  first  done  step 10/10  loss 3.210  val ppl 20.09  tokens/s 45,600\n" in out
 
 
 def test_the_table_tells_how_many_runs_ended_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,14 @@ def grid(base: RunConfig, *variants: dict[str, Any]) -> list[RunConfig]:
 
 ADAM = {"optimizer": "adam", "rank": None}
 COSMOS = {"optimizer": "cosmos"}
+# A process of a comparison whose training fails with a message of several lines.
+FAILING = """
+import pathlib, sys
+from cosmos_lab.grid import workers
+def train(config): raise RuntimeError("no compiler\\n\\nset VERBOSE=1 for more")
+workers.train = train
+sys.exit(workers._work(pathlib.Path(sys.argv[1]), int(sys.argv[2])))
+"""
 
 
 def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
@@ -225,8 +233,9 @@ def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pyt
         ("raise SystemExit(3)", "its process ended with exit code 3"),
         ("import os, sys; os.write(2, b'no \\xff here\\n'); sys.exit(2)", "no \N{REPLACEMENT CHARACTER} here"),
         ("import sys; print('cosmos-lab: a bad value'); sys.exit(2)", "a bad value"),
+        (FAILING, "no compiler"),
     ],
-    ids=["killed", "crashed", "silent", "not utf-8", "told"],
+    ids=["killed", "crashed", "silent", "not utf-8", "told", "several lines"],
 )
 def test_a_failed_process_is_explained_by_how_it_ended_and_not_by_older_output(
     tiny_run: RunConfig, worker: str, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +243,11 @@ def test_a_failed_process_is_explained_by_how_it_ended_and_not_by_older_output(
     tiny_run.folder.mkdir(parents=True)
     (tiny_run.folder / "output.txt").write_text("cosmos-lab: stopped by SIGTERM at step 3 of 8\n")
     real = subprocess.Popen
-    monkeypatch.setattr(workers.subprocess, "Popen", lambda command, **more: real([command[0], "-c", worker], **more))
+
+    def start(command: list[str], **more: Any) -> Any:
+        return real([command[0], "-c", worker, *command[3:]], **more)
+
+    monkeypatch.setattr(workers.subprocess, "Popen", start)
     (row,) = quietly([tiny_run], parallel=2)["rows"]
     assert row["status"] == ["failed"] and row["failures"] == [reason]
 
@@ -349,17 +362,22 @@ def test_a_finished_comparison_is_shown_even_if_its_text_is_gone(tiny_run: RunCo
         assert quietly(runs) == before
 
 
-def test_a_run_out_of_memory_does_not_end_the_comparison(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "reason"), [("CUDA out of memory\nmore", "CUDA out of memory"), ("", "RuntimeError")]
+)
+def test_a_run_out_of_memory_does_not_end_the_comparison(
+    tiny_run: RunConfig, message: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = module.train
 
     def scarce(config: RunConfig, progress: Any = None) -> Any:
         if config.optimizer.optimizer == "cosmos":
-            raise RuntimeError("CUDA out of memory\nmore")
+            raise RuntimeError(message)
         return real(config, progress=progress)
 
     monkeypatch.setattr(module, "train", scarce)
     result = quietly(grid(tiny_run, COSMOS, ADAM))
-    assert result["rows"][0]["failures"] == ["CUDA out of memory"] and list(result["best"]) == ["adam"]
+    assert result["rows"][0]["failures"] == [reason] and list(result["best"]) == ["adam"]
     assert not (tiny_run.replace(name="run0").folder / "summary.json").exists()  # so it is tried again
 
 

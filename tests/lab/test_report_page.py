@@ -33,6 +33,7 @@ def test_long_runs_are_thinned_and_keep_their_last_point(tmp_path: Path) -> None
     assert statistics.fmean(train.value) == pytest.approx(statistics.fmean(falling(2.6, points=1000)), rel=0.01)
     found = heat_map(group.runs[0])
     assert found is not None and len(found.columns) <= MOST_COLUMNS and found.columns[-1].startswith("step 10000,")
+    assert found.ends[-1] == "10 M tokens"
 
 
 @pytest.mark.parametrize(

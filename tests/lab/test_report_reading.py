@@ -47,7 +47,8 @@ def test_a_short_validation_line_has_a_mark_at_every_point(
 
 
 def test_two_validations_are_said_to_be_too_few(tmp_path: Path) -> None:
-    assert "Only 2 validations a run" in missing_curves(task_of(make_run(tmp_path / "a", "adam", [3.0, 2.0])))[0]
+    (note,) = missing_curves(task_of(make_run(tmp_path / "a", "adam", [3.0, 2.0])))
+    assert note == "Only 2 validations a run, too few to show a curve: set --val-every to validate more often."
     assert missing_curves(task_of(make_run(tmp_path / "b", "adam", falling(2.0)))) == []
 
 
@@ -105,6 +106,13 @@ def test_the_names_that_users_gave_are_kept(tmp_path: Path, no_figures: None) ->
     text = page.read_text()
     assert '<button type="button">Name</button>' in text and "cosmos (bigger) ended lowest" in text
     assert "test-adam" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_a_table_without_a_named_run_has_no_column_of_names(tmp_path: Path, no_figures: None) -> None:
+    make_run(tmp_path / "runs" / "a", "cosmos", falling(2.0))
+    make_run(tmp_path / "runs" / "b", "cosmos", falling(2.1), name="mine", lr=2e-3)
+    best, every = re.findall(r"<table.*?</table>", write_report([tmp_path / "runs"], tmp_path / "out").page.read_text())
+    assert ">Name<" not in best and ">Name<" in every
 
 
 def test_runs_of_different_lengths_get_no_headline_and_no_winner(tmp_path: Path, no_figures: None) -> None:

@@ -95,7 +95,7 @@ def _exit_code(command: str, *arguments: str) -> int:
         flag = " with --no-fresh" if command == "demo" else ""
         return _fail(f"{stop}; the same command continues{flag}", stop.code)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command continues from the newest checkpoint", code=130)
+        return _fail("interrupted; run the same command again to continue", code=130)
     return 0
 
 

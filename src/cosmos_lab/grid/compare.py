@@ -20,7 +20,7 @@ from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.progress import GridProgress
 from cosmos_lab.grid.table import NOT_STARTED, UNFINISHED, format_result, table_of
 from cosmos_lab.grid.workers import NumberedRuns, Workers, train_in_processes
-from cosmos_lab.io import explained, write_json
+from cosmos_lab.io import explained, first_line, write_json
 from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.report import write_report
 from cosmos_lab.run import build
@@ -191,7 +191,7 @@ def _one_by_one(runs: NumberedRuns, grid: GridProgress, request: Request) -> Non
         try:
             summary = train(run, progress=partial(grid.display.update, row, "running"))
         except (RuntimeError, ValueError, OSError) as error:  # for example out of memory: the other runs may still fit
-            grid.fail(row, run, str(error).splitlines()[0])
+            grid.fail(row, run, first_line(error))
         except Stopped:
             grid.display.update(row, UNFINISHED)
             raise

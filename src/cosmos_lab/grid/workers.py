@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import BinaryIO, NamedTuple
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.progress import GridProgress
 from cosmos_lab.grid.table import UNFINISHED
-from cosmos_lab.io import explained
+from cosmos_lab.io import explained, first_line
 from cosmos_lab.results.reading import read_metrics, read_summary
 from cosmos_lab.run import checkpoint
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped
@@ -178,6 +179,10 @@ def _work(asked: Path, comparison: int) -> int:
     except (Stopped, ValueError, OSError) as error:
         print(f"{_PREFIX}{error}", file=sys.stderr)
         return error.code if isinstance(error, Stopped) else 2
+    except RuntimeError as error:  # the last line is the reason: a message of torch.compile ends with general advice
+        traceback.print_exc()
+        print(f"{_PREFIX}{first_line(error)}", file=sys.stderr)
+        return 1
     return 0
 
 

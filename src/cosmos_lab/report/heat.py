@@ -99,7 +99,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | N
         return None
     steps = [f"step {shot.step:g}" for shot in shots]
     columns = [s if shot.tokens is None else f"{s}, {count(shot.tokens)} tokens" for s, shot in zip(steps, shots)]
-    ends = [steps[i] if shots[i].tokens is None else count(shots[i].tokens) for i in (0, -1)]
+    ends = [steps[i] if shots[i].tokens is None else f"{count(shots[i].tokens)} tokens" for i in (0, -1)]
     return HeatMap(label, columns, ends, metrics, panels)
 
 

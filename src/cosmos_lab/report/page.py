@@ -20,6 +20,7 @@ from cosmos_lab.results.ranking import Task
 from cosmos_lab.results.reading import Run
 
 _PARTS = ("1_base.js", "2_lines.js", "3_heat.js", "4_page.js")
+_HINTS = {"curves": "Drag across a chart to zoom. ", "heat": "One row per layer; training runs from left to right."}
 
 
 def render(
@@ -122,7 +123,7 @@ def _charts(task: Task, specs: Sequence[Section | HeatSection], drawn: bool) -> 
         notes = words.missing_curves(task) if name == "curves" else []
         if name == "heat" and spec is None:
             notes = [words.missing_diagnostics(task)]
-        hint = "Drag across a chart to zoom. " if spec and name == "curves" else ""
+        hint = _HINTS.get(name, "") if spec else ""
         saved = _saved(spec) if drawn and isinstance(spec, Section) else ""
         content = "".join(f'<p class="notice">{escape(note)}</p>' for note in notes if note)
         content += f'<div data-chart="{name}"></div>' if spec else ""

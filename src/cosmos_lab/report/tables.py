@@ -73,7 +73,7 @@ class _Layout:
 def table(task: Task, groups: Sequence[Group], caption: str, state: bool) -> str:
     """Return one row per group; with ``state``, show the state of its runs and star the best of each method."""
     layout = _Layout(
-        named=any(group.name for group in task.groups),
+        named=any(group.name for group in groups),
         state=state,
         seeds=any(len(group.runs) > 1 for group in task.groups),
         numbers=_columns(task),

@@ -75,7 +75,7 @@ def missing_curves(task: Task) -> list[str]:
     if few and max(few) < _FEW_POINTS:
         notes.append(
             f"Only {max(few)} validation{'s' * (max(few) > 1)} a run, too few to show a curve: "
-            "--val-every with fewer steps makes more."
+            "set --val-every to validate more often."
         )
     return notes
 

@@ -145,13 +145,13 @@ function lineChart(host, spec, chart, view, redrawAll) {
     host.prepend(root);
     now = null;
     if (!lines.length) return root.append(svg("text", { class: "empty", x: W / 2, y: H / 2, "text-anchor": "middle", text: "No line is switched on" }));
-    const labels = W >= 420 && main.length <= 12, failed = lines.some((line) => line.known.length < line.points.length);
-    const box = { left: 52, top: failed ? 40 : 14, right: W - (labels ? 108 : 14), bottom: H - 42 };
+    const labels = W >= 420 && main.length <= 12, rail = lines.some((line) => line.known.length < line.points.length);
+    const box = { left: 52, top: rail ? 40 : 14, right: W - (labels ? 108 : 14), bottom: H - 42 };
     const zoom = view.zoom[chart.key], { range, log } = rangeY(lines, zoom);
     const x = makeScale(zoom ?? [logX ? axis.low : axis.range[0], axis.range[1]], [box.left, box.right], logX);
     const y = makeScale(range, [box.bottom, box.top], log);
     const clip = `clip-${unique++}`, plot = svg("g", { "clip-path": `url(#${clip})` }), cursor = svg("g", { class: "cursor" });
-    drawAxes(root, x, y, box, failed);
+    drawAxes(root, x, y, box, rail);
     root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 4, width: box.right - box.left + 2, height: box.bottom - box.top + 4 })), plot);
     for (const line of lines) drawLine(root, plot, line, x, y, box);
     if (labels) drawNames(root, main, x, y, box);
@@ -165,7 +165,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
     return `${chart.title} ${chart.about}. ${ends.join("; ")}. Left and right arrow keys read values.`;
   }
 
-  function drawAxes(root, x, y, box, failed) {
+  function drawAxes(root, x, y, box, rail) {
     const axes = svg("g", { class: "axes", "aria-hidden": "true" });
     const write = (at, height, anchor, text) => axes.append(svg("text", { x: at, y: height, "text-anchor": anchor, text }));
     for (const tick of y.ticks(Math.max(3, Math.round((box.bottom - box.top) / 60)))) {
@@ -182,9 +182,9 @@ function lineChart(host, spec, chart, view, redrawAll) {
     }
     axes.append(svg("line", { class: "base", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
     write(box.right, box.bottom + 37, "end", axis.title);
-    if (failed) {
+    if (rail) {
       axes.append(svg("line", { class: "rail", x1: box.left, x2: box.right, y1: RAIL, y2: RAIL }));
-      write(box.left - 8, RAIL + 4, "end", "failed");
+      write(box.left - 8, RAIL + 4, "end", "no result");
     }
     root.append(axes);
   }

@@ -293,6 +293,23 @@ def test_a_file_that_cannot_be_read_is_named_in_plain_words(
     assert capsys.readouterr().err == "cosmos-lab: runs/mine: Permission denied\n"
 
 
+@pytest.mark.parametrize("memory", [True, False])
+def test_only_a_run_that_is_out_of_memory_ends_in_one_line_that_says_what_to_do(
+    memory: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: list[str]) -> None:
+        raise (torch.OutOfMemoryError if memory else RuntimeError)("CUDA out of memory. Tried 2 GiB.\nmore lines")
+
+    monkeypatch.setitem(commands.COMMANDS, "train", fail)
+    if not memory:
+        with pytest.raises(RuntimeError):
+            main(["train", "tiny"])
+        return
+    assert main(["train", "tiny"]) == 2
+    message = "CUDA out of memory. Tried 2 GiB. Try a smaller --micro-batch; docs/troubleshooting.md has more ways"
+    assert capsys.readouterr().err == f"cosmos-lab: {message}\n"
+
+
 def test_without_tyro_one_line_names_the_extra_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

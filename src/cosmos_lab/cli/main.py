@@ -94,6 +94,10 @@ def _exit_code(command: str, *arguments: str) -> int:
             return stop.code
         flag = " with --no-fresh" if command == "demo" else ""
         return _fail(f"{stop}; the same command continues{flag}", stop.code)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's: not every command imports torch
+            raise
+        return _fail(f"{str(error).splitlines()[0]} Try a smaller --micro-batch; docs/troubleshooting.md has more ways")
     except KeyboardInterrupt:
         return _fail("interrupted; run the same command again to continue", code=130)
     return 0

@@ -87,7 +87,8 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
         options = queue_options(protocol.model, a)
         queue = Queue(protocol, options, began)
         if not a.plan:
-            check_texts(protocol, options, queue.next())  # here, because a process takes long to start and to fail
+            # Here, because a process takes long to start and to fail.
+            check_texts(protocol, options, queue.next(), queue.results.values())
     except (ValueError, OSError) as error:
         p.error(str(error))
     if a.plan:

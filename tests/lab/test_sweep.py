@@ -310,7 +310,7 @@ def test_runs_of_a_less_full_gpu_count_if_there_are_no_others(options: Options) 
 
 @pytest.mark.parametrize(
     ("steps", "flags", "message"),
-    [(4, ["--data", "nowhere"], "nowhere"), (10**4, [], "tokens asked for, 4,000 found, epochs 1: add a shard")],
+    [(4, ["--data", "nowhere"], "nowhere"), (10**4, [], "-s0: 640,000 tokens asked for, 4,000 found, epochs 1: add")],
 )
 def test_texts_are_checked_before_a_process_starts(
     options: Options, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: int,

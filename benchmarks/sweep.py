@@ -4,7 +4,7 @@
     python -m benchmarks.sweep --table results/protocol-*.json
 
 On a machine that is lent for a short time, add `--checkpoints FOLDER`: the same command again then continues the runs
-that the deadline has cut off.
+that the deadline, SIGTERM or Ctrl-C has cut off.
 
 Needs torch and numpy, and Triton on a GPU. The parts:
 

@@ -1,8 +1,8 @@
 """The queue of a sweep: it hands runs to processes until nothing is left to do or no run fits into the time.
 
 Every finished run is one file, OUT/runs/ID.json. OUT/bundle.json has all of them, those of --known included. A run
-that is finished in either place is not trained again. One that the deadline cuts off begins again in the next queue, or
-continues there if there is a folder for checkpoints.
+that is finished in either place is not trained again. One that the deadline, SIGTERM or Ctrl-C cuts off begins again
+in the next queue, or continues there if there is a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class Queue:
                     if worker.pipe in ready and not self._receive(worker):
                         workers.remove(worker)
                         worker.end()
+        except (SystemExit, KeyboardInterrupt):  # by SIGTERM or Ctrl-C
+            self._cut_off([worker for worker in workers if worker.run])
+            raise
         finally:
             for worker in workers:
                 worker.process.kill()  # all of them before waiting for one: a process with a GPU ends slowly
@@ -78,7 +81,7 @@ class Queue:
         return not self.failed
 
     def _cut_off(self, workers: list[Worker]) -> None:
-        """End runs at the deadline; those that write a checkpoint in time can be continued."""
+        """End runs that cannot finish; those that write a checkpoint in time can be continued."""
         if self.options.checkpoints:
             for worker in workers:
                 worker.process.terminate()
@@ -88,7 +91,7 @@ class Queue:
         for worker in workers:
             if worker.run:
                 later = "; the next command continues it" if self._begun(worker.run) else ""
-                self._say(f"cut off by the deadline: {worker.run.id}{later}")
+                self._say(f"cut off: {worker.run.id}{later}")
 
     def _begun(self, run: Run) -> bool:
         """Return whether there is a checkpoint of a run."""

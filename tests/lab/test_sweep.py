@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signalled", [False, True])
 def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_checkpoints(
-    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signalled: bool
 ) -> None:
     endless = dataclasses.replace(TINY, regimes={"B": Regime(steps=10**7, batch=4, seq_len=16, epochs=10**6)})
     monkeypatch.setattr(sweep_queue, "SAVING", 600.0)  # a busy machine takes long
@@ -152,11 +154,20 @@ def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_c
     monkeypatch.setattr(queue, "estimate", lambda *_: 1e9)
     begun = [run.id for run in endless.candidates({})]
     logs = [options.out / "kept" / name / "metrics.jsonl" for name in begun]
-    monkeypatch.setattr(sweep_queue, "wait", lambda *_: wait_for(lambda: all(map(has_lines, logs))))
-    assert queue.work() and queue.finished == [] and len(begun) == 2
+
+    def wait_and_end(*_: Any) -> list[Any]:
+        found = wait_for(lambda: all(map(has_lines, logs)))
+        if signalled:
+            raise SystemExit(143)  # as the handler of SIGTERM does
+        return found
+
+    monkeypatch.setattr(sweep_queue, "wait", wait_and_end)
+    with pytest.raises(SystemExit) if signalled else nullcontext():
+        assert queue.work()
+    assert queue.finished == [] and len(begun) == 2
     assert all(queue._begun(run) for run in endless.candidates({}))
     printed = capsys.readouterr().out
-    assert all(f"cut off by the deadline: {name}; the next command continues it" in printed for name in begun)
+    assert all(f"cut off: {name}; the next command continues it" in printed for name in begun)
 
 
 def test_a_run_that_ends_in_time_begins_before_one_that_must_be_continued(

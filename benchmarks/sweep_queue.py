@@ -1,8 +1,8 @@
 """The queue of a sweep: it hands runs to processes until nothing is left to do or no run fits into the time.
 
-Every finished run is one file, OUT/runs/ID.json. OUT/bundle.json has all of them, those of --known included. A run
-that is finished in either place is not trained again. One that the deadline, SIGTERM or Ctrl-C cuts off begins again
-in the next queue, or continues there if there is a folder for checkpoints.
+Every finished run is one file, OUT/runs/ID.json. OUT/bundle.json has all of this model, those of --known included. A
+run that is finished in either place is not trained again. One that the deadline, SIGTERM or Ctrl-C cuts off begins
+again in the next queue, or continues there if there is a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ class Queue:
         return True
 
     def _bundle(self) -> None:
-        write_bundle(self.options.out / "bundle.json", self.results)
+        mine = {name: r for name, r in self.results.items() if r["model"] == self.protocol.model}
+        write_bundle(self.options.out / "bundle.json", mine)
 
     def _say(self, line: str) -> None:
         print(f"[{time.monotonic() - self.began:7.1f}] {line}", flush=True)

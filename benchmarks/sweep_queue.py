@@ -168,8 +168,9 @@ class Queue:
 
         An entry without runs in the regime takes its time of another regime, else the usual one of all times its cost,
         for the same number of tokens. Only runs without a variant count, if there are any: some variants double the
-        time. Those of the same model count before others, and then those with about as many runs at a time; they take
-        longer if there are more now. Without any result the answer is 0, so that one run is tried.
+        time. Those of the same model count before others, then those of the same entry with at most as many runs at a
+        time as now, and then those with about as many; they take longer if there are more now. Without any result the
+        answer is 0, so that one run is tried.
         """
         mine = [r for r in self.results.values() if r["val_loss"] is not None]  # a diverged run has few, slow steps
         if not mine:
@@ -177,7 +178,9 @@ class Queue:
         mine = [r for r in mine if not r.get("variant")] or mine
         mine = [r for r in mine if r["model"] == run.model] or mine
         now = self.options.at_a_time
-        then = min((r["at_a_time"] for r in mine), key=lambda number: (abs(number - now), number))
+        numbers = [r["at_a_time"] for r in mine if r["entry"] == run.entry and r["at_a_time"] <= now]
+        numbers = numbers or [r["at_a_time"] for r in mine]
+        then = min(numbers, key=lambda number: (abs(number - now), number))
         mine = [r for r in mine if r["at_a_time"] == then]
         same = [r for r in mine if r["entry"] == run.entry]
         cost = 1.0 if same else self.protocol.entries[run.entry].cost

@@ -321,6 +321,14 @@ def test_runs_of_a_less_full_gpu_count_if_there_are_no_others(options: Options) 
     assert 0 < one <= 1.1 * two and four > 1.5 * two
 
 
+def test_a_slow_row_counts_its_own_runs_even_if_others_had_as_many_runs_at_a_time_as_now(options: Options) -> None:
+    queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=4))
+    full = {r["entry"] for r in queue.results.values() if r["at_a_time"] > 2}
+    slow, usual = (Run("llama-60m", "B", entry, 1e-3, 1.6e-2) for entry in ("soap-f10", "cosmos"))
+    assert "cosmos" in full and "soap-f10" not in full
+    assert queue.estimate(slow, cold=False) > 1.3 * queue.estimate(usual, cold=False)
+
+
 @pytest.mark.parametrize(
     ("steps", "flags", "message"),
     [(4, ["--data", "nowhere"], "nowhere"), (10**4, [], "-s0: 640,000 tokens asked for, 4,000 found, epochs 1: add")],

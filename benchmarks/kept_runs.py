@@ -50,6 +50,11 @@ def run_of(result: Result) -> Run:
     return Run(**{name: result[name] for name in Run.__dataclass_fields__ if name in result})
 
 
+def texts_of(result: Result) -> tuple[str, ...]:
+    """Return the fingerprints of the training, validation and test text of a run."""
+    return tuple(result["data"][name] for name in ("fingerprint", "val_fingerprint", "test_fingerprint"))
+
+
 def write_bundle(path: Path, results: Mapping[str, Result]) -> None:
     """Write all results into one file, one line per run."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(r)}" for name, r in sorted(results.items()))

@@ -1,6 +1,6 @@
 """Fit a rule for both learning rates of COSMOS to finished runs, and say whether it costs less than 1 % of perplexity.
 
-    python -m benchmarks.rate_fit results/protocol-*.json rates/bundle.json
+    python -m benchmarks.rate_fit results/protocol-*.json rates/runs
 
 A cell is one size, number of steps and batch. In each cell the best `lr` is the lowest point of a parabola in log lr
 through the lowest loss and its two neighbours, all with the same `adam_lr`; then the best `adam_lr` likewise, at the

@@ -3,7 +3,7 @@
     python -m benchmarks.rate_runs [RESULTS...]              # the cells, expected seconds, and the commands
     python -m benchmarks.sweep --rates llama-10m --parallel 4 --mps --data DATA --out rates \\
         --known results/protocol-*.json --seconds 580        # one size; all sizes into the same folder
-    python -m benchmarks.rate_fit results/protocol-*.json rates/bundle.json                      # the rule
+    python -m benchmarks.rate_fit results/protocol-*.json rates/runs                             # the rule
 
 Why these cells: a log-linear rule has four numbers for each rate, so a full grid (4 sizes x 8) is not needed. Every
 size has 400 and 1,600 steps of 8 sequences, and one batch that is larger. The cheap sizes and 60M also have 6,400

@@ -4,7 +4,7 @@
     python -m benchmarks.sweep --table results/protocol-*.json
 
 On a machine that is lent for a short time, add `--checkpoints FOLDER`: the same command again then continues the runs
-that the deadline has cut off.
+that the deadline, SIGTERM or Ctrl-C has cut off.
 
 Needs torch and numpy, and Triton on a GPU. The parts:
 
@@ -87,7 +87,8 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
         options = queue_options(protocol.model, a)
         queue = Queue(protocol, options, began)
         if not a.plan:
-            check_texts(protocol, options, queue.next())  # here, because a process takes long to start and to fail
+            # Here, because a process takes long to start and to fail.
+            check_texts(protocol, options, queue.next(), queue.results.values())
     except (ValueError, OSError) as error:
         p.error(str(error))
     if a.plan:

@@ -1,8 +1,8 @@
 """The queue of a sweep: it hands runs to processes until nothing is left to do or no run fits into the time.
 
-Every finished run is one file, OUT/runs/ID.json. OUT/bundle.json has all of them, those of --known included. A run
-that is finished in either place is not trained again. One that the deadline cuts off begins again in the next queue, or
-continues there if there is a folder for checkpoints.
+Every finished run is one file, OUT/runs/ID.json. OUT/bundle.json has all of this model, those of --known included. A
+run that is finished in either place is not trained again. One that the deadline, SIGTERM or Ctrl-C cuts off begins
+again in the next queue, or continues there if there is a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class Queue:
                     if worker.pipe in ready and not self._receive(worker):
                         workers.remove(worker)
                         worker.end()
+        except (SystemExit, KeyboardInterrupt):  # by SIGTERM or Ctrl-C
+            self._cut_off([worker for worker in workers if worker.run])
+            raise
         finally:
             for worker in workers:
                 worker.process.kill()  # all of them before waiting for one: a process with a GPU ends slowly
@@ -78,7 +81,7 @@ class Queue:
         return not self.failed
 
     def _cut_off(self, workers: list[Worker]) -> None:
-        """End runs at the deadline; those that write a checkpoint in time can be continued."""
+        """End runs that cannot finish; those that write a checkpoint in time can be continued."""
         if self.options.checkpoints:
             for worker in workers:
                 worker.process.terminate()
@@ -88,7 +91,7 @@ class Queue:
         for worker in workers:
             if worker.run:
                 later = "; the next command continues it" if self._begun(worker.run) else ""
-                self._say(f"cut off by the deadline: {worker.run.id}{later}")
+                self._say(f"cut off: {worker.run.id}{later}")
 
     def _begun(self, run: Run) -> bool:
         """Return whether there is a checkpoint of a run."""
@@ -165,8 +168,9 @@ class Queue:
 
         An entry without runs in the regime takes its time of another regime, else the usual one of all times its cost,
         for the same number of tokens. Only runs without a variant count, if there are any: some variants double the
-        time. Those of the same model count before others, and then those with about as many runs at a time; they take
-        longer if there are more now. Without any result the answer is 0, so that one run is tried.
+        time. Those of the same model count before others, then those of the same entry with at most as many runs at a
+        time as now, and then those with about as many; they take longer if there are more now. Without any result the
+        answer is 0, so that one run is tried.
         """
         mine = [r for r in self.results.values() if r["val_loss"] is not None]  # a diverged run has few, slow steps
         if not mine:
@@ -174,7 +178,9 @@ class Queue:
         mine = [r for r in mine if not r.get("variant")] or mine
         mine = [r for r in mine if r["model"] == run.model] or mine
         now = self.options.at_a_time
-        then = min((r["at_a_time"] for r in mine), key=lambda number: (abs(number - now), number))
+        numbers = [r["at_a_time"] for r in mine if r["entry"] == run.entry and r["at_a_time"] <= now]
+        numbers = numbers or [r["at_a_time"] for r in mine]
+        then = min(numbers, key=lambda number: (abs(number - now), number))
         mine = [r for r in mine if r["at_a_time"] == then]
         same = [r for r in mine if r["entry"] == run.entry]
         cost = 1.0 if same else self.protocol.entries[run.entry].cost
@@ -204,7 +210,8 @@ class Queue:
         return True
 
     def _bundle(self) -> None:
-        write_bundle(self.options.out / "bundle.json", self.results)
+        mine = {name: r for name, r in self.results.items() if r["model"] == self.protocol.model}
+        write_bundle(self.options.out / "bundle.json", mine)
 
     def _say(self, line: str) -> None:
         print(f"[{time.monotonic() - self.began:7.1f}] {line}", flush=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.best_rows import Row, best_rows, gaps_between, paired, token_shares
 from benchmarks.comparison import Run
-from benchmarks.kept_runs import Result, run_of
+from benchmarks.kept_runs import Result, run_of, texts_of
 from benchmarks.protocol import Protocol
 from benchmarks.student import half_width
 from benchmarks.variants import VARIANTS
@@ -31,10 +31,12 @@ def table(protocol: Protocol, results: Mapping[str, Result]) -> str:
 
 
 def _cautions(results: Collection[Result]) -> Iterator[str]:
-    texts = {tuple(r["data"][k] for k in ("fingerprint", "val_fingerprint", "test_fingerprint")) for r in results}
-    for what, found in (("texts", texts), ("commits", {r["commit"] for r in results})):
-        if len(found) > 1:
-            yield f"CAUTION: these are runs of {len(found)} {what}"
+    for regime in sorted({r["regime"] for r in results}):
+        texts = {texts_of(r) for r in results if r["regime"] == regime}
+        if len(texts) > 1:
+            yield f"CAUTION: the runs of regime {regime} saw {len(texts)} texts"
+    if (commits := len({r["commit"] for r in results})) > 1:
+        yield f"CAUTION: these are runs of {commits} commits"
 
 
 def _settings(rows: Mapping[str, Row]) -> Iterator[str]:

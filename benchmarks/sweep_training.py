@@ -9,14 +9,14 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.comparison import Comparison, Run
-from benchmarks.kept_runs import Result
+from benchmarks.kept_runs import Result, texts_of
 from benchmarks.sweep_options import Options
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, open_data, validation_batches
@@ -48,18 +48,29 @@ def split(source: TokenSource, cut: int, cache_dir: str | None = None) -> tuple[
     return part(shard.tokens[:at], "validation part"), part(shard.tokens[at:], "test part")
 
 
-def check_tokens(asked: int, found: int, epochs: int) -> None:
-    """Raise a ValueError if a token would be seen too often."""
+def check_tokens(name: str, asked: int, found: int, epochs: int) -> None:
+    """Raise a ValueError if a run would see a token too often."""
     if asked >= found * epochs:
-        raise ValueError(f"{asked:,} tokens asked for, {found:,} found, epochs {epochs}: add a shard")
+        advice = "add a shard, or leave this regime out (--regimes)"
+        raise ValueError(f"{name}: {asked:,} tokens asked for, {found:,} found, epochs {epochs}: {advice}")
 
 
-def check_texts(comparison: Comparison, options: Options, runs: Iterable[Run]) -> None:
-    """Raise a ValueError if the texts cannot be opened or cut, or are too short for one of these runs."""
-    found = len(open_data(options.data, "train", cache_dir=options.cache))
-    split(open_data(options.data, "val", cache_dir=options.cache), comparison.cut, options.cache)
+def check_texts(comparison: Comparison, options: Options, runs: Sequence[Run], results: Iterable[Result]) -> None:
+    """Raise a ValueError if the texts cannot be opened or cut, do not suffice for these runs, or are other ones.
+
+    Other ones: than those of an earlier run of the same model and regime, to which these would be compared.
+    """
+    text = open_data(options.data, "train", cache_dir=options.cache)
+    held_out = split(open_data(options.data, "val", cache_dir=options.cache), comparison.cut, options.cache)
     for run in runs:
-        check_tokens(comparison.tokens(run), found, comparison.regimes[run.regime].epochs)
+        check_tokens(run.id, comparison.tokens(run), len(text), comparison.regimes[run.regime].epochs)
+    texts, kinds = tuple(one.fingerprint for one in (text, *held_out)), {(run.model, run.regime) for run in runs}
+    for r in results:
+        if (r["model"], r["regime"]) in kinds and texts_of(r) != texts:
+            raise ValueError(
+                f"{options.data} is not the text of {r['id']}: fingerprints {', '.join(texts)}, there "
+                f"{', '.join(texts_of(r))}. Runs of a regime must see the same text: give its shards"
+            )
 
 
 class TwoTextTrainer(Trainer):
@@ -74,7 +85,8 @@ class TwoTextTrainer(Trainer):
     def run(self) -> dict[str, Any]:
         """Train, if no token would be seen too often."""
         tokens = self.config.training.steps * self.config.training.batch * self.config.data.seq_len
-        check_tokens(tokens, read_json(self.config.folder / CONFIG)["data"]["tokens"], self.epochs)
+        folder = self.config.folder
+        check_tokens(folder.name, tokens, read_json(folder / CONFIG)["data"]["tokens"], self.epochs)
         return super().run()
 
     def _finish(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Option
 
     later = dataclasses.replace(options, out=options.out / "more", known=(options.out / "bundle.json",))
     again = Queue(first_runs, later)
-    assert again.work() and again.finished == [] and again.results == queue.results
+    again.results["other"] = {"id": "other", "model": "llama-60m", "val_loss": 1.0}
+    assert again.work() and again.finished == []
+    assert read_results([later.out / "bundle.json"]) == queue.results  # of its model, as the files in results/
     text = table(first_runs, again.results)
     assert "adamw - cosmos" in text and "one seed; to tune: adam_lr, beta2" in text
     assert text.count("tiny-B-") == len(queue.finished)
@@ -142,8 +145,9 @@ def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signalled", [False, True])
 def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_checkpoints(
-    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signalled: bool
 ) -> None:
     endless = dataclasses.replace(TINY, regimes={"B": Regime(steps=10**7, batch=4, seq_len=16, epochs=10**6)})
     monkeypatch.setattr(sweep_queue, "SAVING", 600.0)  # a busy machine takes long
@@ -152,11 +156,20 @@ def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_c
     monkeypatch.setattr(queue, "estimate", lambda *_: 1e9)
     begun = [run.id for run in endless.candidates({})]
     logs = [options.out / "kept" / name / "metrics.jsonl" for name in begun]
-    monkeypatch.setattr(sweep_queue, "wait", lambda *_: wait_for(lambda: all(map(has_lines, logs))))
-    assert queue.work() and queue.finished == [] and len(begun) == 2
+
+    def wait_and_end(*_: Any) -> list[Any]:
+        found = wait_for(lambda: all(map(has_lines, logs)))
+        if signalled:
+            raise SystemExit(143)  # as the handler of SIGTERM does
+        return found
+
+    monkeypatch.setattr(sweep_queue, "wait", wait_and_end)
+    with pytest.raises(SystemExit) if signalled else nullcontext():
+        assert queue.work()
+    assert queue.finished == [] and len(begun) == 2
     assert all(queue._begun(run) for run in endless.candidates({}))
     printed = capsys.readouterr().out
-    assert all(f"cut off by the deadline: {name}; the next command continues it" in printed for name in begun)
+    assert all(f"cut off: {name}; the next command continues it" in printed for name in begun)
 
 
 def test_a_run_that_ends_in_time_begins_before_one_that_must_be_continued(
@@ -308,9 +321,17 @@ def test_runs_of_a_less_full_gpu_count_if_there_are_no_others(options: Options) 
     assert 0 < one <= 1.1 * two and four > 1.5 * two
 
 
+def test_a_slow_row_counts_its_own_runs_even_if_others_had_as_many_runs_at_a_time_as_now(options: Options) -> None:
+    queue = Queue(Protocol(), dataclasses.replace(options, known=(BUNDLE,), parallel=4))
+    full = {r["entry"] for r in queue.results.values() if r["at_a_time"] > 2}
+    slow, usual = (Run("llama-60m", "B", entry, 1e-3, 1.6e-2) for entry in ("soap-f10", "cosmos"))
+    assert "cosmos" in full and "soap-f10" not in full
+    assert queue.estimate(slow, cold=False) > 1.3 * queue.estimate(usual, cold=False)
+
+
 @pytest.mark.parametrize(
     ("steps", "flags", "message"),
-    [(4, ["--data", "nowhere"], "nowhere"), (10**4, [], "tokens asked for, 4,000 found, epochs 1: add a shard")],
+    [(4, ["--data", "nowhere"], "nowhere"), (10**4, [], "-s0: 640,000 tokens asked for, 4,000 found, epochs 1: add")],
 )
 def test_texts_are_checked_before_a_process_starts(
     options: Options, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: int,

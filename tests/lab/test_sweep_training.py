@@ -14,8 +14,8 @@ from benchmarks.kept_runs import run_of
 from benchmarks.sweep_options import Options
 from benchmarks.sweep_queue import Queue
 from benchmarks.sweep_table import table
-from benchmarks.sweep_training import TwoTextTrainer, split, train
-from cosmos_lab.data import open_data
+from benchmarks.sweep_training import TwoTextTrainer, check_texts, split, train
+from cosmos_lab.data import open_data, write_shard
 from cosmos_lab.run.stopping import Stopped
 from cosmos_lab.run.train import Trainer
 from tests.lab.tiny_sweep import TINY, fake, tiny_options
@@ -111,6 +111,19 @@ def test_a_long_regime_takes_its_settings_from_another_and_may_see_tokens_twice(
     regimes["long"] = dataclasses.replace(regimes["long"], epochs=1)
     with pytest.raises(ValueError, match="5,120 tokens asked for, 4,000 found, epochs 1: add a shard"):
         train(dataclasses.replace(long, regimes=regimes), options, runs[0])
+
+
+def test_runs_of_a_regime_must_see_the_text_of_its_earlier_runs(options: Options, tmp_path: Path) -> None:
+    first, second = TINY.candidates({})
+    known = train(TINY, options, first)
+    check_texts(TINY, options, [second], [known])
+    write_shard(tmp_path / "toy_t5_train_1.bin", np.arange(2, 60))  # a further shard
+    with pytest.raises(ValueError, match=f"is not the text of {first.id}: .*must see the same text"):
+        check_texts(TINY, options, [second], [known])
+    check_texts(TINY, options, [second], [{**known, "regime": "long"}])
+    other = {**known, "data": {**known["data"], "fingerprint": "0"}}
+    assert "CAUTION" not in table(TINY, {"one": known, "two": {**other, "regime": "long"}})
+    assert "CAUTION: the runs of regime B saw 2 texts" in table(TINY, {"one": known, "two": other})
 
 
 def test_the_text_is_cut_after_the_document_that_holds_the_cut(options: Options) -> None:

@@ -59,7 +59,7 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
         for (name, value), (low, high) in zip(given.items(), MEASURED.values(), strict=True) if not low <= value <= high
     ]  # fmt: skip
     if outside:
-        advice = "try half and double of both rates before a long run"
+        advice = "so they are a guess: also try the paper's, lr=5e-4 and adam_lr=2e-3, before a long run"
         warnings.warn(f"rates: outside of the measured range: {', '.join(outside)}; {advice}", stacklevel=2)
     width = max(width, MEASURED["width"][0])
     batch = min(tokens_per_step, MEASURED["tokens_per_step"][1])

@@ -259,7 +259,7 @@ def test_outside_of_the_measured_range_rates_do_not_rise_further_and_a_warning_s
     assert small == rates(256, 800, 65_536)
     with pytest.warns(UserWarning, match=r"tokens in all 819,200 \(3,276,800 to 52,428,800\)"):
         assert rates(512, 100, 8192) == rates(512, 400, 8192)
-    with pytest.warns(UserWarning, match="half and double"):
+    with pytest.warns(UserWarning, match="also try the paper's, lr=5e-4 and adam_lr=2e-3"):
         # Ten times the longest measured run, and its rate: 2.2e-2 * 0.1^0.3.
         assert rates(512, 32_000, 16_384).adam_lr == 1.1e-2
 

@@ -1,0 +1,53 @@
+"""Try the changes of benchmarks/variants.py on a small model on a CPU: hints which of them deserve time on a GPU.
+
+    python -m benchmarks.small_levers DATA OUT [SECONDS]
+
+A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them, as in LLaMA-60M. First come the runs
+that show that COSMOS's rates are the best of those around them, then each change with several seeds. DATA may have a
+vocabulary of 4,096 tokens at most. The same command continues; OUT/bundle.json has the results.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import BEGAN, trials
+from benchmarks.comparison import Entry, Regime, Run
+from benchmarks.protocol import BETA2S, Protocol
+from benchmarks.sweep_options import Options
+from benchmarks.sweep_queue import Queue
+from benchmarks.sweep_table import table
+from benchmarks.variants import LEVERS
+
+REGIME, SEEDS = "800x16", (0, 1, 2)
+KNOWN = ("heads", "two-sided", "two-sided-half")  # these have run at 60M
+PROTOCOL = Protocol(
+    model="llama-2m", preset="tiny", sizes={"width": 128, "depth": 4, "mlp": 344, "vocab_size": 4096, "precision": "bf16"},
+    regimes={REGIME: Regime(800, 16, seq_len=128)}, entries={"cosmos": Entry("cosmos", {REGIME: (1e-3, 3.2e-2)})},
+    phases=[(REGIME, ("cosmos",), ("lr", "adam_lr", "beta2"))], cut=263_000, block=65_536, curve_tokens=4_096,
+)  # fmt: skip
+
+
+def runs() -> tuple[Run, ...]:
+    """Return the runs around the best setting, and the changes there, seed by seed."""
+    best = PROTOCOL.at(REGIME, "cosmos", {"lr": 0, "adam_lr": 0, "beta2": 0.98})
+    rates = [replace(best, **{name: getattr(best, name) * factor}) for name in ("lr", "adam_lr") for factor in (2, 0.5)]
+    betas = [replace(best, beta2=beta2) for beta2 in BETA2S if beta2 != best.beta2]
+    changes = ["", *(lever.name for lever in LEVERS if "cosmos" in lever.rows and lever.name not in KNOWN)]
+    return (best, *rates, *betas, *(replace(best, seed=seed, variant=name) for seed in SEEDS for name in changes))
+
+
+def main(data: str, out: str, seconds: str = "inf") -> int:
+    """Run what is missing, print the table, and return 1 if a run failed."""
+    trials.register()
+    options = Options(data, Path(out), seconds=float(seconds), parallel=2, device="cpu", compile="off", runs=runs())
+    queue = Queue(PROTOCOL, options, BEGAN)
+    good = queue.work()
+    print(table(PROTOCOL, queue.results))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -23,8 +23,9 @@ from benchmarks.variants import LEVERS
 
 REGIME, SEEDS = "800x16", (0, 1, 2)
 KNOWN = ("heads", "two-sided", "two-sided-half")  # these have run at 60M
+SIZES = {"width": 128, "depth": 4, "mlp": 344, "vocab_size": 4096}
 PROTOCOL = Protocol(
-    model="llama-2m", preset="tiny", sizes={"width": 128, "depth": 4, "mlp": 344, "vocab_size": 4096, "precision": "bf16"},
+    model="llama-2m", preset="tiny", sizes={**SIZES, "precision": "bf16"},
     regimes={REGIME: Regime(800, 16, seq_len=128)}, entries={"cosmos": Entry("cosmos", {REGIME: (1e-3, 3.2e-2)})},
     phases=[(REGIME, ("cosmos",), ("lr", "adam_lr", "beta2"))], cut=263_000, block=65_536, curve_tokens=4_096,
 )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import cosmos_optim
-from benchmarks import trials
+from benchmarks import small_levers, trials
 from benchmarks.comparison import Run
 from benchmarks.protocol import Protocol
 from benchmarks.variants import LEVERS, VARIANTS, Variant
@@ -142,6 +142,15 @@ def test_every_lever_trains_and_changes_something(variant: Variant) -> None:
     for row in variant.rows[:1] if variant.rows == ("cosmos",) else (variant.rows[0], variant.rows[-1]):
         with_it, without = losses_of(variant, row), losses_of(None, row)
         assert with_it[-1] < with_it[0] - 0.01 and with_it != without and with_it[0] == without[0]
+
+
+def test_the_small_comparison_compares_every_change_with_an_unchanged_run_of_its_seed() -> None:
+    runs = small_levers.runs()
+    changed = [run for run in runs if run.variant]
+    assert {run.plain for run in changed} < set(runs)
+    assert len(set(changed)) == len(small_levers.SEEDS) * len({run.variant for run in changed})
+    sizes = {small_levers.PROTOCOL.config(run).model.vocab_size for run in runs}
+    assert sizes == {4096}
 
 
 @pytest.mark.parametrize("row", sorted(Protocol().entries))

@@ -53,6 +53,7 @@ LEVERS = (  # In the order in which they should be tried.
     _lever("balance", "gamma = sqrt(1 - r/n) |X| / sqrt(EMA |G - GUU'|^2), by matrix and step", "balance=1.0",
            rows=("cosmos",)),
     _lever("basis-b2-0.95", "S (the basis) with beta2 0.95, V as before", "basis_beta2=0.95", rows=("cosmos",)),
+    _lever("basis-b2-0.9", "S (the basis) with beta2 0.9, V as before", "basis_beta2=0.9", rows=("cosmos",)),
     _lever("basis-b2-0.995", "S (the basis) with beta2 0.995, V as before", "basis_beta2=0.995", rows=("cosmos",)),
     Variant("decay", "weight decay 0.1 on everything", fields={"weight_decay": 0.1}),
     _lever("cautious", "weight decay 0.1 on hidden matrices, for elements for which it does not oppose the update",

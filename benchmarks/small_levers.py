@@ -5,7 +5,7 @@
 A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them, as in LLaMA-60M. First come the runs
 that show that COSMOS's rates are the best of those around them, then each change with several seeds. The same command
 continues; OUT/bundle.json has the results. The kept ones have seed 0, and seeds 1 and 2 of a faster basis. DATA was
-made from 18,610 articles of English Wikipedia:
+made from 19,309 articles of English Wikipedia:
 
     cosmos-lab data prepare wiki.jsonl --tokenizer train:4096 --prefix wiki4k --val-fraction 0.1 --max-val-tokens 700000
 """

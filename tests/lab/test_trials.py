@@ -147,6 +147,7 @@ def test_every_lever_trains_and_changes_something(variant: Variant) -> None:
 def test_the_small_comparison_compares_every_change_with_an_unchanged_run_of_its_seed() -> None:
     runs = small_levers.runs()
     changed = [run for run in runs if run.variant]
+    assert len(set(runs)) == len(runs)
     assert {run.plain for run in changed} < set(runs)
     assert len(set(changed)) == len(small_levers.SEEDS) * len({run.variant for run in changed})
     sizes = {small_levers.PROTOCOL.config(run).model.vocab_size for run in runs}

@@ -97,7 +97,9 @@ def _exit_code(command: str, *arguments: str) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's: not every command imports torch
             raise
-        return _fail(f"{str(error).splitlines()[0]} Try a smaller --micro-batch; docs/troubleshooting.md has more ways")
+        from cosmos_lab.io import first_line
+
+        return _fail(f"{first_line(error)} Try a smaller --micro-batch; docs/troubleshooting.md has more ways")
     except KeyboardInterrupt:
         return _fail("interrupted; run the same command again to continue", code=130)
     return 0

@@ -35,7 +35,7 @@ from cosmos_optim.rules import RULES, adam, cosmos, muon, soap
 from cosmos_optim.rules.rule import Rule, Settings, Slot, as_stored
 
 NS5 = NewtonSchulz()
-OUTER = {"embed.weight", "head.weight"}  # the lab's names of embedding and head
+OUTER = {"embed.weight": "embedding", "head.weight": "head"}  # what the lab's names are
 
 
 # -- baselines --------------------------------------------------------------------------------------------------------
@@ -203,6 +203,7 @@ class Levers(MatrixOptimizer):
     embedding_betas, head_betas: betas of AdamW there.
     gamma_attention, gamma_mlp: factors of gamma in attention and in the MLP.
     basis_beta2, balance: as in `cosmos_trial`.
+    decays: weight decay of "embedding", "head", "hidden", "vectors"; what is not named has that of the optimizer.
     cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
         W <- W - lr decay W.
     lookahead: gradient and step start from x + b m instead of x, with m = 0.99 m + 0.01 (x_new - x_old) and b =
@@ -222,7 +223,8 @@ class Levers(MatrixOptimizer):
         self, params: Any, lr: float, *, head_rule: bool = False, outer_rows: bool = False,
         embedding_betas: tuple[float, float] | None = None, head_betas: tuple[float, float] | None = None,
         gamma_attention: float | None = None, gamma_mlp: float | None = None, basis_beta2: float | None = None,
-        balance: float | None = None, cautious_decay: float = 0.0, lookahead: float = 0.0, **options: Any,
+        balance: float | None = None, decays: dict[str, float] | None = None, cautious_decay: float = 0.0,
+        lookahead: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         groups = param_groups(params, self.rule) if isinstance(params, torch.nn.Module) else list(params)
         adam_lr = options.get("adam_lr")
@@ -231,7 +233,10 @@ class Levers(MatrixOptimizer):
         changed = []
         for group in (one for several in groups for one in _single(several)):
             ((name, _),) = group["params"]
-            outer, hidden = name in betas, group["rule"] == self.rule and self.rule != "adam"
+            outer, hidden = name in OUTER, group["rule"] == self.rule and self.rule != "adam"
+            part = OUTER.get(name, "hidden" if hidden else "vectors")
+            if decays and part in decays:
+                group["weight_decay"] = decays[part]
             if outer:
                 group.setdefault("lr", lr if adam_lr is None else adam_lr)
             if outer and betas[name] is not None:
@@ -242,8 +247,8 @@ class Levers(MatrixOptimizer):
                 group["rule"] = ADAM_ROWS.name
             if hidden and (basis_beta2 is not None or balance is not None):
                 group |= {"rule": COSMOS_TRIAL.name, "basis_beta2": basis_beta2, "balance": balance}
-            for part, factor in gammas.items():
-                if hidden and factor is not None and part in name:
+            for module, factor in gammas.items():
+                if hidden and factor is not None and module in name:
                     asked = {**options, "lr": lr, "adam_lr": adam_lr}
                     group["gamma"] = factor * complete({}, RULES[self.rule], asked, self.soap_lr)["gamma"]
             changed.append(group)
@@ -273,7 +278,7 @@ class Levers(MatrixOptimizer):
         return loss
 
     def _decays(self, group: dict[str, Any]) -> bool:
-        hidden = all(p.dim() > 1 for p in group["params"]) and not OUTER & set(group["param_names"])
+        hidden = all(p.dim() > 1 for p in group["params"]) and OUTER.keys().isdisjoint(group["param_names"])
         return bool(self._cautious_decay) and hidden
 
     def _look_ahead(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import cosmos_optim
-from benchmarks import small_levers, trials
+from benchmarks import small_model, trials
 from benchmarks.comparison import Run
 from benchmarks.protocol import Protocol
 from benchmarks.variants import LEVERS, VARIANTS, Variant
@@ -114,7 +114,7 @@ def test_rows_of_adam_have_equal_size_and_the_whole_keeps_its_size() -> None:
     assert torch.isclose(later.norm(), plain.norm()) and later[0].norm() > plain[0].norm()
 
 
-def small_model() -> torch.nn.Module:
+def one_block() -> torch.nn.Module:
     torch.manual_seed(0)
     return build(resolve("tiny"), width=128, depth=1, mlp=96, vocab_size=64, max_seq_len=16)
 
@@ -122,7 +122,7 @@ def small_model() -> torch.nn.Module:
 def losses_of(variant: Variant | None, row: str, steps: int = 6) -> list[float]:
     """Train a small model for a few steps with a warm-up and a decay, as the sweep would build its optimizer."""
     run = Run("tiny", "B", row, 1e-3, 2e-3, variant=variant.name if variant else "")
-    model = small_model()
+    model = one_block()
     optimizer = build_optimizer(model, Protocol().config(run).optimizer)
     base = [group["lr"] for group in optimizer.param_groups]
     tokens, found = torch.arange(32).remainder(17).view(2, 16), []
@@ -144,13 +144,23 @@ def test_every_lever_trains_and_changes_something(variant: Variant) -> None:
         assert with_it[-1] < with_it[0] - 0.01 and with_it != without and with_it[0] == without[0]
 
 
+@pytest.mark.parametrize("part", ["hidden", "embedding", "head", "vectors"])
+def test_decays_give_a_weight_decay_to_one_part_of_the_model(part: str) -> None:
+    groups = trials.TrialCosmos(one_block(), lr=1e-3, decays={part: 0.5}).param_groups
+    decays = {name: group["weight_decay"] for group in groups for name in group["param_names"]}
+    kinds = {"embed.weight": "embedding", "head.weight": "head"}
+    of = {name: kinds.get(name, "vectors" if "norm" in name else "hidden") for name in decays}
+    assert set(of.values()) >= {"embedding", "head", "vectors", "hidden"}
+    assert {name for name, decay in decays.items() if decay} == {name for name, kind in of.items() if kind == part}
+
+
 def test_the_small_comparison_compares_every_change_with_an_unchanged_run_of_its_seed() -> None:
-    runs = small_levers.runs()
+    runs = small_model.levers()
     changed = [run for run in runs if run.variant]
     assert len(set(runs)) == len(runs)
     assert {run.plain for run in changed} < set(runs)
-    assert len(set(changed)) == len(small_levers.SEEDS) * len({run.variant for run in changed})
-    sizes = {small_levers.PROTOCOL.config(run).model.vocab_size for run in runs}
+    assert len(set(changed)) == len(small_model.SEEDS) * len({run.variant for run in changed})
+    sizes = {small_model.PROTOCOL.config(run).model.vocab_size for run in runs}
     assert sizes == {4096}
 
 
@@ -162,7 +172,7 @@ def test_every_row_trains(row: str) -> None:
 
 def test_muon_keeps_its_momentum_under_levers() -> None:
     run = Run("tiny", "B", "muon", 1e-3, 2e-3, variant="outer-rows")
-    optimizer = build_optimizer(small_model(), Protocol().config(run).optimizer)
+    optimizer = build_optimizer(one_block(), Protocol().config(run).optimizer)
     rules = {group["rule"]: group for group in optimizer.param_groups}
     assert rules["muon"]["momentum"] == 0.9 and rules["adam-rows"]["lr"] == 2e-3 and "adam" in rules
 
@@ -170,7 +180,7 @@ def test_muon_keeps_its_momentum_under_levers() -> None:
 def test_adam_has_the_same_freedom_of_rates_as_the_others() -> None:
     for row in ("adamw", "cosmos"):
         run = Run("tiny", "B", row, 1e-3, 2e-3, variant="embed-x4")
-        groups = build_optimizer(small_model(), Protocol().config(run).optimizer).param_groups
+        groups = build_optimizer(one_block(), Protocol().config(run).optimizer).param_groups
         rates = {name: group["lr"] for group in groups for name in group["param_names"]}
         assert (rates["embed.weight"], rates["head.weight"], rates["norm.weight"]) == (8e-3, 2e-3, 2e-3)
         assert rates["blocks.0.attn.q.weight"] == 1e-3
@@ -193,7 +203,7 @@ def test_a_cautious_decay_shrinks_only_weights_that_the_update_shrinks() -> None
 @pytest.mark.parametrize("row", ["cosmos", "adamw"])
 def test_a_cautious_decay_leaves_embedding_head_and_norms_alone(row: str) -> None:
     run = Run("tiny", "B", row, 1e-3, 2e-3, variant="cautious")
-    optimizer = build_optimizer(small_model(), Protocol().config(run).optimizer)
+    optimizer = build_optimizer(one_block(), Protocol().config(run).optimizer)
     decayed = {name for group in optimizer.param_groups for name in group["param_names"] if optimizer._decays(group)}
     kinds = {name.rsplit(".", 2)[-2] for name in decayed}
     assert kinds == {"q", "k", "v", "o", "gate", "up", "down"}

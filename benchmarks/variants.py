@@ -59,6 +59,7 @@ LEVERS = (  # In the order in which they should be tried.
     _lever("decay-hidden", "weight decay 0.1 on hidden matrices", "decays={'hidden': 0.1}", rows=MATRIX),
     _lever("decay-embedding", "weight decay 0.1 on the embedding, times its rate", "decays={'embedding': 0.1}"),
     _lever("decay-head", "weight decay 0.1 on the head, times its rate", "decays={'head': 0.1}"),
+    _lever("decay-vectors", "weight decay 0.1 on norms, times their rate", "decays={'vectors': 0.1}"),
     _lever("cautious", "weight decay 0.1 on hidden matrices, for elements for which it does not oppose the update",
            "cautious_decay=0.1"),
     Variant("momentum-0.95", "momentum of hidden matrices 0.95 instead of 0.9, as published", ("muon", "normuon"),

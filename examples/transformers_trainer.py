@@ -59,15 +59,13 @@ def main(argv: list[str] | None = None) -> list[float]:
             report_to=[],
         )
         adam_lr = 16 * args.lr  # of embedding, head and norms: high, because this trains from scratch
-        # The high rate would also shrink the head 16 times as fast as the hidden matrices: its own decay prevents that.
-        own = {"adam_lr": adam_lr, "overrides": {"lm_head.weight": {"weight_decay": settings.weight_decay / 16}}}
-        print(plan(model, lr=settings.learning_rate, weight_decay=settings.weight_decay, **own))
+        print(plan(model, lr=settings.learning_rate, adam_lr=adam_lr, weight_decay=settings.weight_decay))
         trainer = Trainer(
             model,
             settings,
             train_dataset=rows(),  # type: ignore[arg-type]
             # More entries of the dict are more arguments of Cosmos.
-            optimizer_cls_and_kwargs=(CosmosFactory, {"args": settings, **own}),
+            optimizer_cls_and_kwargs=(CosmosFactory, {"args": settings, "adam_lr": adam_lr}),
         )
         trainer.train(resume_from_checkpoint=args.resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -74,7 +74,7 @@ def test_numbers_with_two_decimals_in_tables_are_in_the_data_files(name: str) ->
 def test_the_hints_of_the_journal_are_validation_perplexities_of_the_small_model() -> None:
     page = (ROOT / "docs/results/journal.md").read_text()
     section = page.partition("### Hints from a small model")[2].partition("\n## ")[0]
-    runs = json.loads((ROOT / "results/small-levers.json").read_text())["runs"].values()
+    runs = json.loads((ROOT / "results/small-model.json").read_text())["runs"].values()
     found = {number for _, cells in rows(section) for cell in cells for number in TWO_DECIMALS.findall(cell)}
     known = {f"{run['val_ppl']:.2f}" for run in runs if run["variant"] or run["seed"]}
     assert found == known

@@ -30,7 +30,6 @@ from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import two_sided
 
 MEASURED_GAMMAS = 0.1, 1.0  # docs/results/ablations.md
-FAST_DECAY = 8.0  # A head that shrinks this many times as fast as hidden matrices gets a hint; by default it is 4.
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     ----------------------------------------------------------------------------------
     embed.weight          100 x 16  adam    embedding           0.002      0  12.5 KiB
     layers.0-2.weight x3   16 x 16  cosmos  linear          4  0.0005    0.1  4.89 KiB
-    head.weight           100 x 16  adam    output head         0.002    0.1  12.5 KiB
+    head.weight           100 x 16  adam    output head         0.002      0  12.5 KiB
     head.bias                  100  adam    vector              0.002      0     804 B
     ----------------------------------------------------------------------------------
     adam: 3 tensors, 3,300 parameters, 25.8 KiB of state
@@ -151,7 +150,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
     hints = [_head_hint(model, routing.get("head"), rows), _rate_hint(kind, hyper, rows)]
-    hints += [_decay_hint(rows), _gamma_hint(gammas)]
+    hints.append(_gamma_hint(gammas))
     return Plan(tuple(rows), tuple(filter(None, hints)))
 
 
@@ -184,20 +183,6 @@ def _rate_hint(kind: type[MatrixOptimizer], given: Mapping[str, Any], rows: Sequ
     measured = kind.rule == "cosmos"  # the rule of `rates` is for COSMOS
     advice = "use rates(model, steps, tokens_per_step)" if measured else "try 1.6e-2 (measured at 60M parameters)"
     return f"adam_lr was not given, so it is {kind.adam_ratio:g} times lr. To train from scratch, {advice}"
-
-
-def _decay_hint(rows: Sequence[PlanRow]) -> str:
-    """Return advice if a step would decay the output head much more than the hidden matrices, by its higher lr."""
-    hidden = max((row.lr * row.weight_decay for row in rows if row.rule != "adam"), default=0.0)
-    for row in rows:
-        if row.why.startswith("output head") and row.lr * row.weight_decay > FAST_DECAY * hidden > 0:
-            overrides = f"overrides={{{row.name!r}: {{'weight_decay': {hidden / row.lr:.2g}}}}}"
-            return (
-                f"weight_decay shrinks {row.name} {row.lr * row.weight_decay / hidden:.0f} times as fast as the hidden "
-                "matrices, because its lr is higher (not measured). "
-                f"To shrink both alike: param_groups(model, {overrides})"
-            )
-    return ""
 
 
 def _gamma_hint(gammas: Sequence[float]) -> str:

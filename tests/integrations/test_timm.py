@@ -55,12 +55,15 @@ def test_a_run_with_a_scheduler_of_timm_continues_exactly() -> None:
     assert_continues_exactly(vit, optimizer, run)
 
 
-def test_vectors_and_tokens_are_not_decayed_and_the_head_is_trained_by_adamw() -> None:
-    opt = optimizer(vit())
+def test_hidden_matrices_are_decayed_except_those_that_the_model_exempts() -> None:
+    model = vit()
+    exempt = model.no_weight_decay() | {"blocks.1.mlp.fc1.weight", "not in the model"}
+    model.no_weight_decay = lambda: exempt
+    opt = optimizer(model)
     groups = {name: (g["rule"], g["weight_decay"], g["lr"]) for g in opt.param_groups for name in g["param_names"]}
     assert groups["blocks.0.attn.qkv.weight"] == ("cosmos", 0.05, 1e-3)
-    assert groups["head.weight"] == ("adam", 0.05, 4e-3)
-    for name in ("cls_token", "pos_embed", "norm.weight", "blocks.1.mlp.fc1.bias"):
+    assert groups["blocks.1.mlp.fc1.weight"] == ("cosmos", 0.0, 1e-3)
+    for name in ("cls_token", "pos_embed", "norm.weight", "blocks.1.mlp.fc1.bias", "head.weight"):
         assert groups[name] == ("adam", 0.0, 4e-3)
     assert opt.param_groups[0]["rule"] == "cosmos"
 

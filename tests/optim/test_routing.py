@@ -77,9 +77,9 @@ def test_an_override_changes_what_it_names_and_nothing_else() -> None:
     whole = {"attention.in_proj_weight": {"split_sizes": None}}
     (found,) = (r for parameter, r in routes(model, overrides=whole) if parameter.name in whole)
     assert found.settings == {"split_sizes": None}
-    opt = Cosmos(param_groups(model, overrides={"*bias": {"weight_decay": 0.0}}), rank=3, weight_decay=0.1)
+    opt = Cosmos(param_groups(model, overrides={"*bias": {"weight_decay": 0.2}}), rank=3, weight_decay=0.1)
     decays = {(g["rule"], g["weight_decay"]) for g in opt.param_groups}
-    assert decays == {("cosmos", 0.1), ("adam", 0.1), ("adam", 0.0)}
+    assert decays == {("cosmos", 0.1), ("adam", 0.2), ("adam", 0.0)}
 
 
 def test_an_override_without_a_rule_is_refused_for_an_unknown_parameter() -> None:

@@ -159,7 +159,7 @@ def test_groups_without_a_rule_are_split_and_keep_their_settings() -> None:
     opt = Cosmos([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.5}], rank=4)
     assert rules(opt) == rules(Cosmos(decoder(), rank=4))
     assert [(g["rule"], g["weight_decay"], g["lr"]) for g in opt.param_groups] == [
-        ("cosmos", 0.1, 5e-4), ("adam", 0.1, 2e-3), ("adam", 0.1, 2e-3), ("adam", 0.0, 0.5),
+        ("cosmos", 0.1, 5e-4), ("adam", 0.1, 2e-3), ("adam", 0.0, 0.5),
     ]  # fmt: skip
 
 

@@ -44,12 +44,7 @@ def _make(params: Any, *, optimizer: str, **options: Any) -> MatrixOptimizer:
 
 
 def timm_groups(model: nn.Module, optimizer: str = "cosmos") -> list[dict[str, Any]]:
-    """Return the groups of `param_groups`, without weight decay for vectors and for `model.no_weight_decay()`."""
+    """Return the groups of `param_groups`, without weight decay for `model.no_weight_decay()`."""
     exempt = set(getattr(model, "no_weight_decay", set)())
-    groups = []
-    for group in param_groups(model, optimizer_class(optimizer).rule):
-        decayed = [(name, p) for name, p in group["params"] if p.dim() > 1 and name not in exempt]
-        others = [(name, p) for name, p in group["params"] if p.dim() <= 1 or name in exempt]
-        groups += [group | {"params": decayed}] if decayed else []
-        groups += [group | {"params": others, "weight_decay": 0.0}] if others else []
-    return groups
+    overrides = {name: {"weight_decay": 0.0} for name, _ in model.named_parameters() if name in exempt}
+    return param_groups(model, optimizer_class(optimizer).rule, overrides=overrides)

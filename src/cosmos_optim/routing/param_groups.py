@@ -25,8 +25,6 @@ from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat, return_to_s
 
 Overrides = Mapping[str, str | Mapping[str, Any]]
 DECAYS = ("matrices", "all")
-# Kinds of parameters that training recipes do not decay.
-NOT_DECAYED = frozenset({"embedding", "norm", "bias", "scale", "state space", "vector", "scalar"})
 
 
 def param_groups(
@@ -37,8 +35,7 @@ def param_groups(
     """Sort a model's parameters into groups for `Cosmos` and its peers.
 
     Hidden matrices get `rule`; embeddings, the output head, norms and vectors get AdamW (rule "adam"). The groups of
-    hidden matrices come first. The optimizer's `weight_decay` is for hidden matrices and output heads; other groups
-    have `weight_decay=0`.
+    hidden matrices come first. The optimizer's `weight_decay` is for them; other groups have `weight_decay=0`.
 
     Args:
         model: any module. Frozen parameters are left out.
@@ -47,7 +44,7 @@ def param_groups(
             matched against parameter names, in order, before everything else. An override changes only what it
             names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
         head: the output head, as a module or its name, if it cannot be found automatically.
-        decay: "matrices", or "all" to decay embeddings, norms, biases and scales too.
+        decay: "matrices", or "all" to decay embeddings, output heads, norms, biases and scales too.
         split_heads: True updates each head of attention as its own matrix: rows of queries, keys and values, columns of
             the output projection. Their size is read from the module or its config; or give it, such as 64.
         beside: an optimizer; its parameters are left out, so that layers unfrozen later can be added to it.
@@ -154,11 +151,12 @@ def routes(
 
 
 def _without_decay(route: Route) -> Route:
-    """Return the route with a decay of 0 if it is not a kind that recipes decay; an override's own decay stays.
+    """Return the route with a decay of 0 unless it is a hidden matrix; an override's own decay stays.
 
-    A parameter that nothing recognizes and an override gives to AdamW is most likely a table, a scale or a gate.
+    The rate of what AdamW trains may be many times higher than that of hidden matrices, and the decay is multiplied by
+    it. A parameter that nothing recognizes and an override gives to AdamW is most likely a table, a scale or a gate.
     """
-    is_decayed = route.kind not in NOT_DECAYED if route.kind else route.rule != "adam"
+    is_decayed = route.kind == "hidden" or (not route.kind and route.rule != "adam")
     if is_decayed:
         return route
     return replace(route, settings={"weight_decay": 0.0, **route.settings})

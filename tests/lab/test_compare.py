@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,18 @@ def train(config): raise RuntimeError("no compiler\\n\\nset VERBOSE=1 for more")
 workers.train = train
 sys.exit(workers._work(pathlib.Path(sys.argv[1]), int(sys.argv[2])))
 """
+
+
+def replace_worker(monkeypatch: pytest.MonkeyPatch, code: str) -> list[subprocess.Popen[bytes]]:
+    """Let processes of a comparison run ``code`` instead of training; return the list of those started."""
+    started, real = [], subprocess.Popen
+
+    def start(command: list[str], **more: Any) -> Any:
+        started.append(real([command[0], "-c", code, *command[3:]], **more))
+        return started[-1]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", start)
+    return started
 
 
 def test_a_grid_is_ranked_by_the_mean_over_seeds(tiny_run: RunConfig) -> None:
@@ -242,14 +255,27 @@ def test_a_failed_process_is_explained_by_how_it_ended_and_not_by_older_output(
 ) -> None:
     tiny_run.folder.mkdir(parents=True)
     (tiny_run.folder / "output.txt").write_text("cosmos-lab: stopped by SIGTERM at step 3 of 8\n")
-    real = subprocess.Popen
-
-    def start(command: list[str], **more: Any) -> Any:
-        return real([command[0], "-c", worker, *command[3:]], **more)
-
-    monkeypatch.setattr(workers.subprocess, "Popen", start)
+    replace_worker(monkeypatch, worker)
     (row,) = quietly([tiny_run], parallel=2)["rows"]
     assert row["status"] == ["failed"] and row["failures"] == [reason]
+
+
+def test_a_process_that_ignores_sigterm_is_killed_when_the_comparison_ends(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs, for example in a collective, must not keep Ctrl-C from ending the comparison."""
+    hangs = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('hangs', flush=True)"
+    started = replace_worker(monkeypatch, f"{hangs}; time.sleep(600)")
+
+    def interrupted(job: Any, grid: Any) -> None:
+        if (job.run.folder / "output.txt").read_text():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "_show_progress", interrupted)
+    monkeypatch.setattr(workers, "_CHECKPOINT_S", 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        quietly([tiny_run], parallel=2)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -29,6 +30,7 @@ from cosmos_lab.run.stopping import SIGNALS, Request, Stopped
 from cosmos_lab.run.train import train
 
 _POLL_S = 0.5
+_CHECKPOINT_S = 120.0  # seconds that a process has for its current step and its checkpoint before it is killed
 _SHOWN = 2**16  # bytes at the end of a log that are read for the table: a log may have many megabytes
 _OUTPUT = "output.txt"
 _PREFIX = "cosmos-lab: "  # of an error
@@ -152,12 +154,19 @@ def _reason(job: _Job) -> str:
 
 
 def _terminate(jobs: Sequence[_Job]) -> None:
-    """End the processes of jobs that still run, and wait for them."""
+    """End the processes of jobs that still run: SIGTERM lets them write checkpoints, SIGKILL ends those that hang."""
     for job in jobs:
         job.process.terminate()
-    for job in jobs:
-        job.process.wait()
-        job.output.close()
+    deadline = time.monotonic() + _CHECKPOINT_S
+    try:
+        for job in jobs:
+            with suppress(subprocess.TimeoutExpired):
+                job.process.wait(max(0.0, deadline - time.monotonic()))
+    finally:  # also if Ctrl-C ends the wait
+        for job in jobs:
+            job.process.kill()
+            job.process.wait()
+            job.output.close()
 
 
 def _count_stopped(jobs: Sequence[_Job], runs: int) -> str:

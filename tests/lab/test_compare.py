@@ -37,6 +37,8 @@ def train(config): raise RuntimeError("no compiler\\n\\nset VERBOSE=1 for more")
 workers.train = train
 sys.exit(workers._work(pathlib.Path(sys.argv[1]), int(sys.argv[2])))
 """
+# One that fails because somebody removed the folder of its run.
+REMOVED = "import pathlib, shutil, sys; shutil.rmtree(pathlib.Path(sys.argv[1]).parent); sys.exit('the folder is gone')"
 
 
 def replace_worker(monkeypatch: pytest.MonkeyPatch, code: str) -> list[subprocess.Popen[bytes]]:
@@ -247,8 +249,9 @@ def test_runs_in_processes_give_the_same_values(tiny_run: RunConfig, capsys: pyt
         ("import os, sys; os.write(2, b'no \\xff here\\n'); sys.exit(2)", "no \N{REPLACEMENT CHARACTER} here"),
         ("import sys; print('cosmos-lab: a bad value'); sys.exit(2)", "a bad value"),
         (FAILING, "no compiler"),
+        (REMOVED, "the folder is gone"),
     ],
-    ids=["killed", "crashed", "silent", "not utf-8", "told", "several lines"],
+    ids=["killed", "crashed", "silent", "not utf-8", "told", "several lines", "removed"],
 )
 def test_a_failed_process_is_explained_by_how_it_ended_and_not_by_older_output(
     tiny_run: RunConfig, worker: str, reason: str, monkeypatch: pytest.MonkeyPatch

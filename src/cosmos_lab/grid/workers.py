@@ -32,7 +32,6 @@ from cosmos_lab.run.train import train
 _POLL_S = 0.5
 _CHECKPOINT_S = 120.0  # seconds that a process has for its current step and its checkpoint before it is killed
 _SHOWN = 2**16  # bytes at the end of a log that are read for the table: a log may have many megabytes
-_OUTPUT = "output.txt"
 _PREFIX = "cosmos-lab: "  # of an error
 NumberedRuns = Sequence[tuple[int, RunConfig]]  # with their rows of the table
 
@@ -107,7 +106,7 @@ def _start(row: int, run: RunConfig, slot: int, own_gpu: bool) -> _Job:
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "asked.json").write_text(json.dumps(run.flat()))
-        output = (folder / _OUTPUT).open("ab")
+        output = (folder / "output.txt").open("a+b")
     earlier = output.tell()  # before the process writes: it shares this position
     # The workers import what this process imported, installed or not.
     places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -129,7 +128,6 @@ def _show_progress(job: _Job, grid: GridProgress) -> None:
 
 def _conclude(job: _Job, grid: GridProgress, signum: int) -> None:
     """Show how a job has ended; ``signum`` is the signal that asked all to stop, or 0."""
-    job.output.close()
     summary, code = read_summary(job.run.folder), job.process.returncode
     # Ended by a signal, ours or one to the whole process group: in training (128 + number), or before and after it.
     stopped = bool(signum) and any(code in (128 + known, -known) for known in SIGNALS)
@@ -139,6 +137,7 @@ def _conclude(job: _Job, grid: GridProgress, signum: int) -> None:
         grid.fail(job.row, job.run, _reason(job))
     else:
         grid.finish(job.row, job.run, summary)
+    job.output.close()
 
 
 def _reason(job: _Job) -> str:
@@ -147,9 +146,8 @@ def _reason(job: _Job) -> str:
     if code < 0:  # what it printed is older than the signal
         advice = "; memory may have run out" if -code == signal.SIGKILL else ""
         return f"its process was ended by {signal.Signals(-code).name}{advice}"
-    with (job.run.folder / _OUTPUT).open("rb") as output:
-        output.seek(job.earlier)
-        lines = output.read().decode(errors="replace").strip().splitlines()
+    job.output.seek(job.earlier)
+    lines = job.output.read().decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix(_PREFIX) if lines else f"its process ended with exit code {code}"
 
 

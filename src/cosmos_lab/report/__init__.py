@@ -45,7 +45,7 @@ def write_report(
         remark = _figures(specs, page.parent / "figures")
         text = render(title, tasks, specs, misfits, remark, noise)
         with atomic_write(page) as file:
-            file.write(text.encode())
+            file.write(text.encode(errors="replace"))  # a name of a folder may not be valid text
     if misfits:
         _log.warning("%s %s: %s", unreadable(misfits), misfits[0].folder, reason(misfits[0]))
     return Report(page, _summaries(tasks, noise))

@@ -112,7 +112,7 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
     known = [i for i, (x, y) in enumerate(zip(xs, line.y, strict=True)) if x is not None and y is not None]
     x, y = [xs[i] for i in known], [line.y[i] for i in known]
     dash: Any = (0, look.dash) if look.dash and not line.faint else "-"
-    label = "_" if line.faint else series.label.replace("$", r"\$")  # which would start a formula
+    label = "_" if line.faint else _legend_text(series.label)
     style: dict[str, Any] = {"color": look.light, "linestyle": dash, "linewidth": _POINTS * line.width}
     if set(line.marks.values()) - {"failed"}:  # for the legend alone: `_mark` draws them
         style |= {"marker": look.marker, "markersize": 5, "markevery": []}
@@ -130,6 +130,12 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
             _mark(axes, kind, look, xs[i], line.y[i])
         else:
             _mark_without_value(axes, kind, look, xs[i], line.notes[i])
+
+
+def _legend_text(label: str) -> str:
+    """Return a label as matplotlib shows it: "$" would start a formula, and a "_" in front leave the label out."""
+    text = label.encode(errors="replace").decode().replace("$", r"\$")  # a name of a folder may not be valid text
+    return f" {text}" if text.startswith("_") else text
 
 
 def _mark(axes: Axes, kind: str, look: Look, x: float, y: float, **more: Any) -> None:

@@ -61,6 +61,16 @@ def test_heat_map_rows_are_layers_and_gaps_stay_empty(tmp_path: Path) -> None:
     assert found.panels[0].values["energy"][10] == [pytest.approx(0.6), pytest.approx(0.62), None]
 
 
+def test_only_a_line_of_diverged_runs_ends_in_a_cross(tmp_path: Path) -> None:
+    """A mean over the seeds that ended well must not look as if it had diverged, nor a run that recovered."""
+    done = make_run(tmp_path / "a", "adam", falling(2.0))
+    diverged = make_run(tmp_path / "b", "adam", [3.0, None], seed=1)
+    recovered = make_run(tmp_path / "c", "adam", [3.0, None, 2.0])
+    for runs, expected in (([done, diverged], "dot"), ([recovered], "dot"), ([diverged], "failed")):
+        (line,) = [line for line in specify([task_of(*runs)])[0][0].lines if not line.faint]
+        assert line.marks[len(line.y) - 1] == expected
+
+
 # -- the page --------------------------------------------------------------------------------------------------------
 
 

@@ -209,7 +209,7 @@ def _main_line(task: Task, series: int, curve: Curve, extent: _Extent) -> Line:
     marks: dict[int, str] = {}
     if task.validated and last < _MOST_DOTS:
         marks = dict.fromkeys(range(last + 1), "dot")
-    if curve.diverged or group.status == "diverged":
+    if curve.diverged:
         return _loss(series, curve, extent, marks={**marks, last: "failed"}, notes={last: "diverged here"}, **style)
     return _loss(series, curve, extent, marks=marks if last else {0: "point"}, **style)
 

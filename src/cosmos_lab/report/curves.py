@@ -34,7 +34,7 @@ def training(group: Group) -> list[Curve]:
         points = _finite(run.train)
         width = max(1, math.ceil(len(points) / MOST_POINTS))
         rows = [points[start : start + width] for start in range(0, len(points), width)]
-        curve = _curve(rows, len(points) < len(run.train))
+        curve = _curve(rows, run.status == "diverged")
         found += [replace(curve, value=smoothed(smoothed(curve.value)))] if run.train else []
     return found
 
@@ -57,11 +57,11 @@ def validation(group: Group) -> Curve | None:
         return None
     tables = [{point.step: point for point in _finite(run.validation)} for run in runs]
     steps = sorted(set(tables[0]).intersection(*tables[1:]))
-    if len(runs) == 1 or not steps:
-        points = _finite(runs[0].validation)
-        return _curve([[point] for point in thinned(points, MOST_POINTS)], len(points) < len(runs[0].validation))
+    if not steps:
+        tables, steps = tables[:1], sorted(tables[0])
     rows = [[table[step] for table in tables] for step in thinned(steps, MOST_POINTS)]
-    return _curve(rows, group.status == "diverged", spread=True)
+    diverged = all(run.status == "diverged" for run in runs)
+    return _curve(rows, diverged, spread=len(tables) > 1)
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:

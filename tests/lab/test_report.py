@@ -306,3 +306,14 @@ def test_the_sentence_says_if_no_run_has_finished_or_logged_a_loss(tmp_path: Pat
     assert summary(task_of(running)).startswith("No run has finished; the lowest validation perplexity so far is 7.389")
     diverged = make_run(tmp_path / "b", "adam", [None])
     assert summary(task_of(diverged)) == "No run has logged a finite loss yet."
+
+
+def test_the_sentence_does_not_deny_runs_that_finished_or_diverged_later(tmp_path: Path) -> None:
+    done = make_run(tmp_path / "done", "adam", falling(2.0))
+    running = make_run(tmp_path / "running", "adam", [2.5], seed=1, finished=False)
+    assert summary(task_of(done, running)) == (
+        "No setting can be ranked yet; the lowest validation perplexity so far is 7.389, by adam at learning rate 1e-3."
+    )
+    diverged = make_run(tmp_path / "diverged", "adam", [3.0, None], seed=2)
+    for runs in ([diverged], [done, diverged]):
+        assert summary(task_of(*runs)) == "No setting can be ranked: in each of them, a run diverged."

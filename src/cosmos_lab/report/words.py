@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cosmos_lab.display import count, rate, significant
 from cosmos_lab.results.ranking import Group, Task, at_edge
-from cosmos_lab.results.reading import METRICS, Run
+from cosmos_lab.results.reading import METRICS, Point, Run
 
 _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
 _FEW_POINTS = 5  # a line with fewer points has no shape
@@ -67,10 +67,10 @@ def missing_curves(task: Task) -> list[str]:
     for group in task.groups:
         for run in group.runs:
             problems = [note for note in run.notes if note.startswith(METRICS)]
-            points = [p for p in (*run.validation, *run.train) if math.isfinite(p.value)]
-            if problems or not points:
+            drawn = _finite_points(run)
+            if problems or not drawn:
                 why = "; ".join(problems) or f"{METRICS} has no finite loss"
-                notes.append(f"{'' if points else 'No curve for '}{group.title} (folder {run.folder.name}): {why}.")
+                notes.append(f"{'' if drawn else 'No curve for '}{group.title} (folder {run.folder.name}): {why}.")
     few = [len(run.validation) for group in task.groups if group.shown for run in group.runs if run.validation]
     if few and max(few) < _FEW_POINTS:
         notes.append(
@@ -98,12 +98,20 @@ def reason(run: Run) -> str:
 
 
 def _so_far(task: Task) -> str:
-    """Say which run leads while none has finished."""
+    """Say which run leads while none is ranked, or why none leads."""
+    runs = [run for group in task.groups for run in group.runs]
     started = [group for group in task.groups if math.isfinite(task.score(group))]
-    if not started:
-        return "No run has logged a finite loss yet."
-    lead = min(started, key=task.score)
-    return f"No run has finished; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
+    if started:
+        why = "No setting can be ranked yet" if any(run.status == "done" for run in runs) else "No run has finished"
+        lead = min(started, key=task.score)
+        return f"{why}; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
+    if any(_finite_points(run) for run in runs):
+        return "No setting can be ranked: in each of them, a run diverged."
+    return "No run has logged a finite loss yet."
+
+
+def _finite_points(run: Run) -> list[Point]:
+    return [point for point in (*run.validation, *run.train) if math.isfinite(point.value)]
 
 
 def _lead(task: Task, ranking: Sequence[Group]) -> str:

@@ -180,6 +180,30 @@ def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any) -> None:
         assert from_line < 3 and from_edge < 8
 
 
+def test_a_zoomed_chart_reads_only_points_inside_it(shown: Any) -> None:
+    """A point outside would draw its line across the page."""
+    (chart,) = css(shown, "[data-axis=tokens] .chart svg")
+    webdriver.ActionChains(shown).move_to_element(chart).click_and_hold().move_by_offset(20, 0).release().perform()
+    script = """
+      const find = (name) => document.querySelector(`[data-axis=tokens] .${name}`), end = (x) => x.baseVal.value;
+      const axis = find("base"), cursor = find("cursor line");
+      return !cursor || (end(axis.x1) <= end(cursor.x1) && end(cursor.x1) <= end(axis.x2))"""
+    (chart,) = css(shown, "[data-axis=tokens] .chart svg")  # drawn again
+    webdriver.ActionChains(shown).move_to_element(chart).perform()
+    assert shown.execute_script(script)
+    shown.execute_script("arguments[0].focus()", chart)
+    for key in (webdriver.Keys.HOME, webdriver.Keys.END):
+        chart.send_keys(key)
+        assert shown.execute_script(script)
+
+
+def test_a_click_on_a_chart_keeps_the_focus_for_the_arrow_keys(shown: Any) -> None:
+    (chart,) = css(shown, "[data-axis=tokens] .chart svg")
+    chart.click()
+    shown.switch_to.active_element.send_keys(webdriver.Keys.END)
+    assert css(shown, "[data-axis=tokens] .tip")[0].text.startswith("60 k tokens")
+
+
 def test_dots_lie_on_their_lines_or_are_not_drawn(shown: Any) -> None:
     script = """return [...document.querySelectorAll("[data-axis=tokens] .mark.dot")].filter((mark) => {
       const [x, y] = mark.getAttribute("transform").match(/-?[0-9.]+/g).map(Number);

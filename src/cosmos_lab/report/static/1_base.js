@@ -71,6 +71,7 @@ function makeScale([low, high], [from, to], log) {
   scale.invert = (p) => g(f(low) + (p - from) / k);
   scale.ticks = (n) => (log ? logTicks : linearTicks)(low, high, n);
   scale.domain = [low, high];
+  scale.covers = (x) => x >= low && x <= high;
   return scale;
 }
 

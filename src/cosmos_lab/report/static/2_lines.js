@@ -201,7 +201,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
     const path = svg("path", { class: line.faint ? "curve train" : "curve val", "data-series": line.id, d: line.known.length ? `M${line.known.map((p) => at(p)).join("L")}` : "" });
     Object.assign(path.style, { strokeWidth: line.width, opacity: line.opacity, strokeDasharray: line.faint ? "" : line.method.dash.join(" ") });
     plot.append(dress(path, line.method));
-    for (const p of line.points.filter((q) => q.mark && q.x >= x.domain[0] && q.x <= x.domain[1])) {
+    for (const p of line.points.filter((q) => q.mark && x.covers(q.x))) {
       if (p.mark === "dot" && (y(p.y) < box.top || y(p.y) > box.bottom)) continue; // its line is outside too
       const mark = svg("g", { class: `mark ${p.mark}`, transform: `translate(${x(p.x)},${p.y === null ? RAIL : clamp(y(p.y), box.top, box.bottom)})` }, svg("title", { text: `${line.label}: ${p.note || significant(p.y)}` }));
       if (p.mark === "best") mark.append(svg("circle", { class: "ring", r: 9.5 }));
@@ -213,7 +213,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
   /** Writes names at the ends of the lines, so that no reader has to match colours. */
   function drawNames(root, lines, x, y, box) {
     const ends = lines.flatMap((line) => {
-      const last = line.known.filter((p) => p.x >= x.domain[0] && p.x <= x.domain[1]).at(-1);
+      const last = line.known.filter((p) => x.covers(p.x)).at(-1);
       const point = valueAt(line, x.domain[1])[0] ?? last; // where the line leaves the chart, or ends in it
       return point ? [{ line, point }] : [];
     });
@@ -241,11 +241,12 @@ function lineChart(host, spec, chart, view, redrawAll) {
       if (start === null) return;
       const ends = [start, at(event)].sort((p, q) => p - q);
       start = null;
-      if (ends[1] - ends[0] > 12) view.zoom[chart.key] = ends.map(now.x.invert);
+      if (ends[1] - ends[0] <= 12) return clear();
+      view.zoom[chart.key] = ends.map(now.x.invert);
       redrawAll();
     });
     root.addEventListener("keydown", (event) => {
-      const xs = [...new Set(now.main.flatMap((line) => line.points.map((p) => p.x)))].sort((a, b) => a - b);
+      const xs = [...new Set(now.main.flatMap((line) => line.points.map((p) => p.x)).filter(now.x.covers))].sort((a, b) => a - b);
       const here = xs.indexOf(now.read ?? NaN);
       const next = { ArrowRight: here + 1, ArrowLeft: here < 0 ? xs.length - 1 : here - 1, Home: 0, End: xs.length - 1 }[event.key];
       if (event.key === "Escape") clear();
@@ -267,11 +268,14 @@ function lineChart(host, spec, chart, view, redrawAll) {
     if (now) now.read = null;
   }
 
-  /** Shows the values at the logged point nearest to a place on the x axis. */
+  /** Shows the values at the nearest point that was logged inside the chart. */
   function read(place) {
     const { main, x, y, box, cursor } = now, far = (p, at) => Math.abs(x(p.x) - x(at));
-    const near = main.map((line) => ({ line, point: line.points.reduce((a, b) => (far(b, place) < far(a, place) ? b : a)) }));
-    if (!near.length) return;
+    const near = main.flatMap((line) => {
+      const points = line.points.filter((p) => x.covers(p.x));
+      return points.length ? [{ line, point: points.reduce((a, b) => (far(b, place) < far(a, place) ? b : a)) }] : [];
+    });
+    if (!near.length) return clear();
     const at = near.reduce((a, b) => (far(b.point, place) < far(a.point, place) ? b : a)).point.x;
     const rows = near.filter(({ point }) => far(point, at) < 16).sort((a, b) => (a.point.y ?? Infinity) - (b.point.y ?? Infinity));
     now.read = at;

@@ -6,15 +6,18 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cosmos_lab.cli.main import main
+from cosmos_lab.config import TASK, marked
 from cosmos_lab.report import write_report
 from cosmos_lab.report.curves import training, validation
 from cosmos_lab.report.words import cautions, summary
+from cosmos_lab.results import ranking
 from cosmos_lab.results.ranking import arrange
-from cosmos_lab.results.reading import find_runs, read_run
+from cosmos_lab.results.reading import Run, find_runs, read_run
 from tests.lab.report_runs import Tags, data_of, falling, make_run, task_of, write
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -260,6 +263,22 @@ def test_runs_are_ranked_together_by_the_content_of_their_data(tmp_path: Path) -
     assert [task.title for task in tasks] == [
         "tiny · test · data data/c4 (hashes 1, 2)", "tiny · test · data data/c4 (hashes 1, 3)", "tiny · test · data x",
     ]  # fmt: skip
+
+
+def test_the_fields_of_a_task_are_looked_up_once_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A title compares its task with all others: looking them up for each comparison took a minute for 120 tasks."""
+    looked_up: list[str] = []
+    real = ranking.resolved
+
+    def counted(run: Run, key: str) -> Any:
+        looked_up.append(key)
+        return real(run, key)
+
+    monkeypatch.setattr(ranking, "resolved", counted)
+    runs = [read_run(make_run(tmp_path / str(length), "adam", falling(2.5), seq_len=length)) for length in range(20)]
+    tasks, _ = arrange(runs)
+    assert [task.title for task in tasks] == [f"tiny · test · seq_len {length}" for length in range(20)]
+    assert len(looked_up) == 20 * len(marked(TASK))
 
 
 def test_without_hashes_runs_are_told_apart_by_the_spelling_of_their_data(tmp_path: Path) -> None:

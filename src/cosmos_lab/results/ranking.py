@@ -27,6 +27,7 @@ from cosmos_lab.results.methods import (
 from cosmos_lab.results.reading import Run
 
 _TASK = marked(TASK)
+_DATA = _TASK.index("data")
 _WORST_FIRST = ("diverged", "broken", "empty", "unfinished")  # states of runs; any other is less bad
 
 
@@ -174,26 +175,33 @@ def _given_name(run: Run) -> str:
     return name if isinstance(name, str) and not name.startswith(f"{run.recipe}-{run.optimizer}-lr") else ""
 
 
+class _TaskKey(NamedTuple):
+    """What all runs of a task share; ``fields`` are the values of ``_TASK``, with hashes for the data."""
+
+    model: str
+    recipe: str
+    fields: tuple[str, ...]
+
+
 def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
     """Return the tasks in order of appearance, and the runs that belong to none because they name no optimizer."""
-    by_task: dict[tuple[str, ...], list[Run]] = {}
+    by_task: dict[_TaskKey, list[Run]] = {}
     misfits = []
     for run in runs:
         if not run.optimizer:
             misfits.append(run)
             continue
-        members = by_task.setdefault((run.model, run.recipe, *_task_fields(run).values()), [])
+        members = by_task.setdefault(_task_key(run), [])
         members.append(_with_data_of(members[0], run) if members else run)
-    first_runs = [members[0] for members in by_task.values()]
-    return [_task(_title(members[0], first_runs), members) for members in by_task.values()], misfits
+    first_runs = {key: members[0] for key, members in by_task.items()}
+    return [_task(_title(key, first_runs), members) for key, members in by_task.items()], misfits
 
 
-def _task_fields(run: Run) -> dict[str, str]:
-    """Return the fields that make another task, with hashes for the data: ``{"seq_len": "1024", "data": "9f3a"}``."""
-    fields = {key: _spelled(run, key) for key in _TASK}
+def _task_key(run: Run) -> _TaskKey:
+    fields = {name: _spelled(run, name) for name in _TASK}
     if hashes := _hashes(run):
         fields["data"] = hashes
-    return fields
+    return _TaskKey(run.model, run.recipe, tuple(fields.values()))
 
 
 def _spelled(run: Run, key: str) -> str:
@@ -214,24 +222,24 @@ def _with_data_of(first: Run, run: Run) -> Run:
     return replace(run, config={**run.config, "config": config})
 
 
-def _title(run: Run, first_runs: Iterable[Run]) -> str:
-    """Name the task of a run: model, recipe, and the fields that tell it from other tasks with the same two.
+def _title(key: _TaskKey, first_runs: Mapping[_TaskKey, Run]) -> str:
+    """Name a task: model, recipe, and the fields that tell it from other tasks with the same two.
 
     ``first_runs`` has one run of each task. The model is left out if the recipe's name begins with it.
     """
-    alike = [other for other in first_runs if (other.model, other.recipe) == (run.model, run.recipe)]
-    parts = [run.recipe] if run.recipe.startswith(run.model) else [run.model, run.recipe]
-    for name, value in _task_fields(run).items():
-        if len({_task_fields(other)[name] for other in alike}) > 1:
-            parts.append(f"{name} {_data_title(run, alike) if name == 'data' else value}")
+    alike = {other: run for other, run in first_runs.items() if other[:2] == key[:2]}
+    parts = [key.recipe] if key.recipe.startswith(key.model) else [key.model, key.recipe]
+    for index, name in enumerate(_TASK):
+        if len({other.fields[index] for other in alike}) > 1:
+            parts.append(f"{name} {_data_title(key, alike) if name == 'data' else key.fields[index]}")
     return " · ".join(filter(None, parts)) or "runs"
 
 
-def _data_title(run: Run, others: Iterable[Run]) -> str:
-    """Return the spelling of a run's data, with its hashes if other runs have the same spelling for another text."""
-    spelling = _spelled(run, "data")
-    texts = {_task_fields(other)["data"] for other in others if _spelled(other, "data") == spelling}
-    hashes = _hashes(run)
+def _data_title(key: _TaskKey, runs: Mapping[_TaskKey, Run]) -> str:
+    """Return the spelling of a task's data, with its hashes if other tasks have the same spelling for another text."""
+    spelling = _spelled(runs[key], "data")
+    texts = {other.fields[_DATA] for other, run in runs.items() if _spelled(run, "data") == spelling}
+    hashes = _hashes(runs[key])
     return f"{spelling} (hashes {hashes})" if len(texts) > 1 and hashes else spelling
 
 

@@ -188,6 +188,14 @@ def test_a_run_without_a_folder_stops_neither_the_others_nor_the_table(tiny_run:
     assert (Path(tiny_run.logging.out) / "compare.json").exists()
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_bad_gradient_ends_only_its_run_and_is_named_in_the_table(tiny_run: RunConfig, parallel: int) -> None:
+    bad = {"lr": 1e30, "adam_lr": 1e30, "warmup": 0.0, "options": ("nonfinite=raise",)}
+    rows = quietly(grid(tiny_run, {**ADAM, **bad}, {**ADAM, "lr": 1e-3}), parallel=parallel)["rows"]
+    assert [row["status"] for row in rows] == [["failed"], ["done"]]
+    assert rows[0]["failures"][0].startswith("the gradient of parameter 'embed.weight'")
+
+
 def test_an_unfinished_run_of_another_length_is_refused_before_anything_is_trained(tiny_run: RunConfig) -> None:
     """Otherwise it would be ranked among runs with fewer steps."""
     runs = grid(tiny_run, {**ADAM, "lr": 1e-3}, {**ADAM, "lr": 2e-3})

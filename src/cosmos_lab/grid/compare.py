@@ -190,7 +190,7 @@ def _one_by_one(runs: NumberedRuns, grid: GridProgress, request: Request) -> Non
         grid.display.update(row, "running")
         try:
             summary = train(run, progress=partial(grid.display.update, row, "running"))
-        except (RuntimeError, ValueError, OSError) as error:  # for example out of memory: the other runs may still fit
+        except (RuntimeError, ValueError, OSError, FloatingPointError) as error:  # for example out of memory
             grid.fail(row, run, first_line(error))
         except Stopped:
             grid.display.update(row, UNFINISHED)

@@ -183,7 +183,7 @@ def _work(asked: Path, comparison: int) -> int:
         if os.getppid() != comparison:  # killed while this process imported torch, which takes seconds
             raise ValueError("this run was not started, because the comparison has ended")
         train(RunConfig.from_flat(json.loads(asked.read_text())))
-    except (Stopped, ValueError, OSError) as error:
+    except (Stopped, ValueError, OSError, FloatingPointError) as error:
         print(f"{_PREFIX}{error}", file=sys.stderr)
         return error.code if isinstance(error, Stopped) else 2
     except RuntimeError as error:  # the last line is the reason: a message of torch.compile ends with general advice

@@ -19,7 +19,7 @@ from cosmos_lab.report.style import theme_css
 from cosmos_lab.results.ranking import Task
 from cosmos_lab.results.reading import Run
 
-_PARTS = ("1_base.js", "2_lines.js", "3_heat.js", "4_page.js")
+_PARTS = ("base.js", "legend.js", "lines.js", "heat.js", "page.js")  # in this order
 _HINTS = {"curves": "Drag across a chart to zoom. ", "heat": "One row per layer; training runs from left to right."}
 
 

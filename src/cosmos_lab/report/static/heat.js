@@ -15,7 +15,11 @@ function heatSection(section, spec) {
   const ramp = html("div", { class: "ramp" }), grid = html("div", { class: "heat" }), tip = makeTip(grid);
   let run = spec.runs[0], metric = run.metrics[0];
   if (spec.runs.length > 1) {
-    const select = html("select", { onchange: () => { run = spec.runs[+select.value]; choose(metric.name); } }, ...spec.runs.map((r, i) => html("option", { value: i, text: r.label })));
+    const select = html("select", {}, ...spec.runs.map((r, i) => html("option", { value: i, text: r.label })));
+    select.addEventListener("change", () => {
+      run = spec.runs[+select.value];
+      choose(metric.name);
+    });
     bar.append(html("label", { class: "pick" }, html("span", { text: "Run" }), select));
   }
   bar.append(metrics);
@@ -52,15 +56,19 @@ function heatSection(section, spec) {
   }
 
   function drawPanel(panel) {
-    const rows = panel.values[metric.name], canvas = html("canvas", { "aria-hidden": "true" }), mark = html("div", { class: "cell", hidden: true });
+    const rows = panel.values[metric.name];
+    const canvas = html("canvas", { "aria-hidden": "true" }), mark = html("div", { class: "cell", hidden: true });
     paint(canvas, rows);
-    const name = `${metric.title} of the ${panel.about || panel.kind} matrices, ${rows.length} layers. Arrow keys read cells.`;
-    const frame = html("div", { class: "frame", tabindex: 0, role: "group", "aria-label": name }, canvas, mark);
+    const what = `${metric.title} of the ${panel.about || panel.kind} matrices, ${rows.length} layers`;
+    const label = { role: "group", "aria-label": `${what}. Arrow keys read cells.` };
+    const frame = html("div", { class: "frame", tabindex: 0, ...label }, canvas, mark);
     frame.style.height = `${clamp(rows.length * 12, 26, 216)}px`;
     listen(frame, mark, panel, rows);
-    const ends = (kind, texts) => html("div", { class: kind, "aria-hidden": "true" }, ...texts.map((text) => html("span", { text: text ?? "" })));
-    return html("figure", {}, html("figcaption", {}, html("b", { text: panel.kind }), html("span", { text: panel.about })),
-      ends("layers", panel.layers.length > 1 ? [panel.layers[0], panel.layers.at(-1)] : panel.layers), frame, ends("ends", run.ends));
+    const caption = html("figcaption", {}, html("b", { text: panel.kind }), html("span", { text: panel.about }));
+    const layers = panel.layers.length > 1 ? [panel.layers[0], panel.layers.at(-1)] : panel.layers;
+    const ends = (kind, texts) =>
+      html("div", { class: kind, "aria-hidden": "true" }, ...texts.map((text) => html("span", { text: text ?? "" })));
+    return html("figure", {}, caption, ends("layers", layers), frame, ends("ends", run.ends));
   }
 
   /** Shows the value of the cell under the pointer, or of the one the arrow keys reached. */
@@ -69,12 +77,17 @@ function heatSection(section, spec) {
     let [row, column] = [0, columns - 1];
     function read(r, c) {
       [row, column] = [clamp(r, 0, rows.length - 1), clamp(c, 0, columns - 1)];
-      const [w, h] = [frame.clientWidth / columns, frame.clientHeight / rows.length], value = rows[row][column];
+      const [w, h] = [frame.clientWidth / columns, frame.clientHeight / rows.length];
       const place = frame.getBoundingClientRect(), host = grid.getBoundingClientRect();
       mark.hidden = false;
       Object.assign(mark.style, { left: `${column * w}px`, top: `${row * h}px`, width: `${w}px`, height: `${h}px` });
-      tip.show(place.left - host.left + (column + 1) * w, place.top - host.top + row * h, html("strong", { text: panel.names[row] }),
-        html("div", { text: `${metric.title} ${value === null ? "not logged" : significant(value)}` }), html("div", { class: "dim", text: run.columns[column] }));
+      const value = rows[row][column], text = value === null ? "not logged" : significant(value);
+      tip.show(
+        place.left - host.left + (column + 1) * w, place.top - host.top + row * h,
+        html("strong", { text: panel.names[row] }),
+        html("div", { text: `${metric.title} ${text}` }),
+        html("div", { class: "dim", text: run.columns[column] }),
+      );
     }
     function leave() {
       mark.hidden = true;
@@ -82,7 +95,8 @@ function heatSection(section, spec) {
     }
     frame.addEventListener("pointermove", (event) => {
       const place = frame.getBoundingClientRect();
-      read(Math.floor(((event.clientY - place.top) / place.height) * rows.length), Math.floor(((event.clientX - place.left) / place.width) * columns));
+      const [down, right] = [(event.clientY - place.top) / place.height, (event.clientX - place.left) / place.width];
+      read(Math.floor(down * rows.length), Math.floor(right * columns));
     });
     frame.addEventListener("pointerleave", leave);
     frame.addEventListener("blur", leave);

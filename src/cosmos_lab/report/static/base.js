@@ -16,8 +16,8 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Hands a method's colours to the style sheet. */
-function dress(element, method) {
+/** Hands a method's colours for an element to the style sheet; returns the element. */
+function withColours(element, method) {
   element.classList.add("m");
   element.style.setProperty("--light", method.light);
   element.style.setProperty("--dark", method.dark);

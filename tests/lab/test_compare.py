@@ -357,6 +357,11 @@ def test_labels_show_adam_lr_and_options_if_they_differ(tiny_run: RunConfig) -> 
     assert rows[2]["options"] == ["nesterov=True"]
 
 
+def test_a_run_that_repeats_a_seed_has_a_row_with_its_number(tiny_run: RunConfig) -> None:
+    rows = table_of(grid(tiny_run, ADAM, ADAM), "final_val_loss")["rows"]
+    assert [row["label"] for row in rows] == ["adam lr 0.002", "adam lr 0.002 #2"]
+
+
 def test_a_wrong_option_is_found_before_anything_is_trained(tiny_run: RunConfig) -> None:
     wrong = ({**COSMOS, "options": ("ns_stepz=1",)}, {"optimizer": "adamm"}, {**ADAM, "model": "llama-13m"})
     with pytest.raises(ValueError, match="because 3 of 4 runs are invalid") as error:

@@ -91,7 +91,7 @@ def _label(group: Group) -> str:
     differing = [(name, config[name]) for name in group.differs if name in config]
     fields = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in differing]
     options = config["options"] if any(name not in config for name in group.differs) else ()
-    repeated = [mark] if (mark := group.label.rpartition(" ")[2]).startswith("#") else []
+    repeated = [f"#{group.repetition + 1}"] if group.repetition else []
     return " ".join([group.optimizer, f"lr {group.lr:g}", *fields, *options, *repeated])
 
 

@@ -48,6 +48,7 @@ class Group:
     method: str
     label: str
     name: str = ""  # what the user called it, if it is one run with --name
+    repetition: int = 0  # of runs with the seeds of another group of this setting: 1, 2, ...
     differs: tuple[str, ...] = ()  # fields and options in which runs of this optimizer differ, beside the rate
     best: bool = False  # of its method, among complete groups
     shown: bool = False  # drawn when the page opens: the best, or the leading one of a method that has none
@@ -296,7 +297,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             differs.insert(0, "adam_lr")
         name = _given_name(first) if len(members) == 1 else ""
         label = _label(setting, by_setting)
-        groups.append(Group(tuple(members), setting.method, label, name, differs=tuple(differs)))
+        groups.append(Group(tuple(members), setting.method, label, name, setting.repetition, tuple(differs)))
     return groups
 
 

@@ -83,8 +83,8 @@ def falling(end: float, points: int = 6) -> list[float]:
 
 def task_of(*folders: Path) -> Task:
     """Return the one task that the folders make."""
-    tasks, misfits = arrange(map(read_run, folders))
-    assert len(tasks) == 1 and not misfits
+    tasks, not_shown = arrange(map(read_run, folders))
+    assert len(tasks) == 1 and not not_shown
     return tasks[0]
 
 

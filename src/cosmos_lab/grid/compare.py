@@ -162,21 +162,21 @@ def _check_all(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
         except ValueError as problem:
             problems.setdefault(str(problem), []).append(run.run_name)
     if problems:
-        raise ValueError(_told(problems, len(runs)))
+        raise ValueError(_list_problems(problems, len(runs)))
     return summaries
 
 
-def _told(problems: Mapping[str, Sequence[str]], runs: int) -> str:
+def _list_problems(problems: Mapping[str, Sequence[str]], runs: int) -> str:
     """List the problems, each once, with the names of the runs that have it."""
     count = sum(map(len, problems.values()))
     found = "a run is invalid or its folder holds another run"
     if count > 1:
         found = f"{count} of {runs} runs are invalid or their folders hold other runs"
-    lines = (f"{_some(names)}: {problem}" for problem, names in problems.items())
+    lines = (f"{_first_of(names)}: {problem}" for problem, names in problems.items())
     return "\n  ".join([f"no run was started because {found}:", *lines])
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_of(names: Sequence[str]) -> str:
     """Return the first name, and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 

@@ -36,18 +36,18 @@ def write_report(
     A warning counts the folders that hold no run, or says how to get figures if matplotlib is missing. If no folder
     holds anything of a run, a ValueError says so, and an older report stays as it is.
     """
-    tasks, misfits = arrange(map(read_run, find_runs(runs)))
-    if not tasks and all(run.status == "empty" for run in misfits):
-        raise ValueError(f"no run to report on: {misfits[0].folder}: {reason(misfits[0])}")
+    tasks, not_shown = arrange(map(read_run, find_runs(runs)))
+    if not tasks and all(run.status == "empty" for run in not_shown):
+        raise ValueError(f"no run to report on: {not_shown[0].folder}: {reason(not_shown[0])}")
     specs = specify(tasks)
     page = Path(out) / "index.html"
     with explained(page, "choose another folder with -o"):
         remark = _figures(specs, page.parent / "figures")
-        text = render(title, tasks, specs, misfits, remark, noise)
+        text = render(title, tasks, specs, not_shown, remark, noise)
         with atomic_write(page) as file:
             file.write(text.encode(errors="replace"))  # a name of a folder may not be valid text
-    if misfits:
-        _log.warning("%s %s: %s", unreadable(misfits), misfits[0].folder, reason(misfits[0]))
+    if not_shown:
+        _log.warning("%s %s: %s", unreadable(not_shown), not_shown[0].folder, reason(not_shown[0]))
     return Report(page, _summaries(tasks, noise))
 
 

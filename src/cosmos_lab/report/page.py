@@ -27,7 +27,7 @@ def render(
     title: str,
     tasks: Sequence[Task],
     specs: Sequence[Sequence[Section | HeatSection]],
-    misfits: Sequence[Run],
+    not_shown: Sequence[Run],
     remark: str | None = None,
     noise: float | None = None,
 ) -> str:
@@ -45,8 +45,8 @@ def render(
         policy=policy,
         title=escape(title),
         style=theme_css() + _static("style.css"),
-        lead=_lead(tasks, misfits, noise),
-        body=body + tables.misfits(misfits),
+        lead=_lead(tasks, not_shown, noise),
+        body=body + tables.not_shown(not_shown),
         footer=escape(f"Written by cosmos-lab on {made}. This page loads nothing from the network. {remark or ''}"),
         data=charts.embed(specs),
         script=script,
@@ -57,7 +57,7 @@ def _static(name: str) -> str:
     return resources.files("cosmos_lab.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _lead(tasks: Sequence[Task], misfits: Sequence[Run], noise: float | None) -> str:
+def _lead(tasks: Sequence[Task], not_shown: Sequence[Run], noise: float | None) -> str:
     """Return the sentences, the facts below them and links to the tasks."""
     several = len(tasks) > 1
     lines = ""
@@ -67,8 +67,8 @@ def _lead(tasks: Sequence[Task], misfits: Sequence[Run], noise: float | None) ->
     if several:
         lines += '<p class="lead">Runs of different models, data or recipes are not compared with each other.</p>'
     items = "".join(f"<li>{escape(fact)}</li>" for fact in _facts(tasks))
-    if misfits:
-        items += f'<li><a href="#not-shown">{words.unreadable(misfits)}</a></li>'
+    if not_shown:
+        items += f'<li><a href="#not-shown">{words.unreadable(not_shown)}</a></li>'
     links = "".join(f'<a href="#task-{index}">{escape(task.title)}</a>' for index, task in enumerate(tasks))
     navigation = f'<nav class="tasks" aria-label="Models">{links}</nav>' if several else ""
     return f'{lines}<ul class="facts">{items}</ul>{navigation}'

@@ -127,7 +127,7 @@ def _cell(spread: Spread | None, form: Form, score: bool) -> str:
     return f'<td{" class=score" if score else ""} data-sort="{f"{spread.mean:.9g}" if spread else ""}">{text}</td>'
 
 
-def misfits(runs: Sequence[Run]) -> str:
+def not_shown(runs: Sequence[Run]) -> str:
     """Return the folders that hold no run that can be shown, each with its reason."""
     if not runs:
         return ""

@@ -120,6 +120,7 @@ def _with_defaults(runs: Sequence[Run], differing: Iterable[str]) -> list[dict[s
         unset = [(run, own) for run, own in zip(runs, settings, strict=True) if own.get(key) == _UNSET]
         used = {as_json(resolved(run, key)) for run, _ in unset}
         if len(used) == 1:
+            (value,) = used
             for _, own in unset:
-                own[key] = min(used)
+                own[key] = value
     return settings

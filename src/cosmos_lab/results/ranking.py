@@ -187,15 +187,15 @@ class _TaskKey(NamedTuple):
 def arrange(runs: Iterable[Run]) -> tuple[list[Task], list[Run]]:
     """Return the tasks in order of appearance, and the runs that belong to none because they name no optimizer."""
     by_task: dict[_TaskKey, list[Run]] = {}
-    misfits = []
+    without_optimizer = []
     for run in runs:
         if not run.optimizer:
-            misfits.append(run)
+            without_optimizer.append(run)
             continue
         members = by_task.setdefault(_task_key(run), [])
         members.append(_with_data_of(members[0], run) if members else run)
     first_runs = {key: members[0] for key, members in by_task.items()}
-    return [_task(_title(key, first_runs), members) for key, members in by_task.items()], misfits
+    return [_task(_title(key, first_runs), members) for key, members in by_task.items()], without_optimizer
 
 
 def _task_key(run: Run) -> _TaskKey:
@@ -255,12 +255,12 @@ def _task(title: str, runs: Sequence[Run]) -> Task:
         if method not in best:
             shown[method] = min((group for group in groups if group.method == method), key=task.score)
 
-    def place(group: Group) -> tuple[float, int, float]:
+    def order(group: Group) -> tuple[float, int, float]:
         return task.score(shown[group.method]), methods.index(group.method), group.lr or 0
 
     marked_groups = (
         replace(group, best=group is best.get(group.method), shown=group is shown[group.method])
-        for group in sorted(groups, key=place)
+        for group in sorted(groups, key=order)
     )
     return replace(task, groups=tuple(marked_groups))
 

@@ -197,6 +197,17 @@ def test_the_sentence_says_if_a_gap_is_within_the_spread_of_seeds(tmp_path: Path
     assert summary(task_of(*folders[:3])).endswith("; one seed of cosmos, so small differences may be chance.")
 
 
+def test_a_mean_perplexity_above_that_of_the_second_is_not_said_to_be_below(tmp_path: Path) -> None:
+    """Seeds far apart have a mean perplexity above that of their mean loss, which runs are ranked by."""
+    ends = {"adam": (2.51, 2.51), "cosmos": (2.0, 3.0)}
+    folders = [
+        make_run(tmp_path / f"{name}{seed}", name, falling(end), seed=seed)
+        for name, pair in ends.items()
+        for seed, end in enumerate(pair)
+    ]
+    assert summary(task_of(*folders)).endswith(": ahead of adam, a gap no larger than the spread over seeds.")
+
+
 def test_the_headline_claims_no_win_within_the_noise_of_one_seed_each(tmp_path: Path, no_figures: None) -> None:
     ends = {"adam": 2.5, "muon": 2.05, "soap": 2.02, "cosmos": 2.0}
     folders = [make_run(tmp_path / name, name, falling(end)) for name, end in ends.items()]

@@ -159,8 +159,9 @@ def _who(group: Group) -> str:
 
 
 def _gap(task: Task, first: Group, rival: Group) -> str:
+    """Say by what share the first is below a rival, if the means of the number shown have the order of the ranking."""
     ours, theirs = first.stat(task.result_key), rival.stat(task.result_key)
-    if ours is None or theirs is None or theirs.mean == 0:
+    if ours is None or theirs is None or theirs.mean == 0 or ours.mean > theirs.mean:
         return f"ahead of {_who(rival)}"
     return f"{significant(100 * (1 - ours.mean / theirs.mean), 2)} % below {_who(rival)} ({significant(theirs.mean)})"
 

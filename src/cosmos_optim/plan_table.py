@@ -228,14 +228,15 @@ def _row(name: str, p: Tensor, why: str, group: dict[str, Any]) -> PlanRow:
 def collapse(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow, int]]:
     """Return (name, row, count) for each line of the table: rows that differ only in numbers of layers become one.
 
-    One number at a time: first rows that differ in the last number of their names, then in the one before it.
+    One number at a time: first rows that differ in the last number of their names, then in the one before it. Names may
+    repeat: an optimizer keeps a layer that the model has replaced.
     """
     lines = [(row.name.split("."), row, 1) for row in rows]
     for place in reversed(range(max((len(parts) for parts, _, _ in lines), default=0))):
         found: dict[object, list[tuple[list[str], PlanRow, int]]] = {}
         for parts, row, count in lines:
             numbered = place < len(parts) and parts[place].isdigit()
-            others = (*parts[:place], "#", *parts[place + 1 :]) if numbered else tuple(parts)
+            others = (*parts[:place], "#", *parts[place + 1 :]) if numbered else len(found)
             found.setdefault((others, replace(row, name="", tied=(), hint=""), count), []).append((parts, row, count))
         lines = [_merged(alike, place) for alike in found.values()]
     return [(".".join(parts) + (f" x{count}" if count > 1 else ""), row, count) for parts, row, count in lines]

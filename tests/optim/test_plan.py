@@ -69,6 +69,17 @@ def test_a_plan_of_an_optimizer_shows_parameters_that_other_code_put_into_its_gr
     assert (row.name, row.shape) == ("w", (8, 6))
 
 
+def test_a_plan_of_an_optimizer_lists_a_replaced_layer_beside_the_new_one_of_the_same_name() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(8, 8), "layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(2))})
+    opt = Cosmos(model)
+    model["up"], model["layers"][1] = nn.Linear(8, 8), nn.Linear(8, 8)
+    for group in param_groups(model, beside=opt):
+        opt.add_param_group(group)
+    lines = [line.split("  ")[0] for line in str(plan(opt)).splitlines()]
+    assert lines.count("up.weight") == lines.count("up.bias") == 2
+    assert lines.count("layers.0-1,1.weight x3") == lines.count("layers.0-1,1.bias x3") == 1
+
+
 def test_a_plan_of_adam_mini_counts_its_heads() -> None:
     model = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False)})
     (row,) = plan(model, "adam-mini", head_dim=4).rows

@@ -178,6 +178,14 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 4)])
 
 
+def test_all_outputs_of_an_adaptive_softmax_are_heads() -> None:
+    softmax = nn.AdaptiveLogSoftmaxWithLoss(16, 100, [10, 50], div_value=2.0)
+    found = rules(nn.ModuleDict({"embed": nn.Embedding(100, 16), "up": nn.Linear(16, 16), "out": softmax}))
+    assert {name for name, rule in found.items() if rule == "cosmos"} == {
+        "up.weight", "out.tail.0.0.weight", "out.tail.1.0.weight",
+    }  # fmt: skip
+
+
 def test_lists_of_heads_are_heads_and_an_mlp_in_a_head_has_one_output() -> None:
     model = Wrapped("class_embed", nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)]))
     model.bbox_predictor = MLP()

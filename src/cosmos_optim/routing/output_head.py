@@ -57,7 +57,7 @@ def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str
 def _search_heads(modules: Modules) -> set[str]:
     """Return the declared heads, those found by name, and the one linear layer with the embedding's shape, if any."""
     once = {path: module for path, module in modules.items() if not _is_repeated(path, modules)}
-    found = _declared_heads(once, modules) | _class_layers(once)
+    found = _declared_heads(once, modules) | _class_layers(once) | _adaptive_softmax_layers(once)
     found |= _named_heads(once, modules, found)
     tables = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
     wide = [path for path, m in once.items() if isinstance(m, nn.Linear) and m.out_features > m.in_features
@@ -114,6 +114,19 @@ def _class_layers(once: Modules) -> set[str]:
             n, m = _widths(layer) if isinstance(layer, nn.Linear) and inner.startswith(prefix) else (0, 0)
             if m in counts and n != m:
                 found.add(inner)
+    return found
+
+
+def _adaptive_softmax_layers(once: Modules) -> set[str]:
+    """Return the layers of torch's adaptive softmax that have outputs for classes: its head and the last of each tail.
+
+    The first layer of a tail only makes the features fewer.
+    """
+    found: set[str] = set()
+    for path, module in once.items():
+        if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+            prefix = f"{path}." if path else ""
+            found |= {f"{prefix}head", *(f"{prefix}tail.{i}.1" for i in range(module.n_clusters))}
     return found
 
 

@@ -90,6 +90,11 @@ def _check_settings(matches: list[Match]) -> None:
         try:
             check_options(settings)
         except ValueError as error:
+            if "rule" not in settings:  # torch's Muon has three numbers as ns_coefficients
+                raise ValueError(
+                    f"group {i} of the checkpoint has no 'rule', so another optimizer wrote it, such as one of torch: "
+                    "its state cannot be loaded. Start with a new optimizer"
+                ) from error
             raise ValueError(f"group {i} of the checkpoint: {error}") from None
 
 

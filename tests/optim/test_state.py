@@ -287,6 +287,14 @@ def test_a_wrong_setting_in_a_checkpoint_is_refused_by_its_name_and_changes_noth
     assert same(before, snapshot(torch.nn.ParameterList([p]), opt))
 
 
+@pytest.mark.parametrize("name", ["cosmos", "muon"])
+def test_the_error_for_a_checkpoint_of_torchs_muon_says_that_another_optimizer_wrote_it(name: str) -> None:
+    """Its ns_coefficients are numbers and ours a name, but to change them would not help."""
+    p = matrix((10, 8))
+    with pytest.raises(ValueError, match="group 0 of the checkpoint has no 'rule', so another optimizer wrote it"):
+        OPTIMIZERS[name]([p]).load_state_dict(torch.optim.Muon([p]).state_dict())
+
+
 def test_a_checkpoint_of_a_run_whose_schedule_ended_a_little_below_zero_is_loaded() -> None:
     p = matrix((10, 8))
     opt = Cosmos([p], lr=5e-4, rank=4)

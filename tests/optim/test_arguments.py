@@ -160,6 +160,27 @@ def test_a_wrong_group_is_refused_with_the_reason() -> None:
         Cosmos([nn.Parameter(torch.eye(4).to_sparse())])
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: [{"params": [p]}, p], "params has groups and a Parameter beside them: put all parameters in groups"),
+        (lambda p: [p, {"params": [p]}], "params has groups and a Parameter beside them"),
+        (lambda p: [(p, "w")], r"a named parameter must be a pair \(name, tensor\), got \(Parameter, str\)"),
+        (lambda p: [("w",)], r"must be a pair \(name, tensor\), got \(str\)"),
+        (lambda p: {"params": [p]}, "got a dict: put a group in a list"),
+        (lambda p: {"w": p}, r"got a dict: .* the items\(\) of named parameters"),
+        (lambda p: [{"params": None}], "'params' of a group must be a tensor or a list of them, got a NoneType$"),
+        (lambda p: [{"params": nn.Linear(2, 2)}], r"got a Linear: give its parameters\(\), or param_groups\(model\)"),
+        (lambda p: [{"params": nn.Sequential()}], "got a Sequential: give its parameters"),
+    ],
+)
+def test_parameters_in_a_wrong_form_are_refused_with_the_right_one(make: Any, message: str) -> None:
+    for name in ("cosmos", "adam"):
+        with pytest.raises(TypeError, match=message):
+            OPTIMIZERS[name](make(matrix((6, 4))))
+    Cosmos([{"params": nn.ParameterList([matrix((6, 4))])}])
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_groups_for_another_optimizer_are_refused(name: str) -> None:
     """They would train with the other optimizer's rule under this one's name."""

@@ -239,21 +239,47 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str, stacklevel: int = 4)
         if not groups:
             raise ValueError(f"this {type(params).__name__} has no parameter to train: all are frozen, or it has none")
         return groups
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    if isinstance(params, (Tensor, dict)) or not isinstance(params, Iterable):
         got = "one tensor: put it in a list" if isinstance(params, Tensor) else f"{params!r}"
+        if isinstance(params, dict):
+            got = "a dict: put a group in a list, or give the items() of named parameters"
         raise TypeError(f"params must be a model or an iterable of tensors or groups, got {got}")
     given = _listed(params)
-    groups = [dict(x) for x in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = _as_dicts(given)
     for group in groups:
         if "params" not in group:
             raise ValueError(f"a parameter group with {sorted(group)} has no 'params': list its parameters there")
-        held = group["params"]
-        group["params"] = [held] if isinstance(held, Tensor) else _listed(held)
+        group["params"] = _parameters_of(group)
     groups = apply_marks(groups, rule)
     _refuse_vectors(groups, rule)
     if rule != "adam":
         warn_unrouted(groups, stacklevel + 1)
     return groups if given else given
+
+
+def _as_dicts(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return copies of the groups, or one group of the parameters; raise TypeError for a list of both."""
+    if not any(isinstance(x, dict) for x in given):
+        return [{"params": given}]
+    for x in given:
+        if not isinstance(x, dict):
+            raise TypeError(f"params has groups and a {type(x).__name__} beside them: put all parameters in groups")
+    return [dict(x) for x in given]
+
+
+def _parameters_of(group: Mapping[str, Any]) -> list[Any]:
+    """Return the tensors, or pairs of names and tensors, of a group; raise TypeError for what is neither."""
+    held = group["params"]
+    is_module = isinstance(held, nn.Module) and not isinstance(held, nn.ParameterList)
+    if is_module or not isinstance(held, Iterable):
+        hint = ": give its parameters(), or param_groups(model)" if is_module else ""
+        raise TypeError(f"'params' of a group must be a tensor or a list of them, got a {type(held).__name__}{hint}")
+    items = [held] if isinstance(held, Tensor) else _listed(held)
+    for item in items:
+        if isinstance(item, tuple) and not (len(item) == 2 and isinstance(item[0], str)):
+            kinds = ", ".join(type(part).__name__ for part in item)
+            raise TypeError(f"a named parameter must be a pair (name, tensor), got ({kinds})")
+    return items
 
 
 def _refuse_vectors(groups: Sequence[Mapping[str, Any]], rule: str) -> None:

@@ -209,6 +209,8 @@ def check_arguments(optimizer: type, given: Iterable[str]) -> None:
 
 def rule_named(name: str) -> Rule:
     """Return the rule of this name; a ValueError names them all."""
+    if not isinstance(name, str):  # the class of an optimizer, for example
+        raise ValueError(f"rule={name!r} is not valid: give the name of a rule, one of {sorted(RULES)}")
     if name == "muon-norm":
         raise ValueError("rule 'muon-norm' is rule 'muon' with normalize=True now")
     if name not in RULES:

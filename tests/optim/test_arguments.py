@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_optim import OPTIMIZERS, SOAP, AdamMini, Cosmos, Muon, param_groups
+from cosmos_optim import OPTIMIZERS, SOAP, AdamMini, Cosmos, Muon, param_groups, plan
 from cosmos_optim.hyperparameters import COMMON
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
@@ -136,6 +136,12 @@ def test_a_wrong_group_is_refused_with_the_reason() -> None:
     p = matrix((6, 4))
     with pytest.raises(ValueError, match="did you mean 'cosmos'"):
         Cosmos([{"params": [p], "rule": "cosmo"}])
+    with pytest.raises(ValueError, match="rule=<class .*Muon'> is not valid: give the name of a rule, one of"):
+        Cosmos([{"params": [p], "rule": Muon}])
+    with pytest.raises(ValueError, match="rule=<class .*Muon'> is not valid: give the name of a rule, one of"):
+        plan(decoder(), Muon)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rule=None is not valid"):
+        Cosmos([{"params": [p], "rule": None}])
     with pytest.raises(ValueError, match="'muon-norm' is rule 'muon' with normalize=True"):
         Muon([{"params": [p], "rule": "muon-norm"}])
     with pytest.raises(ValueError, match="no hyper-parameter 'rank'"):

@@ -236,7 +236,8 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
 
     A value comes from the group itself, else from the optimizer's options, else from the defaults.
 
-    options: the optimizer's arguments, `lr` and `adam_lr` among them.
+    options: the optimizer's arguments, `lr` and `adam_lr` among them. `first_rates` are these two before any scheduler
+        changed them, for gamma.
     soap_lr: upper bound of `adam_lr` in gamma = lr / adam_lr.
     """
     defaults = {**COMMON, **rule.defaults}
@@ -256,7 +257,8 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
     if isinstance(filled["lr"], Tensor) and filled["lr"].dim():
         filled["lr"] = filled["lr"].view(())  # a view, not a copy
     if "gamma" in rule.defaults and filled["gamma"] is None:
-        filled["gamma"] = _gamma(filled["lr"], options["adam_lr"], soap_lr)
+        lr, adam_lr = options.get("first_rates", (options["lr"], options["adam_lr"]))
+        filled["gamma"] = _gamma(group.get("lr", lr), adam_lr, soap_lr)
     return filled | {"rule": rule.name}
 
 

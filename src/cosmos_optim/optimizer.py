@@ -64,6 +64,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         adam_lr = hyperparameters.adam_rate(lr, adam_lr, self.adam_ratio)
         self._options = {"adam_lr": adam_lr, "cuda_graphs": cuda_graphs, "offload": offload, **options}
         hyperparameters.check_options({"lr": lr, **self._options})
+        self._options["first_rates"] = float(lr), float(adam_lr)  # schedulers write into rates that are tensors
         self._create_attributes()
         # OneCycleLR and CyclicLR look for "betas" in the defaults; they may cycle beta1 if every group has it.
         cycled = {"betas": options["betas"]} if "betas" in RULES[self.rule].defaults and "betas" in options else {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +233,18 @@ def test_lr_as_a_tensor_trains_as_a_number_and_schedulers_keep_gamma() -> None:
         torch.testing.assert_close(x, y, rtol=FLOAT32, atol=1e-7)
     assert b.param_groups[0]["gamma"] == a.param_groups[0]["gamma"] == 0.25
     assert isinstance(a.param_groups[0]["lr"], torch.Tensor)
+
+
+@pytest.mark.parametrize("make", [float, torch.tensor])
+def test_gamma_of_a_group_added_late_does_not_depend_on_the_schedule(make: Callable[[float], Any]) -> None:
+    opt = Cosmos([matrix((8, 6))], lr=make(1e-3), adam_lr=make(8e-3), rank=2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    opt.param_groups[0]["params"][0].grad = gradient((8, 6), 0)
+    opt.step()
+    schedule.step()
+    for late in (opt, copy.deepcopy(opt)):
+        late.add_param_group({"params": [matrix((8, 6), 1)]})
+        assert late.param_groups[1]["gamma"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from cosmos_optim import AdamMini, Cosmos, param_groups
 from cosmos_optim.routing.param_groups import routes
@@ -34,6 +34,18 @@ def test_parametrized_weights_are_routed_by_their_module() -> None:
     assert found["spectral.parametrizations.weight.original"] == ("cosmos", {})
     assert found["table.parametrizations.weight.original1"] == ("adam", {})
     Cosmos(model, rank=2)
+
+
+def test_pruned_and_normed_weights_of_attention_are_cut_as_the_weights() -> None:
+    model = nn.ModuleDict({"fused": nn.MultiheadAttention(8, 2), "apart": nn.MultiheadAttention(8, 2, kdim=4, vdim=4)})
+    prune.random_unstructured(model["fused"], "in_proj_weight", 0.5)
+    prune.random_unstructured(model["apart"], "k_proj_weight", 0.5)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        nn.utils.weight_norm(model["apart"], "q_proj_weight")
+    found = rules(model)
+    assert found["fused.in_proj_weight_orig"] == ("cosmos", {"split_sizes": (8, 8, 8)})
+    assert found["apart.k_proj_weight_orig"] == found["apart.q_proj_weight_v"] == ("cosmos", {})
+    assert found["apart.q_proj_weight_g"] == ("adam", {})
 
 
 def test_recurrent_projections_are_one_block() -> None:

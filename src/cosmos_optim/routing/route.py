@@ -39,6 +39,8 @@ STORED_IN_OUT = frozenset({
 # Queries and keys, as the common decoders name them, and the rows of one of their heads: Adam-mini's blocks.
 QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
 HEAD_ROWS = 64
+# What torch.nn.utils.prune and weight_norm append to the name of a weight.
+WEIGHT_PART = re.compile(r"_(orig|v|g)$")
 # Row blocks of the fused weights of torch's own modules: one gate or projection each.
 RECURRENT_BLOCKS: dict[type[nn.Module], int] = {
     nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3, nn.RNN: 1, nn.RNNCell: 1,
@@ -258,7 +260,7 @@ def _convolution_form(p: Tensor, groups: int) -> tuple[str, dict[str, Any]]:
 
 def _form_in_known_module(parameter: ModelParameter) -> tuple[str, dict[str, Any]] | None:
     """Return the form of a 2-D weight of torch's attention or recurrent layers, or of a Conv1D; None for others."""
-    p, module, name = parameter.p, parameter.module, parameter.tensor_name
+    p, module, name = parameter.p, parameter.module, WEIGHT_PART.sub("", parameter.tensor_name)
     if "Conv1D" in _class_names(module) and p.shape[1] == getattr(module, "nf", None):
         return "Conv1D, stored (in, out)", {"layout": "in_out"}
     if isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight":

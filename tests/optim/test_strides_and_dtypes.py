@@ -159,7 +159,8 @@ def test_float32_and_bfloat16_gradients_of_bfloat16_parameters_train_alike(name:
 def test_dtypes_that_cannot_be_trained_are_refused_by_name() -> None:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         frozen = nn.Parameter(torch.zeros(8, 4, dtype=dtype), requires_grad=False)
-        with pytest.raises(ValueError, match=f"'w' of shape .* has dtype {dtype}, which cannot be trained: freeze it"):
+        message = f"'w' of shape .* has dtype {dtype}, which cannot be trained: freeze it and leave it out"
+        with pytest.raises(ValueError, match=message):
             Cosmos([("w", frozen)])
 
 

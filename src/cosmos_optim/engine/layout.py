@@ -381,7 +381,7 @@ class Layout:
 def check_trainable(name: str, p: Tensor) -> None:
     """Raise ValueError for a parameter that no rule can train: complex, of few bits, or sparse."""
     if p.dtype not in TRAINED:
-        narrow = f"has dtype {p.dtype}, which cannot be trained: freeze it, or optimize a floating-point copy"
+        narrow = f"has dtype {p.dtype}, which cannot be trained: freeze it and leave it out, or optimize a wider copy"
         hint = "is complex: split it into two real parameters" if p.is_complex() else narrow
         raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} {hint}")
     if p.layout is not torch.strided:

@@ -270,8 +270,9 @@ def _warn_of_groups(optimizer: MatrixOptimizer, matches: list[Match], saved_coun
         )
     if any(match.ours is not group for match, group in zip(matches, optimizer.param_groups, strict=False)):
         warnings.warn(
-            "the checkpoint has other groups of the same parameters, as older versions made them: param_groups become "
-            "those. Build a scheduler after this, and load both checkpoints again: it keeps rates by position",
+            "the checkpoint has other groups of the same parameters, as after add_param_group or in an older version: "
+            "param_groups become those. Build a scheduler after this, and load both checkpoints again: it keeps rates "
+            "by position",
             stacklevel=4,
         )
 

@@ -40,6 +40,21 @@ def with_a_decayed_head(model: torch.nn.Module) -> list[dict[str, object]]:
     return [hidden, {**other, "params": rest}, {"params": head, "rule": "adam"}]
 
 
+def test_a_checkpoint_with_layers_added_late_loads_with_a_warning_that_names_the_cause() -> None:
+    model = decoder()
+    model.up.requires_grad_(False)
+    old = Cosmos(model, rank=4)
+    model.up.requires_grad_(True)
+    for group in param_groups(model, beside=old):
+        old.add_param_group(group)
+    train(model, old, range(2))
+    other = copy.deepcopy(model)
+    new = Cosmos(other, rank=4)
+    with pytest.warns(UserWarning, match="as after add_param_group or in an older version"):
+        new.load_state_dict(old.state_dict())
+    assert train(model, old, range(2, 4)) == train(other, new, range(2, 4))
+
+
 @pytest.mark.parametrize("groups_of", [in_the_order_of_the_parameters, with_a_decayed_head])
 def test_a_checkpoint_of_other_groups_continues_bit_for_bit_with_its_scheduler(
     groups_of: Callable[[torch.nn.Module], list[dict[str, object]]],

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import cosmos_optim
 from cosmos_optim import Adam, Cosmos, Muon, NorMuon, param_groups
-from cosmos_optim.hyperparameters import complete
+from cosmos_optim.hyperparameters import adam_rate, complete
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
 from cosmos_optim.linalg.normalization import bias_correction, normalize_rows, quotient, unit_rms
@@ -203,6 +203,7 @@ class Levers(MatrixOptimizer):
     embedding_betas, head_betas: betas of AdamW there.
     gamma_attention, gamma_mlp: factors of gamma in attention and in the MLP.
     basis_beta2, balance: as in `cosmos_trial`.
+    hidden_rates: factors of lr for the hidden matrices with these words in their names; gamma stays.
     decays: weight decay of "embedding", "head", "hidden", "vectors"; what is not named has that of the optimizer.
     cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
         W <- W - lr decay W.
@@ -223,11 +224,12 @@ class Levers(MatrixOptimizer):
         self, params: Any, lr: float, *, head_rule: bool = False, outer_rows: bool = False,
         embedding_betas: tuple[float, float] | None = None, head_betas: tuple[float, float] | None = None,
         gamma_attention: float | None = None, gamma_mlp: float | None = None, basis_beta2: float | None = None,
-        balance: float | None = None, decays: dict[str, float] | None = None, cautious_decay: float = 0.0,
-        lookahead: float = 0.0, **options: Any,
+        balance: float | None = None, hidden_rates: dict[str, float] | None = None,
+        decays: dict[str, float] | None = None, cautious_decay: float = 0.0, lookahead: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         groups = param_groups(params, self.rule) if isinstance(params, torch.nn.Module) else list(params)
-        adam_lr = options.get("adam_lr")
+        adam_lr = adam_rate(lr, options.get("adam_lr"), self.adam_ratio)
+        usual = complete({}, RULES[self.rule], {**options, "lr": lr, "adam_lr": adam_lr}, self.soap_lr)
         gammas = {".attn.": gamma_attention, ".mlp.": gamma_mlp}
         betas = {"embed.weight": embedding_betas, "head.weight": head_betas}
         changed = []
@@ -238,7 +240,7 @@ class Levers(MatrixOptimizer):
             if decays and part in decays:
                 group["weight_decay"] = decays[part]
             if outer:
-                group.setdefault("lr", lr if adam_lr is None else adam_lr)
+                group.setdefault("lr", adam_lr)
             if outer and betas[name] is not None:
                 group["betas"] = betas[name]
             if name == "head.weight" and head_rule:
@@ -249,8 +251,12 @@ class Levers(MatrixOptimizer):
                 group |= {"rule": COSMOS_TRIAL.name, "basis_beta2": basis_beta2, "balance": balance}
             for module, factor in gammas.items():
                 if hidden and factor is not None and module in name:
-                    asked = {**options, "lr": lr, "adam_lr": adam_lr}
-                    group["gamma"] = factor * complete({}, RULES[self.rule], asked, self.soap_lr)["gamma"]
+                    group["gamma"] = factor * usual["gamma"]
+            for word, factor in (hidden_rates or {}).items():
+                if hidden and word in name:
+                    group["lr"] = factor * lr
+                    if "gamma" in usual:
+                        group.setdefault("gamma", usual["gamma"])
             changed.append(group)
         self._cautious_decay, self._lookahead = cautious_decay, lookahead
         self._peak = 0.0

@@ -12,6 +12,7 @@ from benchmarks.protocol import Protocol
 from benchmarks.variants import LEVERS, VARIANTS, Variant
 from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer
+from cosmos_optim import Cosmos
 from cosmos_optim.linalg.subspace import take_first_bases
 from cosmos_optim.rules import RULES, cosmos, muon, soap
 
@@ -152,6 +153,15 @@ def test_decays_give_a_weight_decay_to_one_part_of_the_model(part: str) -> None:
     of = {name: kinds.get(name, "vectors" if "norm" in name else "hidden") for name in decays}
     assert set(of.values()) >= {"embedding", "head", "vectors", "hidden"}
     assert {name for name, decay in decays.items() if decay} == {name for name, kind in of.items() if kind == part}
+
+
+def test_hidden_rates_are_factors_of_lr_and_leave_gamma() -> None:
+    groups = trials.TrialCosmos(one_block(), lr=1e-3, adam_lr=2e-2, hidden_rates={".q.": 2, ".down.": 0.5}).param_groups
+    rates = {name: group["lr"] for group in groups if group["rule"] == "cosmos" for name in group["param_names"]}
+    factors = {"blocks.0.attn.q.weight": 2, "blocks.0.mlp.down.weight": 0.5}
+    assert rates == {name: 1e-3 * factors.get(name, 1) for name in rates}
+    usual = Cosmos(one_block(), lr=1e-3, adam_lr=2e-2).param_groups[0]["gamma"]
+    assert {group["gamma"] for group in groups if group["rule"] == "cosmos"} == {usual}
 
 
 def test_the_small_comparison_compares_every_change_with_an_unchanged_run_of_its_seed() -> None:

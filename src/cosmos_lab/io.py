@@ -57,6 +57,11 @@ def disk_error(error: OSError, path: Path, instead: str = "choose another --out"
     return found
 
 
+def valid_text(text: object) -> str:
+    """Return a text that UTF-8 can write: a path in another encoding has half characters, which become "?"."""
+    return str(text).encode(errors="replace").decode()
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

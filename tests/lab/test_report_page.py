@@ -90,12 +90,15 @@ def test_hostile_names_do_not_break_the_page(tmp_path: Path, no_figures: None) -
     assert data_of(page)[0][0]["methods"][0]["name"] == evil
 
 
-def test_names_that_are_not_valid_text_are_in_page_and_figures(tmp_path: Path) -> None:
+def test_names_that_are_not_valid_text_are_in_page_figures_and_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A name or path in another encoding reaches Python with half characters, which cannot be written."""
     run = make_run(tmp_path / "runs" / "a", "adam", falling(2.0), name="_caf\udce9 $x")
     (tmp_path / "runs" / "caf\udce9").mkdir()
     page = write_report([tmp_path / "runs"], tmp_path / "out").page
     assert "_caf? $x" in page.read_text() and "runs/caf?" in page.read_text()
+    assert "runs/caf?" in caplog.text
     (specs,) = specify([task_of(run)])
     (axes,) = figures._lines(specs[0], specs[0].charts[0]).axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [r" _caf? \$x"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cosmos_lab.io import atomic_write, explained
+from cosmos_lab.io import atomic_write, explained, valid_text
 from cosmos_lab.report.charts import Section, specify
 from cosmos_lab.report.heat import HeatSection
 from cosmos_lab.report.page import render
@@ -45,9 +45,9 @@ def write_report(
         remark = _figures(specs, page.parent / "figures")
         text = render(title, tasks, specs, not_shown, remark, noise)
         with atomic_write(page) as file:
-            file.write(text.encode(errors="replace"))  # a name of a folder may not be valid text
+            file.write(valid_text(text).encode())
     if not_shown:
-        _log.warning("%s %s: %s", unreadable(not_shown), not_shown[0].folder, reason(not_shown[0]))
+        _log.warning("%s %s: %s", unreadable(not_shown), valid_text(not_shown[0].folder), reason(not_shown[0]))
     return Report(page, _summaries(tasks, noise))
 
 

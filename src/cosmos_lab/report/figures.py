@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from cosmos_lab.display import count
-from cosmos_lab.io import atomic_write
+from cosmos_lab.io import atomic_write, valid_text
 from cosmos_lab.report.charts import Axis, Chart, Line, Section
 from cosmos_lab.report.style import THEMES, Look
 
@@ -134,7 +134,7 @@ def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:
 
 def _legend_text(label: str) -> str:
     """Return a label as matplotlib shows it: "$" would start a formula, and a "_" in front leave the label out."""
-    text = label.encode(errors="replace").decode().replace("$", r"\$")  # a name of a folder may not be valid text
+    text = valid_text(label).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 

@@ -1,13 +1,13 @@
 """Compare on a small model on a CPU: hints which rows and which changes deserve time on a GPU.
 
-    python -m benchmarks.small_model levers DATA OUT [SECONDS]
-    python -m benchmarks.small_model rows DATA OUT [SECONDS]
+    python -m benchmarks.small_model levers DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
+    python -m benchmarks.small_model rows DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
 
 A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them, as in LLaMA-60M. "levers" are the
 changes of benchmarks/variants.py: first come the runs that show that COSMOS's rates are the best of those around them,
 then each change with several seeds. "rows" is the search of docs/protocol.md for every optimizer. The same command
-continues; OUT/bundle.json has the results. The kept levers have seed 0, and seeds 1 and 2 of a faster basis. DATA was
-made from 19,309 articles of English Wikipedia:
+continues; OUT/bundle.json has the results, those of KNOWN included. PARALLEL processes (2) share the CPU. DATA was made
+from 19,309 articles of English Wikipedia:
 
     cosmos-lab data prepare wiki.jsonl --tokenizer train:4096 --prefix wiki4k --val-fraction 0.1 --max-val-tokens 700000
 """
@@ -49,11 +49,13 @@ def levers() -> tuple[Run, ...]:
     return *rates, *betas, *with_changes
 
 
-def main(what: str, data: str, out: str, seconds: str = "inf") -> int:
+def main(what: str, data: str, out: str, seconds: str = "inf", parallel: str = "2", *known: str) -> int:
     """Run what is missing, print the table, and return 1 if a run failed."""
     trials.register()
     runs = {"levers": levers(), "rows": ()}[what]
-    options = Options(data, Path(out), seconds=float(seconds), parallel=2, device="cpu", compile="off", runs=runs)
+    options = Options(
+        data, Path(out), tuple(map(Path, known)), float(seconds), int(parallel), device="cpu", compile="off", runs=runs
+    )
     queue = Queue(PROTOCOL, options, BEGAN)
     good = queue.work()
     print(table(PROTOCOL, queue.results))

@@ -82,6 +82,7 @@ LEVERS = (  # In the order in which they should be tried.
     _lever("outputs-half", "hidden rate of matrices that write to the residual times 0.5",
            "hidden_rates={'.o.': 0.5, '.down.': 0.5}", rows=MATRIX),
     Variant("heads", "each head of attention its own matrix", MATRIX, options=("split_heads=True",)),
+    _lever("gamma-x2", "twice gamma", "gamma_attention=2.0", "gamma_mlp=2.0", rows=("cosmos",)),
     _lever("gamma-attention-half", "half of gamma in attention", "gamma_attention=0.5", rows=("cosmos",)),
     _lever("gamma-mlp-half", "half of gamma in the MLP", "gamma_mlp=0.5", rows=("cosmos",)),
     Variant("two-sided", "bases on both sides of a matrix", ("cosmos",), options=("two_sided=True",)),

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -202,6 +203,21 @@ def test_bad_input_is_a_clear_error_and_leaves_no_run(tiny_run: RunConfig, chang
 def test_a_missing_gpu_is_a_clear_error(tiny_run: RunConfig) -> None:
     with pytest.raises(ValueError, match="torch sees no GPU here"):
         train(tiny_run.replace(device="cuda"))
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_gpu_that_does_not_start_ends_the_run_instead_of_leaving_it_to_the_cpu(
+    tiny_run: RunConfig, asked: Literal["auto", "cuda"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> None:
+        raise RuntimeError("the driver is too old\nand more lines")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(ValueError, match=r"CUDA does not start \(the driver is too old\); use --device cpu"):
+        train(tiny_run.replace(device=asked))
+    train(tiny_run.replace(device="cpu", steps=2))
 
 
 def test_an_unknown_field_is_refused_with_the_close_ones(tiny_run: RunConfig) -> None:

@@ -115,12 +115,27 @@ class World:
 
 
 def pick_device(asked: str) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda"; a missing GPU is a ValueError."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
-    if asked == "cpu" or not torch.cuda.is_available():
+    """Return the device for "auto", "cpu" or "cuda"; a ValueError if a GPU is asked for, or there, and does not start.
+
+    A run that silently continued on the CPU could take days for what a GPU does in an hour.
+    """
+    if asked == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if torch.cuda.device_count():  # counted by the driver's library, which works where CUDA does not start
+        raise ValueError(f"this machine has a GPU, but CUDA does not start ({_why_cuda_fails()}); use --device cpu")
+    if asked == "cuda":
+        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
+    return torch.device("cpu")
+
+
+def _why_cuda_fails() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return first_line(error)
+    return "torch.cuda.is_available() is False"
 
 
 @contextlib.contextmanager

@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
         print(queue.plan())
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the workers too
-    with compile_cache(a.compiled, options.out / "compiled"), shared_gpu(options.mps):
-        good = queue.work()
+    with compile_cache(a.compiled, options.out / "compiled"), shared_gpu(options.mps) as restart:
+        good = queue.work(restart)
     print(table(protocol, queue.results))
     return 0 if good else 1
 

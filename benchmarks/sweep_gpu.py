@@ -8,7 +8,7 @@ import subprocess
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,16 +40,32 @@ def compile_cache(archive: Path | None, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def shared_gpu(wanted: bool) -> Iterator[None]:
-    """Run NVIDIA's MPS daemon, so that kernels of several processes run at the same time."""
+def shared_gpu(wanted: bool) -> Iterator[Callable[[], None] | None]:
+    """Run NVIDIA's MPS daemon, so that kernels of several processes run at the same time.
+
+    Yield a function that starts the daemon again, or None without MPS. Processes that share a GPU by MPS share errors
+    too: after an illegal address in one, all of them fail, and new ones as well until the last of these has ended.
+    """
     if not wanted:
-        yield
+        yield None
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
-        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20)
-        try:
-            yield
-        finally:
+
+        def start() -> None:
+            one = tempfile.mkdtemp(dir=folder)  # for each daemon: an earlier one may not have ended
+            os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": one, "CUDA_MPS_LOG_DIRECTORY": one}
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20)
+
+        def stop() -> None:
             with suppress(subprocess.TimeoutExpired):  # all clients have ended, so there is nothing to wait for
                 subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 1\n", text=True, timeout=5)
+
+        def restart() -> None:
+            stop()
+            start()
+
+        start()
+        try:
+            yield restart
+        finally:
+            stop()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 
 from benchmarks.comparison import Run
@@ -27,6 +28,8 @@ from cosmos_lab.run import checkpoint
 CLOSING = 2.0  # seconds of --seconds that are kept for ending processes, the archive and the table
 SAVING = 15.0  # seconds before that in which runs that are cut off can write a checkpoint
 MOST_FAILURES = 4  # failed runs after which the queue ends: something is wrong with the machine or the code
+# Failures that may come from another process on the GPU.
+LOST_GPU = re.compile("CUDA (driver )?error|CUDA initialization|CUDA does not start|its process ended with")
 
 
 class Queue:
@@ -39,6 +42,7 @@ class Queue:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = read_results([*options.known, self.folder])
         self.failed: dict[str, str] = {}
+        self.begun_again: set[str] = set()
         self.possible: dict[tuple[str, str], bool] = {}  # by row and variant
         self.finished: list[str] = []
         if protocol.tuned_on and not options.runs:
@@ -47,8 +51,12 @@ class Queue:
             if missing:
                 self._say(f"skipped, because --known has no search of {protocol.tuned_on}: {', '.join(missing)}")
 
-    def work(self) -> bool:
-        """Run the queue; return whether every run that began and was not cut off has finished."""
+    def work(self, restart_gpu: Callable[[], None] | None = None) -> bool:
+        """Run the queue; return whether every run that began and was not cut off has finished.
+
+        An error of one process may be an error of all that share the GPU. If there is a function to start the GPU's
+        daemon again, all processes end then, and their runs begin again; each run can cause this once.
+        """
         self._bundle()
         self.options.unfinished.mkdir(parents=True, exist_ok=True)  # now, because a process takes long to fail
         workers: list[Worker] = []
@@ -63,22 +71,30 @@ class Queue:
                 if not ready:
                     self._cut_off(running)
                     break
+                again = len(self.begun_again)
                 for worker in running:
-                    if worker.pipe in ready and not self._receive(worker):
+                    if worker.pipe in ready and not self._receive(worker, once_more=restart_gpu is not None):
                         workers.remove(worker)
                         worker.end()
+                if restart_gpu and len(self.begun_again) > again:
+                    self._end(workers)
+                    restart_gpu()
         except (SystemExit, KeyboardInterrupt):  # by SIGTERM or Ctrl-C
             self._cut_off([worker for worker in workers if worker.run])
             raise
         finally:
-            for worker in workers:
-                worker.process.kill()  # all of them before waiting for one: a process with a GPU ends slowly
-            for worker in workers:
-                worker.end()
+            self._end(workers)
             if not self.options.checkpoints:
                 shutil.rmtree(self.options.unfinished, ignore_errors=True)
         self._say(f"{len(self.finished)} runs finished, {len(self.failed)} failed, {self._rest()}")
         return not self.failed
+
+    def _end(self, workers: list[Worker]) -> None:
+        """End all processes, and empty the list."""
+        for worker in workers:
+            worker.process.kill()  # all of them before waiting for one: a process with a GPU ends slowly
+        while workers:
+            workers.pop().end()
 
     def _cut_off(self, workers: list[Worker]) -> None:
         """End runs that cannot finish; those that write a checkpoint in time can be continued."""
@@ -190,10 +206,17 @@ class Queue:
         pace = statistics.median(r["train_s"] / r["tokens"] for r in alike)
         return start + cost * max(1.0, now / then) * pace * self.protocol.tokens(run)
 
-    def _receive(self, worker: Worker) -> bool:
-        """Keep a worker's result; return False if there is none."""
+    def _receive(self, worker: Worker, once_more: bool) -> bool:
+        """Keep a worker's result; return False if there is none.
+
+        once_more: whether a run that may have lost the GPU begins again, if it has not done so before.
+        """
         assert worker.run is not None
         name, answer = worker.run.id, worker.answer()
+        if isinstance(answer, str) and once_more and name not in self.begun_again and LOST_GPU.search(answer):
+            self.begun_again.add(name)
+            self._say(f"all runs begin again, because {name} may have lost the GPU: {answer}")
+            return False
         if isinstance(answer, str):
             self.failed[name] = answer
             self._say(f"FAILED {name}: {answer}")

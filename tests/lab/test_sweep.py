@@ -22,7 +22,7 @@ from benchmarks.comparison import Regime, Run
 from benchmarks.kept_runs import losses, read_results, run_of
 from benchmarks.protocol import Protocol
 from benchmarks.sweep import main
-from benchmarks.sweep_gpu import compile_cache
+from benchmarks.sweep_gpu import compile_cache, shared_gpu
 from benchmarks.sweep_options import Options
 from benchmarks.sweep_queue import CLOSING, Queue
 from benchmarks.sweep_table import table
@@ -142,6 +142,57 @@ def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypat
     queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
     assert not queue.work()
     assert queue.failed == {begun[0]: "its process ended with -9"} and len(queue.finished) >= 3
+
+
+@pytest.mark.slow
+def test_all_runs_begin_again_on_a_new_gpu_daemon_if_one_may_have_broken_it_but_each_run_causes_that_once(
+    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin, begun, restarted = Worker.begin, list[str](), list[list[str]]()
+
+    def begin_or_die(worker: Worker, run: Run) -> None:
+        begun.append(run.id)
+        if run.id == begun[0]:
+            worker.process.kill()
+            worker.process.join()
+        begin(worker, run)
+
+    monkeypatch.setattr(Worker, "begin", begin_or_die)
+    first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
+    queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
+    assert not queue.work(lambda: restarted.append(list(begun)))
+    first, beside = begun[:2]
+    assert restarted == [[first, beside]] and begun[2:4] == [first, beside]
+    assert queue.failed == {first: "its process ended with -9"}
+    assert beside in queue.finished and begun.count(beside) == 2 and len(queue.finished) >= 3
+    assert f"all runs begin again, because {first} may have lost the GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [
+    "RuntimeError: CUDA driver error: an illegal memory access was encountered", "its process ended with -6",
+    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "ValueError: this machine has a GPU, but CUDA does not start (Error 805); use --device cpu",
+])  # fmt: skip
+def test_an_error_that_another_process_can_cause_counts_as_a_lost_gpu(text: str) -> None:
+    assert sweep_queue.LOST_GPU.search(f"Traceback (most recent call last):\n  File\n{text}\n")
+    assert not sweep_queue.LOST_GPU.search("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_each_gpu_daemon_has_a_new_folder_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+        monkeypatch.setenv(name, "elsewhere")
+    program, log = tmp_path / "nvidia-cuda-mps-control", tmp_path / "log"
+    program.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY ${{1:-$(cat)}}" >> {log}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with shared_gpu(wanted=True) as restart:
+        assert restart is not None
+        restart()
+    (one, *first), (two, *second), (three, *third), (four, *fourth) = map(str.split, log.read_text().splitlines())
+    assert [first, second, third, fourth] == [["-d"], ["quit", "-t", "1"], ["-d"], ["quit", "-t", "1"]]
+    assert one == two != three == four and not Path(one).exists()
+    with shared_gpu(wanted=False) as nothing:
+        assert nothing is None
 
 
 @pytest.mark.slow

@@ -127,17 +127,23 @@ def test_a_run_cut_off_by_the_deadline_leaves_no_result(options: Options, capsys
     assert "0 runs finished, 0 failed, 2 can begin now; the first, tiny-B-adamw-" in capsys.readouterr().out
 
 
-def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def runs_that_begin(monkeypatch: pytest.MonkeyPatch, dies: Callable[[list[str]], bool]) -> list[str]:
+    """Return the list of runs that begin from now on; the process of the last one dies before it if `dies` says so."""
     begin, begun = Worker.begin, list[str]()
 
-    def kill_and_begin(worker: Worker, run: Run) -> None:
+    def begin_or_die(worker: Worker, run: Run) -> None:
         begun.append(run.id)
-        if len(begun) == 1:
+        if dies(begun):
             worker.process.kill()
             worker.process.join()
         begin(worker, run)
 
-    monkeypatch.setattr(Worker, "begin", kill_and_begin)
+    monkeypatch.setattr(Worker, "begin", begin_or_die)
+    return begun
+
+
+def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = runs_that_begin(monkeypatch, dies=lambda begun: len(begun) == 1)
     first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
     queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
     assert not queue.work()
@@ -148,16 +154,7 @@ def test_the_queue_continues_if_an_idle_process_dies(options: Options, monkeypat
 def test_all_runs_begin_again_on_a_new_gpu_daemon_if_one_may_have_broken_it_but_each_run_causes_that_once(
     options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begin, begun, restarted = Worker.begin, list[str](), list[list[str]]()
-
-    def begin_or_die(worker: Worker, run: Run) -> None:
-        begun.append(run.id)
-        if run.id == begun[0]:
-            worker.process.kill()
-            worker.process.join()
-        begin(worker, run)
-
-    monkeypatch.setattr(Worker, "begin", begin_or_die)
+    begun, restarted = runs_that_begin(monkeypatch, dies=lambda begun: begun[-1] == begun[0]), list[list[str]]()
     first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])
     queue = Queue(first_runs, dataclasses.replace(options, parallel=2))
     assert not queue.work(lambda: restarted.append(list(begun)))

@@ -262,6 +262,20 @@ def test_an_unknown_parameter_is_an_error_until_an_override_names_its_rule() -> 
     assert rules(model, overrides={"mix*": "adam"})["mixing"] == "adam"
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_call_in_the_error_for_an_unknown_parameter_makes_groups_for_that_optimizer(name: str) -> None:
+    model = decoder()
+    model.mixing = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="is not known to be") as error:
+        OPTIMIZERS[name](model)
+    text = str(error.value)
+    (call,) = re.findall(r"param_groups\(.*?\)", text)
+    opt = OPTIMIZERS[name](eval(call, {"param_groups": param_groups, "model": model}), weight_decay=0.1)
+    (group,) = (group for group in opt.param_groups if "mixing" in group["param_names"])
+    assert (group["rule"], group["weight_decay"]) == ("adam", 0.0)
+    assert ("or {'rule': 'adam', 'weight_decay': 0.1}" in text) == (name == "adam")
+
+
 def test_an_override_matches_names_with_brackets_as_they_are_and_as_the_error_writes_them() -> None:
     model = nn.Sequential(nn.Module())
     model[0].register_parameter("mix[1]", nn.Parameter(torch.randn(4, 4)))

@@ -183,11 +183,15 @@ def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
     patterns = list(dict.fromkeys(layer_pattern(parameter.name) for parameter in parameters))
     more = f" and {len(patterns) - 8} more" if len(patterns) > 8 else ""
     others = f", and neither is any of {patterns[:8]}{more}" if len(parameters) > 1 else ""
+    own = "" if rule == "cosmos" else f"{rule!r}, "
+    call = f"param_groups(model, {own}overrides={{{patterns[0]!r}: 'adam'}})"
+    advice = f"choose its rule with {call}, the safe choice for tables, scales and gates, or {rule!r} for a matrix that"
+    advice += " multiplies features"
+    if rule == "adam":  # the kind decides only what is decayed
+        advice = f"use {call}, which does not decay it, or {{'rule': 'adam', 'weight_decay': 0.1}} instead of 'adam'"
     raise ValueError(
         f"parameter {first.name!r} of shape {tuple(first.p.shape)} in {type(first.module).__name__} is not known to "
-        f"be a hidden matrix or an embedding{others}: choose its rule with "
-        f"param_groups(model, overrides={{{patterns[0]!r}: 'adam'}}), the safe choice for tables, scales and gates, "
-        f"or {rule!r} for a matrix that multiplies features"
+        f"be a hidden matrix or an embedding{others}: {advice}"
     )
 
 

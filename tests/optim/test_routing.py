@@ -10,7 +10,7 @@ from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, param_groups, plan
 from cosmos_optim.routing.param_groups import routes
-from tests.optim.helpers import decoder, gradient
+from tests.optim.helpers import decoder, gradient, small_rank
 
 
 def rules(model: nn.Module, **kwargs) -> dict[str, str]:
@@ -316,19 +316,20 @@ def test_an_override_for_a_frozen_parameter_is_accepted() -> None:
     param_groups(model, overrides={"up.*": {"lr": 0.1}})
 
 
-def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_layers_unfrozen_later_join_with_their_full_names_and_routes(name: str) -> None:
     """From a layer alone, routing could not see that it is the output head, and two layers would have equal names."""
-    model = decoder()
+    model, kind = decoder(), OPTIMIZERS[name]
     for layer in (model.lm_head, model.down):
         layer.requires_grad_(False)
-    opt = Cosmos(model, rank=4)
+    opt = kind(model, **small_rank(name))
     for layer in (model.lm_head, model.down):
         layer.requires_grad_(True)
     for group in param_groups(model, beside=opt):
         opt.add_param_group(group)
     added = {name: group["rule"] for group in opt.param_groups for name in group["param_names"]}
-    expected = {name: group["rule"] for group in param_groups(model) for name, _ in group["params"]}
-    assert added == expected and added["lm_head.weight"] == "adam"
+    expected = {name: group["rule"] for group in param_groups(model, kind.rule) for name, _ in group["params"]}
+    assert added == expected and added["down.weight"] == kind.rule
     assert param_groups(model, beside=opt) == []
 
 

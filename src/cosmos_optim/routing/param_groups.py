@@ -28,7 +28,7 @@ DECAYS = ("matrices", "all")
 
 
 def param_groups(
-    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
+    model: nn.Module, rule: str | None = None, *, overrides: Overrides | None = None,
     head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
     beside: Optimizer | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -39,7 +39,8 @@ def param_groups(
 
     Args:
         model: any module. Frozen parameters are left out.
-        rule: the rule of the hidden matrices, that is, of the optimizer that gets the groups ("muon" for `Muon`).
+        rule: the rule of the hidden matrices, that is, of the optimizer that gets the groups ("muon" for `Muon`). None
+            means that of `beside`, or "cosmos".
         overrides: pattern -> rule name, or a mapping of hyper-parameters and "rule"; patterns are shell-style and
             matched against parameter names, in order, before everything else. An override changes only what it
             names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
@@ -59,6 +60,8 @@ def param_groups(
     groups: dict[Any, dict[str, Any]] = {}
     if not isinstance(beside, Optimizer | None):
         raise TypeError(f"beside must be an optimizer, got a {type(beside).__name__}")
+    if rule is None:
+        rule = getattr(beside, "rule", "cosmos")  # an optimizer of another package has none
     held = {id(p) for group in beside.param_groups for p in group["params"]} if beside is not None else set()
     for parameter, route in routes(model, rule, overrides=overrides, head=head, decay=decay, split_heads=split_heads):
         if id(parameter.p) in held:

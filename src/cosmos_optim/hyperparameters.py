@@ -197,7 +197,8 @@ def check_arguments(optimizer: type, given: Iterable[str]) -> None:
         return
     for name in given:
         if name in ROUTING:
-            raise TypeError(f"{name!r} is an argument of param_groups: give param_groups(model, {name}=...)")
+            own = "" if optimizer.rule == "cosmos" else f"{optimizer.rule!r}, "  # type: ignore[attr-defined]
+            raise TypeError(f"{name!r} is an argument of param_groups: give param_groups(model, {own}{name}=...)")
         if name not in known:
             hint = suggestion(name, known)
             if not hint:

@@ -47,7 +47,8 @@ class Cosmos(MatrixOptimizer):
         params: a model, `param_groups(model)`, or anything torch.optim takes (then every parameter must be a matrix).
         lr: learning rate of the hidden matrices: the RMS of their update.
         adam_lr: learning rate of embeddings, output head, norms and biases; None means 4 lr.
-        weight_decay: decoupled weight decay, multiplied by the group's lr.
+        weight_decay: decoupled weight decay, multiplied by the group's lr. Of a model only the hidden matrices are
+            decayed, unless `param_groups(model, decay="all")` or an override asks for more.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         rank: dimension of the tracked subspace, at most n.
@@ -335,14 +336,15 @@ class AdamMini(MatrixOptimizer):
 
 
 class Adam(MatrixOptimizer):
-    """Adam with decoupled weight decay for every parameter: torch.optim.AdamW on this library's engine.
+    """AdamW for every parameter: torch.optim.AdamW on this library's engine.
 
         V = b2 V + (1 - b2) G^2,  W <- W - lr (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps)
 
     Args:
         lr: learning rate.
         adam_lr: overrides lr, for code that passes both to every optimizer.
-        params, weight_decay: as in `Cosmos`; the groups are `param_groups(model, "adam")`; they may hold vectors too.
+        params, weight_decay: as in `Cosmos`, so of a model only the hidden matrices are decayed. torch decays
+            everything, which is `param_groups(model, "adam", decay="all")`. A list of parameters may hold vectors too.
 
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         betas: decay of the two moments.

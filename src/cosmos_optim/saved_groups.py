@@ -153,8 +153,8 @@ def _split_by_dtype(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any
 def _regrouped(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return our groups, or our parameters in the groups of the checkpoint if both name the same parameters.
 
-    Older checkpoints have one group for AdamW, often the first. Our groups change, not the saved ones, because
-    schedulers save their rates by position.
+    Older checkpoints have one or two groups for AdamW, some of them first. Our groups change, not the saved ones,
+    because schedulers save their rates by position.
     """
     our_groups = optimizer.param_groups
     saved_names = [_names(group) for group in saved_groups]

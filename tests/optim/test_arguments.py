@@ -82,6 +82,16 @@ def test_an_unknown_argument_is_a_type_error_that_says_what_to_give(kwargs: dict
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_argument_of_param_groups_is_a_type_error_with_the_call_for_that_optimizer(name: str) -> None:
+    model = decoder()
+    with pytest.raises(TypeError, match="is an argument of param_groups") as error:
+        OPTIMIZERS[name](model, decay="all")
+    (call,) = re.findall(r"param_groups\(.*\)", str(error.value))
+    names = {"param_groups": param_groups, "model": model}
+    OPTIMIZERS[name](eval(call.replace("...", "'all'"), names))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_option_is_visible_keyword_only_and_documented(name: str) -> None:
     made = OPTIMIZERS[name]
     parameters = dict(inspect.signature(made).parameters)

@@ -167,16 +167,26 @@ class Tied(nn.Module):
         self.lm_head.weight = self.embed.weight
 
 
-def test_weight_decay_is_for_hidden_matrices_unless_it_is_for_all() -> None:
-    model = decoder()
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weight_decay_is_for_hidden_matrices_unless_it_is_for_all(name: str) -> None:
+    model, kind = decoder(), OPTIMIZERS[name]
     for decay, expected in (("matrices", {"up.weight", "down.weight"}), ("all", None)):
-        groups = param_groups(model, decay=decay)
-        opt = Cosmos(groups, weight_decay=0.1)
+        groups = param_groups(model, kind.rule, decay=decay)
+        opt = kind(groups, weight_decay=0.1)
         decayed = {name for group in opt.param_groups for name in group["param_names"] if group["weight_decay"]}
         assert decayed == (expected or {name for name, _ in model.named_parameters()})
-        assert {row.name for row in plan(model, weight_decay=0.1, decay=decay).rows if row.weight_decay} == decayed
+        rows = plan(model, name, weight_decay=0.1, decay=decay).rows
+        assert {row.name for row in rows if row.weight_decay} == decayed
     with pytest.raises(ValueError, match="decay='none' is not valid: give one of"):
         param_groups(model, decay="none")
+
+
+def test_another_rule_does_not_change_what_is_decayed() -> None:
+    others = {"up.weight": "adam", "embed.weight": "cosmos", "lm_head.weight": "cosmos"}
+    opt = Cosmos(param_groups(decoder(), overrides=others), weight_decay=0.1)
+    assert {name for group in opt.param_groups for name in group["param_names"] if group["weight_decay"]} == {
+        "up.weight", "down.weight",
+    }  # fmt: skip
 
 
 def test_an_override_may_decay_what_is_usually_left_out() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos, param_groups, plan
 from cosmos_optim.routing.param_groups import routes
-from tests.optim.helpers import decoder, gradient
+from tests.optim.helpers import decoder, gradient, small_rank
 
 
 def rules(model: nn.Module, **kwargs) -> dict[str, str]:
@@ -262,6 +262,20 @@ def test_an_unknown_parameter_is_an_error_until_an_override_names_its_rule() -> 
     assert rules(model, overrides={"mix*": "adam"})["mixing"] == "adam"
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_call_in_the_error_for_an_unknown_parameter_makes_groups_for_that_optimizer(name: str) -> None:
+    model = decoder()
+    model.mixing = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="is not known to be") as error:
+        OPTIMIZERS[name](model)
+    text = str(error.value)
+    (call,) = re.findall(r"param_groups\(.*?\)", text)
+    opt = OPTIMIZERS[name](eval(call, {"param_groups": param_groups, "model": model}), weight_decay=0.1)
+    (group,) = (group for group in opt.param_groups if "mixing" in group["param_names"])
+    assert (group["rule"], group["weight_decay"]) == ("adam", 0.0)
+    assert ("or {'rule': 'adam', 'weight_decay': 0.1}" in text) == (name == "adam")
+
+
 def test_an_override_matches_names_with_brackets_as_they_are_and_as_the_error_writes_them() -> None:
     model = nn.Sequential(nn.Module())
     model[0].register_parameter("mix[1]", nn.Parameter(torch.randn(4, 4)))
@@ -302,19 +316,20 @@ def test_an_override_for_a_frozen_parameter_is_accepted() -> None:
     param_groups(model, overrides={"up.*": {"lr": 0.1}})
 
 
-def test_layers_unfrozen_later_join_with_their_full_names_and_routes() -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_layers_unfrozen_later_join_with_their_full_names_and_routes(name: str) -> None:
     """From a layer alone, routing could not see that it is the output head, and two layers would have equal names."""
-    model = decoder()
+    model, kind = decoder(), OPTIMIZERS[name]
     for layer in (model.lm_head, model.down):
         layer.requires_grad_(False)
-    opt = Cosmos(model, rank=4)
+    opt = kind(model, **small_rank(name))
     for layer in (model.lm_head, model.down):
         layer.requires_grad_(True)
     for group in param_groups(model, beside=opt):
         opt.add_param_group(group)
     added = {name: group["rule"] for group in opt.param_groups for name in group["param_names"]}
-    expected = {name: group["rule"] for group in param_groups(model) for name, _ in group["params"]}
-    assert added == expected and added["lm_head.weight"] == "adam"
+    expected = {name: group["rule"] for group in param_groups(model, kind.rule) for name, _ in group["params"]}
+    assert added == expected and added["down.weight"] == kind.rule
     assert param_groups(model, beside=opt) == []
 
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.swa_utils import SWALR
 
-from cosmos_optim import OPTIMIZERS
-from tests.optim.helpers import decoder, small_rank, train
+from cosmos_optim import OPTIMIZERS, param_groups
+from tests.optim.helpers import backward, decoder, small_rank, train
 
 LR = 1e-2
 
@@ -47,6 +47,16 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "cyclic": lambda opt: torch_schedulers.CyclicLR(opt, 1e-3, LR, step_size_up=2, cycle_momentum=False),
     "averaging": lambda opt: SWALR(opt, swa_lr=1e-3, anneal_epochs=3),
     "plateau": lambda opt: torch_schedulers.ReduceLROnPlateau(opt, factor=0.5, patience=0),
+}
+
+
+# The schedulers that docs/options.md says to leave as they are after rates were changed or groups added.
+MULTIPLY: dict[str, Callable[[Optimizer], Any]] = {
+    "exponential": lambda opt: torch_schedulers.ExponentialLR(opt, 0.9),
+    "steps": SCHEDULES["steps"],
+    "warm-up": lambda opt: torch_schedulers.LinearLR(opt, total_iters=20),
+    "cosine": lambda opt: torch_schedulers.CosineAnnealingLR(opt, 20),
+    "plateau": SCHEDULES["plateau"],
 }
 
 
@@ -93,3 +103,26 @@ def test_a_rate_that_is_a_tensor_is_changed_in_place() -> None:
     train(model, opt, range(1))
     schedule.step()
     assert opt.param_groups[0]["lr"] is held and float(held) == pytest.approx(LR / 2)
+
+
+@pytest.mark.parametrize("kind", MULTIPLY)
+def test_a_schedule_that_multiplies_continues_from_changed_rates_and_with_groups_added_at_its_rates(kind: str) -> None:
+    model = decoder()
+    model.up.requires_grad_(False)
+    changed, unchanged = (OPTIMIZERS["cosmos"](model, lr=LR, adam_lr=4 * LR, rank=4) for _ in range(2))
+    schedules = [MULTIPLY[kind](opt) for opt in (changed, unchanged)]
+    for step in range(6):
+        if step == 3:
+            known = {group["rule"]: group for group in changed.param_groups}
+            for group in known.values():
+                group["lr"] *= 0.5
+            model.up.requires_grad_(True)
+            for group in param_groups(model, beside=changed):
+                changed.add_param_group(group)
+                changed.param_groups[-1]["lr"] = known[group["rule"]]["lr"]
+        backward(model, step)
+        for opt, schedule in zip((changed, unchanged), schedules, strict=True):
+            opt.step()
+            schedule.step(*((1.0,) if kind == "plateau" else ()))
+    assert len(rates(changed)) == 4
+    assert rates(changed) == pytest.approx([0.5 * rate for rate in rates(unchanged)] * 2, rel=1e-12)

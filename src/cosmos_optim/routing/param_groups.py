@@ -28,7 +28,7 @@ DECAYS = ("matrices", "all")
 
 
 def param_groups(
-    model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
+    model: nn.Module, rule: str | None = None, *, overrides: Overrides | None = None,
     head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
     beside: Optimizer | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -39,7 +39,8 @@ def param_groups(
 
     Args:
         model: any module. Frozen parameters are left out.
-        rule: the rule of the hidden matrices, that is, of the optimizer that gets the groups ("muon" for `Muon`).
+        rule: the rule of the hidden matrices, that is, of the optimizer that gets the groups ("muon" for `Muon`). None
+            means that of `beside`, or "cosmos".
         overrides: pattern -> rule name, or a mapping of hyper-parameters and "rule"; patterns are shell-style and
             matched against parameter names, in order, before everything else. An override changes only what it
             names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
@@ -59,6 +60,8 @@ def param_groups(
     groups: dict[Any, dict[str, Any]] = {}
     if not isinstance(beside, Optimizer | None):
         raise TypeError(f"beside must be an optimizer, got a {type(beside).__name__}")
+    if rule is None:
+        rule = getattr(beside, "rule", "cosmos")  # an optimizer of another package has none
     held = {id(p) for group in beside.param_groups for p in group["params"]} if beside is not None else set()
     for parameter, route in routes(model, rule, overrides=overrides, head=head, decay=decay, split_heads=split_heads):
         if id(parameter.p) in held:
@@ -183,11 +186,15 @@ def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
     patterns = list(dict.fromkeys(layer_pattern(parameter.name) for parameter in parameters))
     more = f" and {len(patterns) - 8} more" if len(patterns) > 8 else ""
     others = f", and neither is any of {patterns[:8]}{more}" if len(parameters) > 1 else ""
+    own = "" if rule == "cosmos" else f"{rule!r}, "
+    call = f"param_groups(model, {own}overrides={{{patterns[0]!r}: 'adam'}})"
+    advice = f"choose its rule with {call}, the safe choice for tables, scales and gates, or {rule!r} for a matrix that"
+    advice += " multiplies features"
+    if rule == "adam":  # the kind decides only what is decayed
+        advice = f"use {call}, which does not decay it, or {{'rule': 'adam', 'weight_decay': 0.1}} instead of 'adam'"
     raise ValueError(
         f"parameter {first.name!r} of shape {tuple(first.p.shape)} in {type(first.module).__name__} is not known to "
-        f"be a hidden matrix or an embedding{others}: choose its rule with "
-        f"param_groups(model, overrides={{{patterns[0]!r}: 'adam'}}), the safe choice for tables, scales and gates, "
-        f"or {rule!r} for a matrix that multiplies features"
+        f"be a hidden matrix or an embedding{others}: {advice}"
     )
 
 

@@ -33,6 +33,7 @@ KEPT = {name: frozenset(("lr", *COMMON, *rule.defaults)) for name, rule in RULES
 ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "offload", "head_dim")  # of optimizers, not keys of groups
 ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay"}
+TORCHS_OWN = ("fused", "foreach", "capturable", "differentiable", "amsgrad")  # arguments of torch's optimizers only
 # torch's optimizers have these in every group, so frameworks write them into every group. Muon has them for AdamW.
 OF_EVERY_GROUP = ("params", "lr", "rule", "betas", "eps")
 
@@ -200,7 +201,9 @@ def check_arguments(optimizer: type, given: Iterable[str]) -> None:
             own = "" if optimizer.rule == "cosmos" else f"{optimizer.rule!r}, "  # type: ignore[attr-defined]
             raise TypeError(f"{name!r} is an argument of param_groups: give param_groups(model, {own}{name}=...)")
         if name not in known:
-            hint = suggestion(name, known)
+            hint = suggestion("betas" if name == "momentum" else name, known)
+            if name in TORCHS_OWN:
+                hint = ": leave it out, it is for torch's optimizers"
             if not hint:
                 rule: Rule = RULES[optimizer.rule]  # type: ignore[attr-defined]
                 is_key = name in COMMON and (name != "side" or rule.one_sided)

@@ -73,7 +73,9 @@ def test_a_scale_of_galore_that_would_train_nothing_is_refused() -> None:
         ({"overrides": {}}, r"is an argument of param_groups: give param_groups\(model, overrides=...\)"),
         ({"head": "lm_head"}, r"param_groups\(model, head"),
         ({"layout": "conv"}, "Cosmos has no argument 'layout': give it in a parameter group"),
-        ({"fused": True}, "Cosmos has no argument 'fused'; it has params, lr, adam_lr, weight_decay, rank"),
+        ({"frequency": 10}, "Cosmos has no argument 'frequency'; it has params, lr, adam_lr, weight_decay, rank"),
+        ({"fused": True}, "Cosmos has no argument 'fused': leave it out, it is for torch's optimizers$"),
+        ({"momentum": 0.9}, r"Cosmos has no argument 'momentum' \(did you mean 'betas'\?\)$"),
     ],
 )
 def test_an_unknown_argument_is_a_type_error_that_says_what_to_give(kwargs: dict[str, object], message: str) -> None:

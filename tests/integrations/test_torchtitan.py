@@ -86,6 +86,11 @@ def test_every_part_of_a_pipeline_gets_its_own_optimizer_and_only_its_overrides(
     assert "model.layers.0.self_attn.q_proj.weight" in adam
 
 
+def test_a_container_takes_the_arguments_of_param_groups() -> None:
+    container = cosmos(lr=1e-3, weight_decay=0.1, decay="all").build(model_parts=[tiny_llama()])
+    assert {group["weight_decay"] for group in container.optimizers[0].param_groups} == {0.1}
+
+
 def test_the_debug_model_of_torchtitan_is_routed() -> None:
     from torchtitan.models.llama3 import llama3_configs
 

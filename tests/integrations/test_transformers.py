@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cosmos_optim import Cosmos
+from cosmos_optim.integrations import build
 from cosmos_optim.integrations.transformers import CosmosFactory
 from tests.integrations.helpers import CUT, STEPS, changed, examples, tiny_llama, weights
 
@@ -61,6 +62,14 @@ def test_given_rates_win_over_the_arguments() -> None:
     assert muon.param_groups[0]["rule"] == "muon" and muon.param_groups[-1]["lr"] == 2e-4
     adam = {name for group in muon.param_groups if group["rule"] == "adam" for name in group["param_names"]}
     assert "model.layers.0.self_attn.q_proj.weight" in adam
+
+
+def test_a_factory_takes_the_arguments_of_param_groups() -> None:
+    opt = CosmosFactory()(tiny_llama(), lr=1e-3, weight_decay=0.1, decay="all", split_heads=True, head=None)
+    assert {group["weight_decay"] for group in opt.param_groups} == {0.1}
+    assert any(group.get("split_sizes") for group in opt.param_groups)
+    with pytest.raises(TypeError, match="decay and split_heads need the model: pass it instead of its parameters"):
+        build(tiny_llama().parameters(), decay="all", split_heads=True)
 
 
 def test_a_factory_without_a_rate_says_what_to_write() -> None:

@@ -27,7 +27,8 @@ def configure(
     Args:
         module: the LightningModule.
         schedule: makes a scheduler from the optimizer. Lightning would step it once an epoch; here it is every step.
-        options: arguments of `cosmos_optim.integrations.build`: `lr`, `adam_lr`, `optimizer="muon"` and so on.
+        options: arguments of `cosmos_optim.integrations.build`: `lr`, `adam_lr`, `optimizer="muon"`, `decay="all"` and
+            so on.
     """
     optimizer = build(module, **options)
     configured: dict[str, Any] = {"optimizer": optimizer}

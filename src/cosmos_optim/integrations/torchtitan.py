@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from cosmos_optim import param_groups
-from cosmos_optim.integrations import build, optimizer_class
+from cosmos_optim.integrations import build, optimizer_class, split_off_routing
 from cosmos_optim.routing.words import matches
 
 
@@ -39,13 +39,14 @@ class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
                 "optimizer_factory_kwargs_by_name empty, and give overrides={pattern: rule} for exceptions"
             )
         kind = optimizer_class(config.optimizer)
+        routing, arguments = split_off_routing(config.arguments)
         self.model_parts = model_parts
         self.optimizers = []
         for part in model_parts:
-            groups = param_groups(part, kind.rule, overrides=_used(config.overrides, part))
+            groups = param_groups(part, kind.rule, overrides=_used(config.overrides, part), **routing)
             for group in groups:
                 group["params"] = [(canonical_fqn(name), p) for name, p in group["params"]]
-            self.optimizers.append(build(groups, config.optimizer, **config.arguments))
+            self.optimizers.append(build(groups, config.optimizer, **arguments))
         held = [p for opt in self.optimizers for group in opt.param_groups for p in group["params"]]
         self._validate_params(held)
         self._post_init(held)
@@ -63,6 +64,6 @@ def cosmos(optimizer: str = "cosmos", overrides: dict[str, Any] | None = None, *
     Args:
         optimizer: a name in OPTIMIZERS.
         overrides: pattern of names -> rule or settings, as `param_groups` takes them.
-        arguments: of the optimizer, such as lr, adam_lr and weight_decay.
+        arguments: of the optimizer, such as lr, adam_lr and weight_decay, and of `param_groups`: decay, split_heads.
     """
     return CosmosContainer.Config(optimizer=optimizer, overrides=overrides or {}, arguments=arguments)

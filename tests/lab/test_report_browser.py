@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,22 @@ def test_dragging_zooms_and_a_button_resets(shown: Any) -> None:
     assert css(shown, "[data-axis=tokens] .axes")[0].text != before
     reset.click()
     assert css(shown, "[data-axis=tokens] .axes")[0].text == before
+
+
+def test_the_numbers_on_the_axes_of_a_zoomed_chart_are_those_of_its_ticks(shown: Any) -> None:
+    """Rounded to few digits, the ticks of a narrow range would all have the same number."""
+    script = """
+      const [axes] = document.querySelectorAll("[data-axis=tokens] .axes"), end = (x) => x.baseVal.value;
+      const texts = [...axes.querySelectorAll("text")].map((text) => text.textContent);
+      const at = [...axes.querySelectorAll("line.tick")].map((line) => end(line.x1));
+      return [texts.filter((text) => text.endsWith(" k")).map(parseFloat), at]"""
+    for _ in range(3):
+        (chart,) = css(shown, "[data-axis=tokens] .chart svg")
+        webdriver.ActionChains(shown).move_to_element(chart).click_and_hold().move_by_offset(20, 0).release().perform()
+        numbers, places = shown.execute_script(script)
+        assert len(numbers) == len(places) >= 3
+        steps = [(b - a) / (q - p) for (a, b), (p, q) in zip(pairwise(numbers), pairwise(places), strict=True)]
+        assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-3) and steps[0] > 0
 
 
 def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any) -> None:

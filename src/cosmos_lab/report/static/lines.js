@@ -41,12 +41,12 @@ function lineSection(section, spec) {
 /** Makes one chart; returns the function that draws it again. */
 function lineChart(host, spec, chart, view, redrawAll) {
   const tip = makeTip(host), axis = chart.x;
-  const tickText = axis.unit === "tokens" ? countText : (t) => String(+t.toPrecision(3));
+  const tickText = axis.unit === "tokens" ? countText : plainText;
   const xText = (t) => {
     const tick = axis.ticks?.find(([at]) => at === t);
-    return tick ? `${axis.title} ${tick[1]}` : `${tickText(t)} ${axis.unit}`;
+    return tick ? `${axis.title} ${tick[1]}` : `${tickText(t, now.digits + 1)} ${axis.unit}`;
   };
-  let now = null; // what is drawn: lines, scales, box, cursor, and the place that is read
+  let now = null; // what is drawn: lines, scales, digits of the x axis, box, cursor, and the place that is read
 
   /** Returns the lines that are switched on, each with its points; "known" are those that have a value. */
   function visible(logX) {
@@ -102,12 +102,12 @@ function lineChart(host, spec, chart, view, redrawAll) {
     const y = makeScale(range, [box.bottom, box.top], log);
     const clip = `clip-${unique++}`, plot = svg("g", { "clip-path": `url(#${clip})` }), cursor = svg("g", { class: "cursor" });
     const [width, height] = [box.right - box.left + 2, box.bottom - box.top + 4];
-    drawAxes(root, x, y, box, rail);
+    const digits = drawAxes(root, x, y, box, rail);
     root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 4, width, height })), plot);
     for (const line of lines) drawLine(root, plot, line, x, y, box);
     if (labels) drawNames(root, main, x, y, box);
     root.append(cursor);
-    now = { main, x, y, box, cursor };
+    now = { main, x, y, digits, box, cursor };
     listen(root);
   }
 
@@ -117,16 +117,18 @@ function lineChart(host, spec, chart, view, redrawAll) {
     return `${chart.title} ${chart.about}. ${ends.join("; ")}. Left and right arrow keys read values.`;
   }
 
+  /** Draws both axes; returns how many digits the numbers on the x axis have. */
   function drawAxes(root, x, y, box, rail) {
     const axes = svg("g", { class: "axes", "aria-hidden": "true" });
     const write = (at, height, anchor, text) => axes.append(svg("text", { x: at, y: height, "text-anchor": anchor, text }));
-    for (const tick of y.ticks(Math.max(3, Math.round((box.bottom - box.top) / 60)))) {
+    const heights = y.ticks(Math.max(3, Math.round((box.bottom - box.top) / 60))), heightDigits = digitsOf(heights);
+    for (const tick of heights) {
       axes.append(svg("line", { x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) }));
-      write(box.left - 8, y(tick) + 4, "end", String(+tick.toPrecision(4)));
+      write(box.left - 8, y(tick) + 4, "end", plainText(tick, heightDigits));
     }
     let last = -Infinity;
-    const count = Math.max(2, Math.round((box.right - box.left) / 80));
-    for (const [t, text] of axis.ticks ?? x.ticks(count).map((t) => [t, tickText(t)])) {
+    const places = x.ticks(Math.max(2, Math.round((box.right - box.left) / 80))), digits = digitsOf(places);
+    for (const [t, text] of axis.ticks ?? places.map((t) => [t, tickText(t, digits)])) {
       const at = x(t);
       if (at - last < 46 || at < box.left || at > box.right + 1) continue; // as many names as fit
       last = at;
@@ -140,6 +142,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
       write(box.left - 8, NO_RESULT_Y + 4, "end", "no result");
     }
     root.append(axes);
+    return digits;
   }
 
   function drawLine(root, plot, line, x, y, box) {

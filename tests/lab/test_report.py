@@ -347,3 +347,10 @@ def test_the_sentence_does_not_deny_runs_that_finished_or_diverged_later(tmp_pat
     diverged = make_run(tmp_path / "diverged", "adam", [3.0, None], seed=2)
     for runs in ([diverged], [done, diverged]):
         assert summary(task_of(*runs)) == "No setting can be ranked: in each of them, a run diverged."
+
+
+def test_the_sentence_does_not_call_a_run_that_logged_nothing_diverged(tmp_path: Path) -> None:
+    diverged = make_run(tmp_path / "diverged", "adam", [3.0, None])
+    begun = make_run(tmp_path / "begun", "muon", [], finished=False)
+    reason = "No setting can be ranked: in each of them, a run diverged or logged no training loss."
+    assert summary(task_of(diverged, begun)) == reason

@@ -106,7 +106,9 @@ def _so_far(task: Task) -> str:
         lead = min(started, key=task.score)
         return f"{why}; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
     if any(_finite_points(run) for run in runs):
-        return "No setting can be ranked: in each of them, a run diverged."
+        diverged = all(group.status == "diverged" for group in task.groups)
+        loss = "" if diverged else f" or logged no {'validation' if task.validated else 'training'} loss"
+        return f"No setting can be ranked: in each of them, a run diverged{loss}."
     return "No run has logged a finite loss yet."
 
 

@@ -345,6 +345,8 @@ def test_the_sentence_does_not_deny_runs_that_finished_or_diverged_later(tmp_pat
         "No setting can be ranked yet; the lowest validation perplexity so far is 7.389, by adam at learning rate 1e-3."
     )
     diverged = make_run(tmp_path / "diverged", "adam", [3.0, None], seed=2)
+    other = make_run(tmp_path / "other", "muon", [2.5], finished=False)
+    assert summary(task_of(diverged, other)).startswith("No setting can be ranked yet; ")
     for runs in ([diverged], [done, diverged]):
         assert summary(task_of(*runs)) == "No setting can be ranked: in each of them, a run diverged."
 

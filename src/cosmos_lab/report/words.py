@@ -102,7 +102,7 @@ def _so_far(task: Task) -> str:
     runs = [run for group in task.groups for run in group.runs]
     started = [group for group in task.groups if math.isfinite(task.score(group))]
     if started:
-        why = "No setting can be ranked yet" if any(run.status == "done" for run in runs) else "No run has finished"
+        why = "No setting can be ranked yet" if any(run.finished for run in runs) else "No run has finished"
         lead = min(started, key=task.score)
         return f"{why}; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
     if any(_finite_points(run) for run in runs):

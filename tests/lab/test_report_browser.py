@@ -174,9 +174,12 @@ def test_the_numbers_on_the_axes_of_a_zoomed_chart_are_those_of_its_ticks(shown:
         assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-3) and steps[0] > 0
 
 
-def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any) -> None:
+@pytest.mark.parametrize(("scale", "begin"), [("linear", -60), ("log", -190)])
+def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any, scale: str, begin: int) -> None:
+    for choice in css(shown, f"[data-chart=curves] input[value={scale}]"):
+        shown.execute_script("arguments[0].click()", choice)
     (chart,) = css(shown, "[data-axis=tokens] .chart svg")
-    webdriver.ActionChains(shown).move_to_element_with_offset(chart, -60, 0).click_and_hold().move_by_offset(
+    webdriver.ActionChains(shown).move_to_element_with_offset(chart, begin, 0).click_and_hold().move_by_offset(
         75, 0
     ).release().perform()
     script = """return [...document.querySelectorAll("[data-axis=tokens] .end")].map((end) => {

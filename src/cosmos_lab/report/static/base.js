@@ -81,6 +81,7 @@ function makeScale([low, high], [from, to], log) {
   scale.invert = (p) => g(f(low) + (p - from) / k);
   scale.ticks = (n) => (log ? logTicks : linearTicks)(low, high, n);
   scale.domain = [low, high];
+  scale.log = log;
   scale.covers = (x) => x >= low && x <= high;
   return scale;
 }

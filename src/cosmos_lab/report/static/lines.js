@@ -59,20 +59,22 @@ function lineChart(host, spec, chart, view, redrawAll) {
     }).filter((line) => line.points.length);
   }
 
-  /** Returns the point of a line at a place on the x axis, between two logged ones if need be; none outside the line. */
-  function valueAt(line, place) {
+  /** Returns the point of a line at a place on the x axis, on its straight piece there; none outside the line. */
+  function valueAt(line, place, logX, logY) {
     const next = line.known.findIndex((p) => p.x >= place);
     if (next < 0 || (next === 0 && line.known[0].x > place)) return [];
     const [a, b] = [line.known[Math.max(0, next - 1)], line.known[next]];
-    const share = b.x > a.x ? (place - a.x) / (b.x - a.x) : 1;
-    return [{ x: place, y: a.y + (b.y - a.y) * share }];
+    const f = logX ? Math.log : (x) => x;
+    const share = b.x > a.x ? (f(place) - f(a.x)) / (f(b.x) - f(a.x)) : 1;
+    return [{ x: place, y: logY && a.y > 0 && b.y > 0 ? a.y * (b.y / a.y) ** share : a.y + (b.y - a.y) * share }];
   }
 
   /** Joins the ranges that the specification gives the visible lines, or takes the points inside the zoom. */
-  function rangeY(lines, zoom) {
+  function rangeY(lines, zoom, logX) {
+    const ends = (line) => zoom.flatMap((place) => valueAt(line, place, logX, view.logY)); // where it enters and leaves
     const inside = (line) => [
       ...line.known.filter((p) => p.x >= zoom[0] && p.x <= zoom[1]).map((p) => [p.lo ?? p.y, p.hi ?? p.y]),
-      ...zoom.flatMap((place) => valueAt(line, place)).map((p) => [p.y, p.y]), // where the line enters and leaves
+      ...ends(line).map((p) => [p.y, p.y]),
     ];
     const given = (line) => (view.full ? line.full : line.view);
     const spans = zoom ? lines.flatMap(inside) : lines.map(given).filter(Boolean);
@@ -97,7 +99,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
     const labels = W >= 420 && main.length <= 12;
     const rail = lines.some((line) => line.known.length < line.points.length);
     const box = { left: 52, top: rail ? 40 : 14, right: W - (labels ? 108 : 14), bottom: H - 42 };
-    const zoom = view.zoom[chart.key], { range, log } = rangeY(lines, zoom);
+    const zoom = view.zoom[chart.key], { range, log } = rangeY(lines, zoom, logX);
     const x = makeScale(zoom ?? [logX ? axis.low : axis.range[0], axis.range[1]], [box.left, box.right], logX);
     const y = makeScale(range, [box.bottom, box.top], log);
     const clip = `clip-${unique++}`, plot = svg("g", { "clip-path": `url(#${clip})` }), cursor = svg("g", { class: "cursor" });
@@ -182,7 +184,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
   function drawNames(root, lines, x, y, box) {
     const ends = lines.flatMap((line) => {
       const last = line.known.filter((p) => x.covers(p.x)).at(-1);
-      const point = valueAt(line, x.domain[1])[0] ?? last; // where the line leaves the chart, or ends in it
+      const point = valueAt(line, x.domain[1], x.log, y.log)[0] ?? last; // where the line leaves the chart, or ends in it
       return point ? [{ line, point }] : [];
     });
     const wanted = ends.map(({ point }) => clamp(y(point.y), box.top, box.bottom));

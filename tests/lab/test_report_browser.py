@@ -224,6 +224,13 @@ def test_a_click_on_a_chart_keeps_the_focus_for_the_arrow_keys(shown: Any) -> No
     assert css(shown, "[data-axis=tokens] .tip")[0].text.startswith("60 k tokens")
 
 
+def test_a_zoomed_chart_keeps_the_focus_for_the_arrow_keys(shown: Any) -> None:
+    (chart,) = css(shown, "[data-axis=tokens] .chart svg")
+    webdriver.ActionChains(shown).move_to_element(chart).click_and_hold().move_by_offset(90, 0).release().perform()
+    shown.switch_to.active_element.send_keys(webdriver.Keys.HOME)
+    assert css(shown, "[data-axis=tokens] .tip")[0].text.startswith("40 k tokens")
+
+
 def test_dots_lie_on_their_lines_or_are_not_drawn(shown: Any) -> None:
     script = """return [...document.querySelectorAll("[data-axis=tokens] .mark.dot")].filter((mark) => {
       const [x, y] = mark.getAttribute("transform").match(/-?[0-9.]+/g).map(Number);

@@ -85,12 +85,14 @@ function lineChart(host, spec, chart, view, redrawAll) {
   }
 
   function draw() {
+    const focused = host.contains(document.activeElement);
     host.querySelector("svg")?.remove();
     tip.hide();
     const logX = axis.log || view.logX, lines = visible(logX), main = lines.filter((line) => !line.faint);
     const W = host.clientWidth, H = Math.round(clamp(W * chart.aspect, 270, 400));
     const root = svg("svg", { width: W, height: H, tabindex: 0, role: "group", "aria-label": describe(main) });
     host.prepend(root);
+    if (focused) root.focus({ preventScroll: true });
     now = null;
     if (!lines.length) {
       const text = "No line is switched on";

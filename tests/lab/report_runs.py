@@ -47,8 +47,8 @@ def make_run(
         if layers:
             lines.append({"step": at["step"], "tokens": at["tokens"], "diagnostics": diagnostics(layers, index)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    last = losses[-1]
     if finished:
+        last = losses[-1]
         perplexity = None if last is None else math.exp(last)
         result = {"final_val_loss": last, "final_val_ppl": perplexity} if validated else {}
         status = "diverged" if last is None else "done"

@@ -293,6 +293,15 @@ def test_a_file_that_cannot_be_read_is_named_in_plain_words(
     assert capsys.readouterr().err == "cosmos-lab: runs/mine: Permission denied\n"
 
 
+def test_a_gradient_that_is_refused_because_it_is_not_finite_ends_in_one_line(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--lr", "1e30", "--adam-lr", "1e30", "--warmup", "0", "--options", "nonfinite=raise"]
+    assert main(["train", "tiny", *small, *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cosmos-lab: the gradient of parameter ") and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_only_a_run_that_is_out_of_memory_ends_in_one_line_that_says_what_to_do(
     memory: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -470,6 +471,23 @@ def test_the_same_call_continues_after_its_minutes(
     result = compare(runs, minutes=60.0)
     assert [row["status"] for row in result["rows"]] == [["done"]] * 3
     assert "--minutes" not in capsys.readouterr().out
+
+
+def test_a_run_that_lost_its_folder_after_it_had_ended_is_not_said_to_be_out_of_time(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = module.train
+
+    def train_and_remove(config: RunConfig, progress: Any = None) -> Any:
+        summary = real(config)
+        shutil.rmtree(config.folder)
+        return summary
+
+    monkeypatch.setattr(module, "train", train_and_remove)
+    compare(grid(tiny_run, ADAM), report=False)
+    out = capsys.readouterr().out
+    assert "1 of 1 runs lost their results after they had ended: the same command continues" in out
+    assert "--minutes" not in out
 
 
 def test_conflicts_with_finished_runs_are_all_found_before_anything_is_trained(tiny_run: RunConfig) -> None:

@@ -114,6 +114,14 @@ def test_a_damaged_xz_shard_leaves_no_unpacked_copy(
     assert leftovers(cache) == []
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".bin.xz"])
+def test_a_shard_opens_in_a_folder_with_any_bytes_in_its_name(tmp_path: Path, cache: Path, suffix: str) -> None:
+    folder = tmp_path / "caf\udce9"  # as Python reads a name in Latin-1
+    folder.mkdir()
+    write_shard(folder / f"a{suffix}", some_tokens())
+    np.testing.assert_array_equal(open_shard(folder / f"a{suffix}", cache).tokens, some_tokens())
+
+
 def test_a_shard_is_unpacked_once_and_again_if_its_file_changes(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "p.bin.xz"
     write_shard(path, some_tokens(seed=1))

@@ -197,6 +197,28 @@ def test_the_sentence_says_if_a_gap_is_within_the_spread_of_seeds(tmp_path: Path
     assert summary(task_of(*folders[:3])).endswith("; one seed of cosmos, so small differences may be chance.")
 
 
+@pytest.mark.parametrize(
+    ("muon", "adam", "end"),
+    [
+        ((2.02, 2.12), (2.5, 2.6), " below adam (12.82); the gap to muon is no larger than the spread over seeds."),
+        ((2.02, 2.12), (2.03, 2.13), " below adam (8.014), gaps no larger than the spread over seeds."),
+        ((2.5, 2.6), (2.2, 3.2), " below adam (16.78); the gap to adam is no larger than the spread over seeds."),
+        ((2.5, 2.6), (2.7, 2.8), " below adam (15.66)."),
+        ((2.02, 2.12), (2.5,), "; one seed of adam, so small differences may be chance."),
+        ((2.02,), (2.5,), "; one seed of muon and adam, so small differences may be chance."),
+    ],
+)
+def test_the_sentence_names_the_gap_that_may_be_chance(
+    tmp_path: Path, muon: tuple[float, ...], adam: tuple[float, ...], end: str
+) -> None:
+    folders = [
+        make_run(tmp_path / f"{name}{seed}", name, falling(value), seed=seed)
+        for name, values in (("cosmos", (2.0, 2.1)), ("muon", muon), ("adam", adam))
+        for seed, value in enumerate(values)
+    ]
+    assert summary(task_of(*folders)).endswith(end)
+
+
 def test_a_mean_perplexity_above_that_of_the_second_is_not_said_to_be_below(tmp_path: Path) -> None:
     """Seeds far apart have a mean perplexity above that of their mean loss, which runs are ranked by."""
     ends = {"adam": (2.51, 2.51), "cosmos": (2.0, 3.0)}
@@ -345,5 +367,14 @@ def test_the_sentence_does_not_deny_runs_that_finished_or_diverged_later(tmp_pat
         "No setting can be ranked yet; the lowest validation perplexity so far is 7.389, by adam at learning rate 1e-3."
     )
     diverged = make_run(tmp_path / "diverged", "adam", [3.0, None], seed=2)
+    other = make_run(tmp_path / "other", "muon", [2.5], finished=False)
+    assert summary(task_of(diverged, other)).startswith("No setting can be ranked yet; ")
     for runs in ([diverged], [done, diverged]):
         assert summary(task_of(*runs)) == "No setting can be ranked: in each of them, a run diverged."
+
+
+def test_the_sentence_does_not_call_a_run_that_logged_nothing_diverged(tmp_path: Path) -> None:
+    diverged = make_run(tmp_path / "diverged", "adam", [3.0, None])
+    begun = make_run(tmp_path / "begun", "muon", [], finished=False)
+    reason = "No setting can be ranked: in each of them, a run diverged or logged no training loss."
+    assert summary(task_of(diverged, begun)) == reason

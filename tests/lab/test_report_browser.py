@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,28 @@ def test_dragging_zooms_and_a_button_resets(shown: Any) -> None:
     assert css(shown, "[data-axis=tokens] .axes")[0].text == before
 
 
-def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any) -> None:
+def test_the_numbers_on_the_axes_of_a_zoomed_chart_are_those_of_its_ticks(shown: Any) -> None:
+    """Rounded to few digits, the ticks of a narrow range would all have the same number."""
+    script = """
+      const [axes] = document.querySelectorAll("[data-axis=tokens] .axes"), end = (x) => x.baseVal.value;
+      const texts = [...axes.querySelectorAll("text")].map((text) => text.textContent);
+      const at = [...axes.querySelectorAll("line.tick")].map((line) => end(line.x1));
+      return [texts.filter((text) => text.endsWith(" k")).map(parseFloat), at]"""
+    for _ in range(3):
+        (chart,) = css(shown, "[data-axis=tokens] .chart svg")
+        webdriver.ActionChains(shown).move_to_element(chart).click_and_hold().move_by_offset(20, 0).release().perform()
+        numbers, places = shown.execute_script(script)
+        assert len(numbers) == len(places) >= 3
+        steps = [(b - a) / (q - p) for (a, b), (p, q) in zip(pairwise(numbers), pairwise(places), strict=True)]
+        assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-3) and steps[0] > 0
+
+
+@pytest.mark.parametrize(("scale", "begin"), [("linear", -60), ("log", -190)])
+def test_labels_sit_where_their_lines_leave_a_zoomed_chart(shown: Any, scale: str, begin: int) -> None:
+    for choice in css(shown, f"[data-chart=curves] input[value={scale}]"):
+        shown.execute_script("arguments[0].click()", choice)
     (chart,) = css(shown, "[data-axis=tokens] .chart svg")
-    webdriver.ActionChains(shown).move_to_element_with_offset(chart, -60, 0).click_and_hold().move_by_offset(
+    webdriver.ActionChains(shown).move_to_element_with_offset(chart, begin, 0).click_and_hold().move_by_offset(
         75, 0
     ).release().perform()
     script = """return [...document.querySelectorAll("[data-axis=tokens] .end")].map((end) => {
@@ -202,6 +222,13 @@ def test_a_click_on_a_chart_keeps_the_focus_for_the_arrow_keys(shown: Any) -> No
     chart.click()
     shown.switch_to.active_element.send_keys(webdriver.Keys.END)
     assert css(shown, "[data-axis=tokens] .tip")[0].text.startswith("60 k tokens")
+
+
+def test_a_zoomed_chart_keeps_the_focus_for_the_arrow_keys(shown: Any) -> None:
+    (chart,) = css(shown, "[data-axis=tokens] .chart svg")
+    webdriver.ActionChains(shown).move_to_element(chart).click_and_hold().move_by_offset(90, 0).release().perform()
+    shown.switch_to.active_element.send_keys(webdriver.Keys.HOME)
+    assert css(shown, "[data-axis=tokens] .tip")[0].text.startswith("40 k tokens")
 
 
 def test_dots_lie_on_their_lines_or_are_not_drawn(shown: Any) -> None:

@@ -18,6 +18,7 @@ import cosmos_optim
 from cosmos_lab.config import RunConfig
 from cosmos_lab.results.reading import read_metrics
 from cosmos_lab.run import checkpoint, distributed, run_folder, run_log
+from cosmos_lab.run.evaluate import evaluate
 from cosmos_lab.run.run_folder import finished
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import assert_same, outcome, start, wait_until
@@ -48,6 +49,15 @@ def test_every_optimizer_resumes_bit_for_bit(tiny_run: RunConfig, optimizer: str
     train(config, progress=seen.append)
     assert "continues after step 3 of 8" in seen[0]["about"]
     assert_same(outcome(config), outcome(config.replace(name="whole")))
+
+
+def test_a_run_in_a_folder_with_any_bytes_in_its_name_resumes_and_is_evaluated(tiny_run: RunConfig) -> None:
+    config = tiny_run.replace(name="caf\udce9", diagnostics_every=0)  # as Python reads a name in Latin-1
+    interrupt(config, 5)
+    seen: list[Any] = []
+    summary = train(config, progress=seen.append)
+    assert "continues after step 4 of 8" in seen[0]["about"]
+    assert evaluate(config.folder, device="cpu")["val_loss"] == pytest.approx(summary["final_val_loss"])
 
 
 def test_resume_after_kill_9_equals_the_unbroken_run(tiny_run: RunConfig, tmp_path: Path) -> None:

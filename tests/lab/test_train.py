@@ -3,8 +3,9 @@
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -161,6 +162,20 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tiny_run: RunConfig,
     config = tiny_run.replace(optimizer="adam", rank=None, lr=1e30, adam_lr=1e30, warmup=0.0, log_every=log_every)
     summary = train(config)
     assert summary["status"] == "diverged" and summary["final_val_ppl"] is None
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 4])
+def test_a_run_that_lost_its_folder_ends_with_an_error_that_names_it(
+    tiny_run: RunConfig, checkpoint_every: int
+) -> None:
+    """A comparison shows such an error in its table and continues; a checkpoint makes the folder again."""
+
+    def remove(record: Mapping[str, Any]) -> None:
+        if record["step"] == 2:
+            shutil.rmtree(tiny_run.folder, ignore_errors=True)
+
+    with pytest.raises(ValueError, match="runs/run was removed or emptied during training"):
+        train(tiny_run.replace(checkpoint_every=checkpoint_every), progress=remove)
 
 
 def test_the_final_training_loss_does_not_depend_on_the_log(tiny_run: RunConfig) -> None:

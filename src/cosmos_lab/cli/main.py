@@ -87,7 +87,7 @@ def _exit_code(command: str, *arguments: str) -> int:
         more = "; the lab's packages come with pip install '.[lab]' in the source folder"
         hint = "" if "pip install" in str(error) else more
         return _fail(f"{error}{hint}")
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:  # nonfinite=raise
         return 2 if _told_by_another(error) else _fail(_in_words(error))
     except Stopped as stop:
         if os.environ.get("RANK", "0") != "0":  # only the first process prints

@@ -153,7 +153,8 @@ def _check_length(shown: Path, count: int, found_bytes: int) -> None:
 def _stamp(path: Path) -> str:
     """Return a name for this content of `path`, which changes if the file is replaced or written to."""
     stat = path.stat()
-    return hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:24]
+    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:24]  # a path may have any bytes
 
 
 def _facts(path: Path, tokens: Tokens, cache: Path) -> dict[str, Any]:

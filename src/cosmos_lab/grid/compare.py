@@ -70,7 +70,8 @@ def compare(
     result = _conclude(runs, metric, grid.failures, show)
     left = sum(status in (NOT_STARTED, UNFINISHED) for row in result["rows"] for status in row["status"])
     if show and left:
-        print(f"{left} of {len(runs)} runs would not end within --minutes {minutes:g}: the same command continues")
+        why = f"would not end within --minutes {minutes:g}" if minutes else "lost their results after they had ended"
+        print(f"{left} of {len(runs)} runs {why}: the same command continues")
     if report:
         _write_report(runs, show)
     return result

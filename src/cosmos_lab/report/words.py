@@ -31,8 +31,9 @@ def summary(task: Task, noise: float | None = None) -> str:
     field = f"Of {len(ranking)} {task.kind}s" + (", each at the best rate tried" if task.sweeps else "")
     if noise is not None and (near := _ties([task.score(group) for group in ranking], noise)) > 1:
         return f"{field}, {_tied(task, ranking[:near], ranking[near:])}."
-    doubt = _doubt(task, *ranking[:2]) if noise is None else ""
-    return f"{field}, {_lead(task, ranking)}{doubt}."
+    first, *rivals = _named(ranking)
+    doubt = _doubt(task, first, rivals) if noise is None else ""
+    return f"{field}, {_lead(task, first, rivals)}{doubt}."
 
 
 def cautions(task: Task) -> list[str]:
@@ -102,11 +103,13 @@ def _so_far(task: Task) -> str:
     runs = [run for group in task.groups for run in group.runs]
     started = [group for group in task.groups if math.isfinite(task.score(group))]
     if started:
-        why = "No setting can be ranked yet" if any(run.status == "done" for run in runs) else "No run has finished"
+        why = "No setting can be ranked yet" if any(run.finished for run in runs) else "No run has finished"
         lead = min(started, key=task.score)
         return f"{why}; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
     if any(_finite_points(run) for run in runs):
-        return "No setting can be ranked: in each of them, a run diverged."
+        diverged = all(group.status == "diverged" for group in task.groups)
+        loss = "" if diverged else f" or logged no {'validation' if task.validated else 'training'} loss"
+        return f"No setting can be ranked: in each of them, a run diverged{loss}."
     return "No run has logged a finite loss yet."
 
 
@@ -114,11 +117,16 @@ def _finite_points(run: Run) -> list[Point]:
     return [point for point in (*run.validation, *run.train) if math.isfinite(point.value)]
 
 
-def _lead(task: Task, ranking: Sequence[Group]) -> str:
-    """Say by how much the first is below the second, and below AdamW if that is not the second."""
+def _named(ranking: Sequence[Group]) -> list[Group]:
+    """Return the groups that the sentence names: the first, the second, and AdamW's if it is neither."""
     first, second, *others = ranking
     adam = [group for group in others if group.optimizer == "adam" != second.optimizer]
-    gaps = " and ".join(_gap(task, first, rival) for rival in (second, *adam[:1]))
+    return [first, second, *adam[:1]]
+
+
+def _lead(task: Task, first: Group, rivals: Sequence[Group]) -> str:
+    """Say by how much the first is below its rivals."""
+    gaps = " and ".join(_gap(task, first, rival) for rival in rivals)
     return f"{_who(first)} ended lowest, at a {_result(task)} of {_value(task, first)}: {gaps}"
 
 
@@ -173,11 +181,19 @@ def _tied(task: Task, near: Sequence[Group], far: Sequence[Group]) -> str:
     return f"{names} cannot be told apart: {_result(task)} {ends}, a gap that seeds alone can make{behind}"
 
 
-def _doubt(task: Task, first: Group, second: Group) -> str:
-    """Say why the gap of the first two may be chance, if it may."""
-    if single := [_who(group) for group in (first, second) if len(group.counted) == 1]:
-        return f"; one seed {'each' if len(single) == 2 else f'of {single[0]}'}, so small differences may be chance"
-    return ", a gap no larger than the spread over seeds" if _overlap(task, first, second) else ""
+def _doubt(task: Task, first: Group, rivals: Sequence[Group]) -> str:
+    """Say which gaps may be chance, and why."""
+    if single := [_who(group) for group in (first, *rivals) if len(group.counted) == 1]:
+        whose = "each" if len(single) == 1 + len(rivals) else f"of {_listed(single)}"
+        return f"; one seed {whose}, so small differences may be chance"
+    small = [rival for rival in rivals if _overlap(task, first, rival)]
+    if not small:
+        return ""
+    if len(rivals) == 1:
+        return ", a gap no larger than the spread over seeds"
+    if len(small) > 1:
+        return ", gaps no larger than the spread over seeds"
+    return f"; the gap to {_who(small[0])} is no larger than the spread over seeds"
 
 
 def _overlap(task: Task, first: Group, second: Group) -> bool:

@@ -29,7 +29,7 @@ from torch import nn
 
 from cosmos_lab.config import FIXED, RunConfig, marked
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import disk_error, finite, first_line, read_json, write_json
+from cosmos_lab.io import disk_error, finite, first_line, read_json, valid_text, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.optimizers import WEIGHTS
 from cosmos_lab.run import distributed, integrity
@@ -259,9 +259,12 @@ def load_trained(run: Path, step: int | None = None) -> Trained:
 
 
 def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
+    # Mapped: the tensors are copied into those of the model and the optimizer, and need no copy before.
+    mapped = valid_text(path) == str(path)  # torch maps no file if its path is not valid text
     try:
-        # Mapped: the tensors are copied into those of the model and the optimizer, and need no copy before.
-        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True, mmap=True)
+        with open(path, "rb") as file:
+            source = path if mapped else file
+            found: dict[str, Any] = torch.load(source, map_location=device, weights_only=True, mmap=mapped)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # torch raises many kinds for a file that it did not write

@@ -71,9 +71,9 @@ def exclusive(config: RunConfig, world: distributed.World) -> Iterator[dict[str,
 
 def _remove_if_empty(folder: Path) -> None:
     """Remove a folder that holds nothing but the lock: nothing came of the run."""
-    if [path.name for path in folder.iterdir()] == [_LOCK]:
-        (folder / _LOCK).unlink()
-        with suppress(OSError):
+    with suppress(OSError):  # somebody may have removed it
+        if [path.name for path in folder.iterdir()] == [_LOCK]:
+            (folder / _LOCK).unlink()
             folder.rmdir()
             folder.parent.rmdir()  # the folder of all runs, if this was the first
 

@@ -284,7 +284,10 @@ class Trainer:
         if not any(record["step"] == self.state.step for record in records if "val_loss" in record):
             self.validate()  # already done if a kill came just before the summary
         self.world.barrier()
-        summary = summarize(read_log(self.config.folder), self.config.training.steps)
+        log = read_log(self.config.folder)
+        if not log.validation:  # just written
+            raise ValueError(f"{self.config.folder} was removed or emptied during training, so the run has no result")
+        summary = summarize(log, self.config.training.steps)
         summary["status"] = "diverged" if diverged or summary["final_val_loss"] is None else "done"
         summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
         summary["state_bytes"] = run_log.state_bytes(self.optimizer)

@@ -34,10 +34,20 @@ function significant(x, digits = 4) {
   return x.toFixed(clamp(digits - 1 - power, 0, 12));
 }
 
-function countText(x) {
+const plainText = (x, digits) => String(+x.toPrecision(digits));
+
+function countText(x, digits) {
   for (const [size, unit] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]])
-    if (Math.abs(x) >= 0.9995 * size) return `${+(x / size).toPrecision(3)} ${unit}`;
-  return String(+x.toPrecision(3));
+    if (Math.abs(x) >= 0.9995 * size) return `${plainText(x / size, digits)} ${unit}`;
+  return plainText(x, digits);
+}
+
+/** Returns how many digits round numbers need to be shown as they are: at least 3. */
+function digitsOf(numbers) {
+  let digits = 3;
+  const rounded = (x) => Math.abs(+x.toPrecision(digits) - x) > 1e-9 * Math.abs(x);
+  while (digits < 12 && numbers.some(rounded)) digits++;
+  return digits;
 }
 
 /** Returns round numbers that cover [low, high] in about n steps. */
@@ -71,6 +81,7 @@ function makeScale([low, high], [from, to], log) {
   scale.invert = (p) => g(f(low) + (p - from) / k);
   scale.ticks = (n) => (log ? logTicks : linearTicks)(low, high, n);
   scale.domain = [low, high];
+  scale.log = log;
   scale.covers = (x) => x >= low && x <= high;
   return scale;
 }

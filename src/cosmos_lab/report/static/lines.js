@@ -41,12 +41,12 @@ function lineSection(section, spec) {
 /** Makes one chart; returns the function that draws it again. */
 function lineChart(host, spec, chart, view, redrawAll) {
   const tip = makeTip(host), axis = chart.x;
-  const tickText = axis.unit === "tokens" ? countText : (t) => String(+t.toPrecision(3));
+  const tickText = axis.unit === "tokens" ? countText : plainText;
   const xText = (t) => {
     const tick = axis.ticks?.find(([at]) => at === t);
-    return tick ? `${axis.title} ${tick[1]}` : `${tickText(t)} ${axis.unit}`;
+    return tick ? `${axis.title} ${tick[1]}` : `${tickText(t, now.digits + 1)} ${axis.unit}`;
   };
-  let now = null; // what is drawn: lines, scales, box, cursor, and the place that is read
+  let now = null; // what is drawn: lines, scales, digits of the x axis, box, cursor, and the place that is read
 
   /** Returns the lines that are switched on, each with its points; "known" are those that have a value. */
   function visible(logX) {
@@ -59,20 +59,22 @@ function lineChart(host, spec, chart, view, redrawAll) {
     }).filter((line) => line.points.length);
   }
 
-  /** Returns the point of a line at a place on the x axis, between two logged ones if need be; none outside the line. */
-  function valueAt(line, place) {
+  /** Returns the point of a line at a place on the x axis, on its straight piece there; none outside the line. */
+  function valueAt(line, place, logX, logY) {
     const next = line.known.findIndex((p) => p.x >= place);
     if (next < 0 || (next === 0 && line.known[0].x > place)) return [];
     const [a, b] = [line.known[Math.max(0, next - 1)], line.known[next]];
-    const share = b.x > a.x ? (place - a.x) / (b.x - a.x) : 1;
-    return [{ x: place, y: a.y + (b.y - a.y) * share }];
+    const f = logX ? Math.log : (x) => x;
+    const share = b.x > a.x ? (f(place) - f(a.x)) / (f(b.x) - f(a.x)) : 1;
+    return [{ x: place, y: logY && a.y > 0 && b.y > 0 ? a.y * (b.y / a.y) ** share : a.y + (b.y - a.y) * share }];
   }
 
   /** Joins the ranges that the specification gives the visible lines, or takes the points inside the zoom. */
-  function rangeY(lines, zoom) {
+  function rangeY(lines, zoom, logX) {
+    const ends = (line) => zoom.flatMap((place) => valueAt(line, place, logX, view.logY)); // where it enters and leaves
     const inside = (line) => [
       ...line.known.filter((p) => p.x >= zoom[0] && p.x <= zoom[1]).map((p) => [p.lo ?? p.y, p.hi ?? p.y]),
-      ...zoom.flatMap((place) => valueAt(line, place)).map((p) => [p.y, p.y]), // where the line enters and leaves
+      ...ends(line).map((p) => [p.y, p.y]),
     ];
     const given = (line) => (view.full ? line.full : line.view);
     const spans = zoom ? lines.flatMap(inside) : lines.map(given).filter(Boolean);
@@ -83,12 +85,14 @@ function lineChart(host, spec, chart, view, redrawAll) {
   }
 
   function draw() {
+    const focused = host.contains(document.activeElement);
     host.querySelector("svg")?.remove();
     tip.hide();
     const logX = axis.log || view.logX, lines = visible(logX), main = lines.filter((line) => !line.faint);
     const W = host.clientWidth, H = Math.round(clamp(W * chart.aspect, 270, 400));
     const root = svg("svg", { width: W, height: H, tabindex: 0, role: "group", "aria-label": describe(main) });
     host.prepend(root);
+    if (focused) root.focus({ preventScroll: true });
     now = null;
     if (!lines.length) {
       const text = "No line is switched on";
@@ -97,17 +101,17 @@ function lineChart(host, spec, chart, view, redrawAll) {
     const labels = W >= 420 && main.length <= 12;
     const rail = lines.some((line) => line.known.length < line.points.length);
     const box = { left: 52, top: rail ? 40 : 14, right: W - (labels ? 108 : 14), bottom: H - 42 };
-    const zoom = view.zoom[chart.key], { range, log } = rangeY(lines, zoom);
+    const zoom = view.zoom[chart.key], { range, log } = rangeY(lines, zoom, logX);
     const x = makeScale(zoom ?? [logX ? axis.low : axis.range[0], axis.range[1]], [box.left, box.right], logX);
     const y = makeScale(range, [box.bottom, box.top], log);
     const clip = `clip-${unique++}`, plot = svg("g", { "clip-path": `url(#${clip})` }), cursor = svg("g", { class: "cursor" });
     const [width, height] = [box.right - box.left + 2, box.bottom - box.top + 4];
-    drawAxes(root, x, y, box, rail);
+    const digits = drawAxes(root, x, y, box, rail);
     root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 4, width, height })), plot);
     for (const line of lines) drawLine(root, plot, line, x, y, box);
     if (labels) drawNames(root, main, x, y, box);
     root.append(cursor);
-    now = { main, x, y, box, cursor };
+    now = { main, x, y, digits, box, cursor };
     listen(root);
   }
 
@@ -117,16 +121,18 @@ function lineChart(host, spec, chart, view, redrawAll) {
     return `${chart.title} ${chart.about}. ${ends.join("; ")}. Left and right arrow keys read values.`;
   }
 
+  /** Draws both axes; returns how many digits the numbers on the x axis have. */
   function drawAxes(root, x, y, box, rail) {
     const axes = svg("g", { class: "axes", "aria-hidden": "true" });
     const write = (at, height, anchor, text) => axes.append(svg("text", { x: at, y: height, "text-anchor": anchor, text }));
-    for (const tick of y.ticks(Math.max(3, Math.round((box.bottom - box.top) / 60)))) {
+    const heights = y.ticks(Math.max(3, Math.round((box.bottom - box.top) / 60))), heightDigits = digitsOf(heights);
+    for (const tick of heights) {
       axes.append(svg("line", { x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) }));
-      write(box.left - 8, y(tick) + 4, "end", String(+tick.toPrecision(4)));
+      write(box.left - 8, y(tick) + 4, "end", plainText(tick, heightDigits));
     }
     let last = -Infinity;
-    const count = Math.max(2, Math.round((box.right - box.left) / 80));
-    for (const [t, text] of axis.ticks ?? x.ticks(count).map((t) => [t, tickText(t)])) {
+    const places = x.ticks(Math.max(2, Math.round((box.right - box.left) / 80))), digits = digitsOf(places);
+    for (const [t, text] of axis.ticks ?? places.map((t) => [t, tickText(t, digits)])) {
       const at = x(t);
       if (at - last < 46 || at < box.left || at > box.right + 1) continue; // as many names as fit
       last = at;
@@ -140,6 +146,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
       write(box.left - 8, NO_RESULT_Y + 4, "end", "no result");
     }
     root.append(axes);
+    return digits;
   }
 
   function drawLine(root, plot, line, x, y, box) {
@@ -179,7 +186,7 @@ function lineChart(host, spec, chart, view, redrawAll) {
   function drawNames(root, lines, x, y, box) {
     const ends = lines.flatMap((line) => {
       const last = line.known.filter((p) => x.covers(p.x)).at(-1);
-      const point = valueAt(line, x.domain[1])[0] ?? last; // where the line leaves the chart, or ends in it
+      const point = valueAt(line, x.domain[1], x.log, y.log)[0] ?? last; // where the line leaves the chart, or ends in it
       return point ? [{ line, point }] : [];
     });
     const wanted = ends.map(({ point }) => clamp(y(point.y), box.top, box.bottom));

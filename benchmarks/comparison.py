@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.variants import VARIANTS
 from cosmos_lab.config import RunConfig
-from cosmos_lab.optimizers import ONE_RATE, outer_rates
 
 BETA2 = 0.98  # The search starts from this value.
 POINTS = 25  # number of points of each curve
@@ -113,8 +112,6 @@ class Comparison:
             warmup=0.1, recipe="protocol", name=run.id, log_every=max(1, steps // 50),
             val_every=max(1, steps // POINTS), val_tokens=self.curve_tokens, diagnostics_every=0, checkpoint_every=0,
         )  # fmt: skip
-        if entry.optimizer in ONE_RATE:  # give it the second rate that the others have
-            config = config.replace(**outer_rates(run.adam_lr))
         if run.variant:
             variant = VARIANTS[run.variant]
             rates = {name: factor * run.adam_lr for name, factor in variant.outer.items()}

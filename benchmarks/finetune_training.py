@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.sweep_training import split
-from cosmos_lab.config import RunConfig, ScheduleOptions
+from cosmos_lab.config import RunConfig, ScheduleOptions, outer_rates
 from cosmos_lab.data import Batches, TokenSource, open_data, validation_batches
 from cosmos_lab.io import atomic_write, write_json
 from cosmos_lab.models import Decoder, build
-from cosmos_lab.optimizers import build_optimizer, outer_rates
+from cosmos_lab.optimizers import build_optimizer
 from cosmos_lab.run.run_log import commit
 from cosmos_lab.run.schedule import lr_factor
 from cosmos_optim import plan

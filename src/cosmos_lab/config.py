@@ -45,6 +45,9 @@ class DataOptions:
     cache_dir: str | None = field(default=None, metadata=NOT_IDENTITY)  # Where data is cached (None: the user's cache).
 
 
+ONE_RULE = ("adam", "adam-mini")  # optimizers that update every parameter by one rule
+
+
 @dataclass(frozen=True)
 class OptimizerOptions:
     """Which optimizer, at which rates."""
@@ -52,7 +55,7 @@ class OptimizerOptions:
     optimizer: str = field(default="cosmos", metadata=FIXED)  # Name in cosmos_optim.OPTIMIZERS.
     lr: float = 5e-4  # Peak learning rate (of the hidden matrices, if the optimizer treats them separately).
     adam_lr: float | None = None
-    """Peak rate of embeddings, head and norms (None: the optimizer's default); AdamW and Adam-mini only use `lr`."""
+    """Peak rate of embeddings, head and norms (None: the optimizer's default; `lr` for AdamW and Adam-mini)."""
     beta1: float = 0.9  # Decay of the first moment.
     beta2: float = 0.98  # Decay of the second moment.
     eps: float = 1e-8  # Added to the denominators.
@@ -195,6 +198,15 @@ def _topic(name: str) -> str:
         close = difflib.get_close_matches(name, _TOPICS, n=3)
         raise ValueError(f"a run has no field {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
     return _TOPICS[name]
+
+
+def outer_rates(lr: float) -> dict[str, float]:
+    """Return the fields of a run that give embedding, head and vectors this rate, and leave gamma of COSMOS alone.
+
+    >>> RunConfig().replace(optimizer="cosmos", lr=1e-3, **outer_rates(4e-3)).optimizer.head_lr
+    0.004
+    """
+    return dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), lr)
 
 
 def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
-from cosmos_lab.optimizers import outer_rates
 from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
 
@@ -43,12 +42,9 @@ def demo_run(optimizer: str, hidden_lr: float, embedding_lr: float, config: Demo
     Every optimizer has two rates: one for the hidden matrices, one for embedding, head and norms. The last weights
     are kept, so that ``export`` and ``evaluate`` can follow.
     """
-    rates: dict[str, float] = {"lr": hidden_lr, "adam_lr": embedding_lr}
-    if optimizer == "adam":  # takes one rate for all parameters unless the others are named
-        rates |= outer_rates(embedding_lr)
     return RunConfig().replace(
         model="tiny", data=config.data, seq_len=128, batch=8, steps=config.steps, seed=config.seed,
-        optimizer=optimizer, **rates,
+        optimizer=optimizer, lr=hidden_lr, adam_lr=embedding_lr,
         log_every=5, val_every=max(1, config.steps // VALIDATIONS), val_tokens=65_536, diagnostics_every=10,
         checkpoint_every=config.steps, keep=1, device="cpu", out=config.out, recipe="demo",
         name=f"demo-{optimizer}-lr{hidden_lr:g}-adam{embedding_lr:g}-s{config.seed}",

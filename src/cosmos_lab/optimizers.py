@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 import cosmos_optim
-from cosmos_lab.config import OptimizerOptions, RunConfig, parse_options
+from cosmos_lab.config import ONE_RULE, OptimizerOptions, RunConfig, parse_options
 from cosmos_lab.models import Decoder, resolve
 from cosmos_lab.models import build as build_model
 
 WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # what --weights names
-ONE_RATE = ("adam", "adam-mini")  # treat every parameter alike: `lr` is the rate of all
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -41,9 +40,11 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     """Build the optimizer that the options describe, over all parameters of ``model``."""
     build = optimizer_class(options.optimizer)
     takes = inspect.signature(build).parameters
+    own: Any = getattr(build, "func", build)  # of a partial
+    rule: str = own.rule
     given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
     hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if options.optimizer in ONE_RATE:  # a recipe's adam_lr is only for embedding and head
+    if rule in ONE_RULE:  # which has no group at `adam_lr`: `_overrides` makes them
         hyper.pop("adam_lr", None)
     if "momentum" in takes:  # Muon's beta1
         hyper["momentum"] = options.beta1
@@ -55,10 +56,9 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     if more.get("weight_correction") and any(p.dtype is not torch.bfloat16 for p in model.parameters()):
         raise ValueError("weight_correction is for bfloat16: add --weights bf16, or weights=bf16 to a row of a profile")
     hyper |= more
-    own: Any = getattr(build, "func", build)  # of a partial
     # The paper has one weight decay for all parameters.
     params = cosmos_optim.param_groups(
-        model, rule=own.rule, overrides=_overrides(model, options), decay="all",
+        model, rule=rule, overrides=_overrides(model, options, rule), decay="all",
         split_heads=hyper.pop("split_heads", False),
     )  # fmt: skip
     hyper |= {"betas": (options.beta1, options.beta2), "eps": options.eps, "weight_decay": options.weight_decay}
@@ -66,17 +66,6 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
         return build(params, lr=options.lr, **hyper)
     except TypeError as error:  # an option that this optimizer does not have
         raise ValueError(str(error)) from error
-
-
-def outer_rates(lr: float) -> dict[str, float]:
-    """Return the fields of a run that give embedding, head and vectors this rate.
-
-    Other optimizers than AdamW and Adam-mini also have ``adam_lr`` for it.
-
-    >>> RunConfig().replace(optimizer="adam", lr=1e-3, **outer_rates(4e-3)).optimizer.head_lr
-    0.004
-    """
-    return dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), lr)
 
 
 def miniature(model: str) -> Decoder:
@@ -104,18 +93,21 @@ def hyperparameters(config: RunConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(alone, default=str)))
 
 
-def _overrides(model: nn.Module, options: OptimizerOptions) -> dict[str, dict[str, Any]] | None:
+def _overrides(model: nn.Module, options: OptimizerOptions, rule: str) -> dict[str, dict[str, Any]] | None:
     """Return the separate rates for embedding, head and vectors, as ``param_groups`` takes them."""
+    rates = {name: getattr(options, name) for name in ("embedding_lr", "head_lr", "vector_lr")}
+    if rule in ONE_RULE and options.adam_lr != options.lr:
+        rates = {name: options.adam_lr if lr is None else lr for name, lr in rates.items()}
     overrides: dict[str, dict[str, Any]] = {}
-    rule = "adam-mini" if options.optimizer == "adam-mini" else "adam"
+    own = rule if rule in ONE_RULE else "adam"
     names = {name for name, _ in model.named_parameters()}  # a tied head has no separate matrix
-    for name, lr in (("embed.weight", options.embedding_lr), ("head.weight", options.head_lr)):
+    for name, lr in (("embed.weight", rates["embedding_lr"]), ("head.weight", rates["head_lr"])):
         group: dict[str, Any] = {} if lr is None else {"lr": lr}
         if options.adam_beta1 is not None and name in names:
             group["betas"] = (options.adam_beta1, options.beta2)
         if group:
-            overrides[name] = {"rule": rule, **group}
-    if options.vector_lr is not None:
+            overrides[name] = {"rule": own, **group}
+    if rates["vector_lr"] is not None:
         vectors = (name for name, parameter in model.named_parameters() if parameter.ndim < 2)
-        overrides |= {name: {"rule": rule, "lr": options.vector_lr} for name in vectors}
+        overrides |= {name: {"rule": "adam", "lr": rates["vector_lr"]} for name in vectors}
     return overrides or None

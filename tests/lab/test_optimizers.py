@@ -33,10 +33,22 @@ def test_an_option_may_repeat_a_field() -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "adam-mini"])
-def test_optimizers_with_one_rate_use_lr_for_all_parameters(name: str) -> None:
-    """A recipe's rate of embedding and head does not become that of Adam's matrices."""
-    optimizer = build_optimizer(build("tiny"), OptimizerOptions(name, lr=4e-3, adam_lr=2e-3))
-    assert {group["lr"] for group in optimizer.param_groups} == {4e-3}
+def test_optimizers_with_one_rule_have_two_rates_if_adam_lr_is_given(name: str) -> None:
+    model = build("tiny")
+    outer = {"embed.weight", "head.weight", *(name for name, p in model.named_parameters() if p.ndim < 2)}
+    for adam_lr, expected in ((None, 4e-3), (4e-3, 4e-3), (2e-2, 2e-2)):
+        optimizer = build_optimizer(model, OptimizerOptions(name, lr=4e-3, adam_lr=adam_lr))
+        rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+        assert rates == {name: expected if name in outer else 4e-3 for name, _ in model.named_parameters()}
+
+
+def test_one_rate_of_adam_leaves_its_parameters_in_one_group() -> None:
+    """So that checkpoints of one rate fit, however it is given."""
+    counts = [
+        len(build_optimizer(build("tiny"), OptimizerOptions("adam", lr=4e-3, adam_lr=adam_lr)).param_groups)
+        for adam_lr in (None, 4e-3)
+    ]
+    assert counts == [1, 1]
 
 
 def test_muon_norm_is_muon_with_normalized_updates() -> None:

@@ -101,7 +101,8 @@ def test_a_kept_run_would_be_repeated_with_the_settings_it_records() -> None:
         kept = with_weights_field(result["config"])
         other = {name for name, value in kept.items() if asked[name] != value}
         assert run.id == result["id"]
-        assert other <= {"recipe", "embedding_lr", "head_lr"}  # earlier runs gave AdamW its second rate by these fields
+        # Earlier runs gave AdamW its second rate by these fields.
+        assert other <= {"recipe", "embedding_lr", "head_lr", "vector_lr"}
         # "auto" was called "input" for the same side: every matrix has at least `rank` rows.
         now, then = (
             {name: "input" if x == "auto" else x for name, x in found.items()}

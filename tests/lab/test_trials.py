@@ -1,5 +1,7 @@
 """The optimizers of benchmarks/trials.py: against small independent formulas, and a few steps of every variant."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -217,6 +219,19 @@ def test_a_cautious_decay_leaves_embedding_head_and_norms_alone(row: str) -> Non
     decayed = {name for group in optimizer.param_groups for name in group["param_names"] if optimizer._decays(group)}
     kinds = {name.rsplit(".", 2)[-2] for name in decayed}
     assert kinds == {"q", "k", "v", "o", "gate", "up", "down"}
+
+
+def test_a_trial_of_adamw_keeps_both_rates_of_its_row() -> None:
+    """Given `adam_lr`, AdamW would run its hidden matrices at that rate too."""
+    run = Run("tiny", "B", "adamw", 1e-3, 2e-2)
+    rates = [
+        {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+        for optimizer in (
+            build_optimizer(one_block(), Protocol().config(run).optimizer),
+            build_optimizer(one_block(), Protocol().config(replace(run, variant="cautious")).optimizer),
+        )
+    ]
+    assert rates[0] == rates[1] and set(rates[0].values()) == {1e-3, 2e-2}
 
 
 def test_a_look_ahead_moves_the_weights_along_the_mean_of_their_steps() -> None:

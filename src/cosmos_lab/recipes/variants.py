@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from cosmos_lab.config import OptimizerOptions
+from cosmos_lab.config import ONE_RULE, OptimizerOptions
 
 Variant = Mapping[str, Any]
 
@@ -123,8 +123,12 @@ def _without_rate(grid: Sequence[Variant], name: str) -> list[dict[str, Any]]:
 
 
 def plain(name: str) -> dict[str, Any]:
-    """Return the fields of an optimizer that the recipe does not run: its default rank, a gamma only for COSMOS."""
-    return {"optimizer": name, "rank": None, **({} if name in COSMOS else {"gamma": None})}
+    """Return the fields of an optimizer that the recipe does not run.
+
+    They are its default rank, a gamma only for COSMOS, and one rate if it has one rule.
+    """
+    gamma, rate = ({} if name in COSMOS else {"gamma": None}), ({"adam_lr": None} if name in ONE_RULE else {})
+    return {"optimizer": name, "rank": None, **gamma, **rate}
 
 
 def at_rates(optimizer: str, lrs: Iterable[float], **fields: Any) -> list[Variant]:

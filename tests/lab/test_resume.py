@@ -160,6 +160,14 @@ def test_a_resume_may_change_the_rates_with_a_warning(tiny_run: RunConfig) -> No
     assert last["lr"] < 1e-5
 
 
+def test_a_resume_with_a_separate_rate_that_the_run_did_not_have_is_refused(tiny_run: RunConfig) -> None:
+    config = tiny_run.replace(optimizer="adam", rank=None, adam_lr=None)
+    interrupt(config, 5)
+    with pytest.raises(ValueError, match=r"\(number of groups: 1, now 2\): give the rates that the run began with"):
+        train(config.replace(adam_lr=1e-2))
+    train(config)
+
+
 def test_two_processes_do_not_train_in_one_folder(tiny_run: RunConfig) -> None:
     def intrude(record: Any) -> None:
         if record["step"] == 3:

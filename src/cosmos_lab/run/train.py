@@ -108,6 +108,12 @@ class Trainer:
                 raise ValueError(f"{newest} is beyond --steps {steps}: choose another --out, or more steps")
             skip = self.config.logging.resume == "previous"
             checkpoint.resume(self.checkpoints, self.state, self.identity, self.world, check, skip)
+            saved, now = len(self.optimizer.param_groups), len(self.base_lrs)  # loading brings the saved groups
+            if saved != now:
+                raise ValueError(
+                    f"{newest} has other groups of parameters (number of groups: {saved}, now {now}): give the rates "
+                    "that the run began with (--adam-lr, --embedding-lr, --head-lr, --vector-lr), or another --name"
+                )
             if self.world.main:
                 run_folder.warn_of_changes(self.config)
             assert self.state.position is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.sweep_training import split
-from cosmos_lab.config import RunConfig, ScheduleOptions, outer_rates
+from cosmos_lab.config import RunConfig, ScheduleOptions
 from cosmos_lab.data import Batches, TokenSource, open_data, validation_batches
 from cosmos_lab.io import atomic_write, write_json
 from cosmos_lab.models import Decoder, build
@@ -116,8 +116,9 @@ def add_lora(model: Decoder, rank: int, scale: float) -> Decoder:
 def make_optimizer(model: nn.Module, name: str, lr: float, outer_lr: float) -> Any:
     """Return an optimizer with rate `lr` for hidden matrices and adapters, and `outer_lr` for all else."""
     optimizer = "adam" if name == "adamw" else name
-    # Without `adam_lr`, so that COSMOS's gamma is that of its default.
-    options = RunConfig().replace(optimizer=optimizer, lr=lr, **outer_rates(outer_lr)).optimizer
+    # Not by `adam_lr`, so that COSMOS's gamma is that of its default.
+    rates = dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), outer_lr)
+    options = RunConfig().replace(optimizer=optimizer, lr=lr, **rates).optimizer
     return build_optimizer(model, options)
 
 

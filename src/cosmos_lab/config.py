@@ -200,15 +200,6 @@ def _topic(name: str) -> str:
     return _TOPICS[name]
 
 
-def outer_rates(lr: float) -> dict[str, float]:
-    """Return the fields of a run that give embedding, head and vectors this rate, and leave gamma of COSMOS alone.
-
-    >>> RunConfig().replace(optimizer="cosmos", lr=1e-3, **outer_rates(4e-3)).optimizer.head_lr
-    0.004
-    """
-    return dict.fromkeys(("embedding_lr", "head_lr", "vector_lr"), lr)
-
-
 def parse_options(options: tuple[str, ...], flag: str = "--options") -> dict[str, Any]:
     """Read ``("ns_steps=4", "side=smaller")`` as keyword arguments.
 

@@ -28,7 +28,7 @@ def tiny() -> Setup:
     """Train a LLaMA of 1.4M parameters on the embedded text, in seconds on a laptop.
 
     Embedding, head and norms have the same rate for every optimizer, so that the table compares the hidden matrices.
-    In the demo's grid it costs at most 0.03 nats of each row's best.
+    In the demo's grid, this rate ends at most 0.03 nats above the best of each optimizer.
     """
     config = RunConfig().replace(
         model="tiny", data="embedded", seq_len=128, lr=1e-3, adam_lr=3.2e-2, rank=32, steps=200, batch=16,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.kept_runs import Result, losses
+from benchmarks.comparison import Run
+from benchmarks.kept_runs import Result, losses, run_of
 from benchmarks.protocol import Protocol
 from benchmarks.student import half_width
+from benchmarks.variants import VARIANTS
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,25 @@ def paired(row: Row, other: Row) -> list[tuple[Result, Result]]:
 def gaps_between(row: Row, other: Row) -> list[float]:
     """Return the test loss of a row minus that of another one, by seed."""
     return [mine["test_loss"] - theirs["test_loss"] for mine, theirs in paired(row, other)]
+
+
+def changed_pairs(
+    protocol: Protocol, regime: str, results: Mapping[str, Result]
+) -> dict[Run, list[tuple[Result, Result]]]:
+    """Return the runs of each variant with the same runs without it, in pairs, in the order of variants and entries.
+
+    The key is the changed run with seed 0.
+    """
+    found: dict[Run, list[tuple[Result, Result]]] = {}
+    for _, r in sorted(results.items()):
+        run = run_of(r)
+        plain = results.get(run.plain.id)
+        here = (run.model, run.regime) == (protocol.model, regime)
+        known = run.variant in VARIANTS and run.entry in protocol.entries
+        if here and known and plain and None not in (r["test_loss"], plain["test_loss"]):
+            found.setdefault(replace(run, seed=0), []).append((r, plain))
+    variants, entries = list(VARIANTS), list(protocol.entries)
+    return dict(sorted(found.items(), key=lambda item: (variants.index(item[0].variant), entries.index(item[0].entry))))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """From the kept results to what people compare: settings, seeds, differences, and tokens to AdamW's loss.
 
-    python -m benchmarks.evidence      # writes docs/results/evidence.md and docs/figures/evidence.svg, outer-rates.svg
+    python -m benchmarks.evidence      # writes docs/results/evidence.md and three pictures in docs/figures
 
 Tokens to AdamW's loss come from shorter runs with complete schedules (`best_rows.token_shares`). An optimizer without
 such runs has an upper bound, read from the curves of its full runs: the point at which a curve first falls below
@@ -180,6 +180,8 @@ def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) 
     if len(rows) > 1:
         lines += _differences_and_tokens(protocol, regime, rows, results)
     lines += tables.short_table(protocol, regime, rows, results)
+    if listed := tables.changes_table(protocol, regime, results):
+        lines += ["Changes of one thing:", "", *listed]
     shown = {r["id"] for row in rows.values() for r in row.seeds}
     others = [r for r in runs if r["id"] not in shown and r["share"] == 1]
     if protocol.source(regime):
@@ -379,6 +381,27 @@ def draw_outer_rates(results: Mapping[str, Result], regime: str, target: Path) -
         axes.legend(frameon=False, ncols=2)
 
 
+def draw_curves(results: Mapping[str, Result], regime: str, target: Path) -> None:
+    """Draw the test perplexity during the runs of a regime, and by how much each is above COSMOS's at the same step."""
+    rows = best_rows(Protocol(), regime, results)
+    curves = {entry: test_curve(rows[entry].run) for entry in DRAWN if entry in rows}
+    ours = dict(curves["cosmos"])
+    how = Protocol().regimes[regime]
+    with picture(target, ncols=2, figsize=(9, 3.1)) as (left, right):
+        for entry, points in curves.items():
+            tokens = [t / 1e6 for t, _ in points]
+            left.plot(tokens, [math.exp(loss) for _, loss in points], **look(entry), label=NAMES[entry])
+            above = [100 * math.expm1(loss - ours[t]) for t, loss in points]
+            right.plot(tokens, above, **look(entry))
+        least = min(math.exp(points[-1][1]) for points in curves.values())
+        left.set(title=f"LLaMA-60M, {how.steps:,} steps of {how.batch} x {how.seq_len}, one seed", yscale="log",
+                 ylim=(0.95 * least, 4 * least), xlabel="million tokens", ylabel="test perplexity")  # fmt: skip
+        left.set_yticks(ticks := (20, 30, 40, 60, 80), list(map(str, ticks)))
+        left.minorticks_off()
+        left.legend(frameon=False)
+        right.set(title="above COSMOS at the same step, %", xlabel="million tokens", ylim=(-3, 25))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write the page and the pictures."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -390,6 +413,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = read_results(a.results)
     draw(results, a.regime, a.picture)
     draw_outer_rates(results, a.regime, a.picture.with_name("outer-rates.svg"))
+    draw_curves(results, "long", a.picture.with_name("long-run.svg"))
     text = report(results)
     a.page.parent.mkdir(parents=True, exist_ok=True)
     a.page.write_text(text)

@@ -1,4 +1,4 @@
-"""Tables of the protocol's results in Markdown: seeds and differences, the search, shorter runs, other settings.
+"""Tables of the protocol's results in Markdown: seeds and differences, the search, shorter runs, settings, changes.
 
 Each function returns the lines of one table. A search that has not finished is called "open".
 """
@@ -11,12 +11,13 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.best_rows import Row, gaps_between, shorter_runs
+from benchmarks.best_rows import Row, changed_pairs, gaps_between, shorter_runs
 from benchmarks.comparison import BETA2, Run
 from benchmarks.kept_runs import Result, losses, run_of
 from benchmarks.protocol import BETA2S, RATES, Protocol
 from benchmarks.rate_fit import lowest
 from benchmarks.student import half_width
+from benchmarks.variants import VARIANTS
 
 NAMES = {
     "adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "soap-f1": "SOAP, frequency 1", "muon": "Muon",
@@ -247,3 +248,16 @@ def settings_table(runs: Iterable[Result], least_seeds: int = 1) -> list[str]:
     ]  # fmt: skip
     head = ["optimizer", "hidden rate, outer rate, beta2", "seeds", "validation perplexity", "test perplexity"]
     return markdown(head, rows) if rows else []
+
+
+def changes_table(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> list[str]:
+    """Return what each change of one thing did, compared with the unchanged runs; empty if there is none."""
+    rows = []
+    for run, pairs in changed_pairs(protocol, regime, results).items():
+        gaps = [changed["test_loss"] - plain["test_loss"] for changed, plain in pairs]
+        spread = f" +- {half_width(gaps):.3f}" if len(gaps) > 1 else ", one seed"
+        shown = (", ".join(perplexity(pair[i]) for pair in pairs) for i in (0, 1))
+        formula = VARIANTS[run.variant].formula
+        rows.append([formula, NAMES[run.entry], setting(run), *shown, f"{statistics.fmean(gaps):+.3f}{spread}"])
+    head = ["change", "optimizer", "hidden rate, outer rate, beta2", "test perplexity by seed", "unchanged"]
+    return markdown([*head, "difference, nats"], rows) if rows else []

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 
-from benchmarks.best_rows import Row, best_rows, gaps_between, paired, token_shares
-from benchmarks.comparison import Run
-from benchmarks.kept_runs import Result, run_of, texts_of
+from benchmarks.best_rows import Row, best_rows, changed_pairs, gaps_between, paired, token_shares
+from benchmarks.kept_runs import Result, texts_of
 from benchmarks.protocol import Protocol
 from benchmarks.student import half_width
 from benchmarks.variants import VARIANTS
@@ -73,16 +71,8 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[str]:
 
 def _variants(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> Iterator[str]:
     """Yield each variant's test loss minus that of the same run without it, paired by seed, for each setting."""
-    gaps: dict[Run, list[float]] = {}
-    for r in results.values():
-        run = run_of(r)
-        plain = results.get(run.plain.id)
-        if run.regime == regime and run.variant and plain and None not in (r["test_loss"], plain["test_loss"]):
-            gaps.setdefault(replace(run, seed=0), []).append(r["test_loss"] - plain["test_loss"])
-    order = [(name, entry) for name in VARIANTS for entry in protocol.entries]
-    listed = [run for run in gaps if (run.variant, run.entry) in order]
-    for run in sorted(listed, key=lambda run: (order.index((run.variant, run.entry)), run.id)):
-        found = gaps[run]
+    for run, pairs in changed_pairs(protocol, regime, results).items():
+        found = [changed["test_loss"] - plain["test_loss"] for changed, plain in pairs]
         spread = f" +- {half_width(found):.4f} (sd {statistics.stdev(found):.4f})" if len(found) > 1 else ""
         shown = f"{statistics.fmean(found):+.4f} nats{spread}, {len(found)} seed(s)"
         setting = f"at {run.lr:g}, {run.adam_lr:g}, beta2 {run.beta2:g}"

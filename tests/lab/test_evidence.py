@@ -117,7 +117,7 @@ def test_step_times_tell_the_defaults_from_the_papers_settings() -> None:
 def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path: Path) -> None:
     evidence.main(["--page", str(tmp_path / "page.md"), "--picture", str(tmp_path / "picture.svg")])
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "results" / "evidence.md").read_text()
-    assert "<svg" in (tmp_path / "picture.svg").read_text()
+    assert all("<svg" in (tmp_path / f"{name}.svg").read_text() for name in ("picture", "outer-rates", "long-run"))
 
 
 @pytest.mark.parametrize(("regime", "row"), [("B", 0), ("A", 1)])
@@ -171,6 +171,21 @@ def test_intervals_are_corrected_for_the_comparisons_of_all_regimes() -> None:
     page = "\n".join(evidence.regime_part(Protocol(), "A", results))
     gaps = [0.05 + 0.001 * seed for seed in range(5)]
     assert "corrected for 3 comparisons" in page and f"| +- {half_width(gaps, 3):.3f} |" in page
+
+
+def test_a_change_is_compared_with_the_same_run_without_it() -> None:
+    results = complete(Protocol(), "B", ("cosmos",))
+    point, _, _ = Protocol().best("B", "cosmos", losses(results))
+    for seed, better in enumerate((0.03, 0.01)):
+        plain = Protocol().at("B", "cosmos", point, seed)
+        run, loss = dataclasses.replace(plain, variant="norms-half"), results[plain.id]["test_loss"] - better
+        made = {"test_loss": loss, "test_ppl": math.exp(loss), "id": run.id}
+        results[run.id] = results[plain.id] | dataclasses.asdict(run) | made
+    alone = dataclasses.replace(run, seed=7)  # without an unchanged run
+    results[alone.id] = results[run.id] | {"seed": 7, "id": alone.id}
+    page = "\n".join(evidence.regime_part(Protocol(), "B", results)).partition("Changes of one thing:")[2]
+    (line,) = [line for line in page.splitlines() if "norms at half the outer rate" in line]
+    assert f"| -0.020 +- {half_width([0.03, 0.01]):.3f} |" in line and line.count(", ") == 4
 
 
 def test_what_finer_steps_could_gain_is_the_lowest_point_of_a_parabola() -> None:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,21 @@ _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "
 
 def embedded_shards(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder with `embedded_train.bin`, `embedded_val.bin` and `tokenizer.json`, made on first use."""
-    documents = library_documents(Path(sysconfig.get_paths()["stdlib"]))
-    digest = hashlib.sha256(f"{_RECIPE} {VOCAB_SIZE} {VAL_PERCENT}".encode())
-    for name, text in documents:
-        digest.update(f"\0{name}\0{text}".encode())
-    folder = cache_folder(cache_dir) / f"embedded-{digest.hexdigest()[:16]}"
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folder = cache_folder(cache_dir) / f"embedded-{_library_hash(root)}"
     with explained(folder, CACHE_ADVICE), locked(folder / ".lock"):
         if read_json(folder / "embedded.json") is None:  # Written last, so the folder is complete.
-            _make(folder, documents)
+            _make(folder, library_documents(root))
     return folder
+
+
+@cache
+def _library_hash(root: Path) -> str:
+    """Return 16 hex digits of a SHA-256 over the text and how it is made; a comparison asks once for each run."""
+    digest = hashlib.sha256(f"{_RECIPE} {VOCAB_SIZE} {VAL_PERCENT}".encode())
+    for name, text in library_documents(root):
+        digest.update(f"\0{name}\0{text}".encode())
+    return digest.hexdigest()[:16]
 
 
 def library_documents(root: Path, limit: int = TEXT_BYTES) -> list[tuple[str, str]]:

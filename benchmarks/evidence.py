@@ -248,8 +248,9 @@ def report(results: Mapping[str, Result]) -> str:
         "search, the best value of each row is bold.",
         "- **Runs of the search**: all runs with seed 0 at the full length, of any setting.",
         "- **Difference**: test loss minus that of COSMOS, the mean over pairs of runs with the same seed, with its "
-        "95 % interval by Student's t. The corrected interval (Bonferroni) counts every such difference of this model, "
-        "in all regimes. Seed 0 was also used to choose the settings, so the mean without it is printed.",
+        "95 % interval by Student's t. The corrected interval (Bonferroni) counts every difference of this model that "
+        "has an interval in these tables, in all regimes. Seed 0 was also used to choose the settings, so the mean "
+        "without it is printed.",
         "- **Tokens**: the share of AdamW's tokens with which an optimizer reaches AdamW's final test loss. It comes "
         "from shorter runs with complete schedules (0.45, 0.6 and 0.75 of the steps, seed 0), by interpolation. Their "
         "rates are those tuned for the full length.",
@@ -259,6 +260,8 @@ def report(results: Mapping[str, Result]) -> str:
         "- **At most**: there are no shorter runs, so the share is where the curve of the full run falls to AdamW's "
         "loss. Rates decay until the end of a run, so a run planned to end there should be lower"
         f"{_lower_than_curves(results)}.",
+        "- **Changes of one thing**: test loss minus that of the same run without the change, with the same seeds. "
+        "These intervals are not corrected.",
         "- **Open**: not finished, so an optimizer may still improve.",
     ]  # fmt: skip
     lines += ["## Notes", "", *(line for note in notes for line in tables.wrapped(note))]

@@ -255,9 +255,9 @@ def changes_table(protocol: Protocol, regime: str, results: Mapping[str, Result]
     rows = []
     for run, pairs in changed_pairs(protocol, regime, results).items():
         gaps = [changed["test_loss"] - plain["test_loss"] for changed, plain in pairs]
-        spread = f" +- {half_width(gaps):.3f}" if len(gaps) > 1 else ", one seed"
+        spread = f" +- {half_width(gaps):.4f}" if len(gaps) > 1 else ", one seed"
         shown = (", ".join(perplexity(pair[i]) for pair in pairs) for i in (0, 1))
         formula = VARIANTS[run.variant].formula
-        rows.append([formula, NAMES[run.entry], setting(run), *shown, f"{statistics.fmean(gaps):+.3f}{spread}"])
+        rows.append([formula, NAMES[run.entry], setting(run), *shown, f"{statistics.fmean(gaps):+.4f}{spread}"])
     head = ["change", "optimizer", "hidden rate, outer rate, beta2", "test perplexity by seed", "unchanged"]
     return markdown([*head, "difference, nats"], rows) if rows else []

@@ -185,7 +185,7 @@ def test_a_change_is_compared_with_the_same_run_without_it() -> None:
     results[alone.id] = results[run.id] | {"seed": 7, "id": alone.id}
     page = "\n".join(evidence.regime_part(Protocol(), "B", results)).partition("Changes of one thing:")[2]
     (line,) = [line for line in page.splitlines() if "norms at half the outer rate" in line]
-    assert f"| -0.020 +- {half_width([0.03, 0.01]):.3f} |" in line and line.count(", ") == 4
+    assert f"| -0.0200 +- {half_width([0.03, 0.01]):.4f} |" in line and line.count(", ") == 4
 
 
 def test_what_finer_steps_could_gain_is_the_lowest_point_of_a_parabola() -> None:

@@ -2,12 +2,14 @@
 
     python -m benchmarks.small_model levers DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
     python -m benchmarks.small_model rows DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
+    python -m benchmarks.small_model muon,soap-f1 DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
 
 A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them, as in LLaMA-60M. "levers" are the
 changes of benchmarks/variants.py: first come the runs that show that COSMOS's rates are the best of those around them,
-then each change with several seeds. "rows" is the search of docs/protocol.md for every optimizer. The same command
-continues; OUT/bundle.json has the results, those of KNOWN included. PARALLEL processes (2) share the CPU. DATA was made
-from 19,309 articles of English Wikipedia (for small-model-norms.json from another selection of 19,279):
+then each change with several seeds. "rows" is the search of docs/protocol.md for every optimizer; names of optimizers
+are the search for these. The same command continues; OUT/bundle.json has the results, those of KNOWN included. PARALLEL
+processes (2) share the CPU. DATA was made from 19,309 articles of English Wikipedia (for small-model-norms.json from
+another selection of 19,279):
 
     cosmos-lab data prepare wiki.jsonl --tokenizer train:4096 --prefix wiki4k --val-fraction 0.1 --max-val-tokens 700000
 """
@@ -29,9 +31,10 @@ from benchmarks.variants import LEVERS
 REGIME, SEEDS = "800x16", (0, 1, 2)
 TRIED_AT_60M = ("heads", "two-sided", "two-sided-half")  # so they need no hint
 SIZES = {"width": 128, "depth": 4, "mlp": 344, "vocab_size": 4096}
-OUTER = 3.2e-2  # Every search starts from this rate of embedding, head and norms.
-HIDDEN = {"adamw": 2e-3, "soap-f1": 2e-3, "soap-f10": 2e-3}  # and from this hidden rate; the others from 1e-3
-ROWS = {name: replace(row, start={REGIME: (HIDDEN.get(name, 1e-3), OUTER)}) for name, row in Protocol().entries.items()}
+# Where searches start: the hidden rate, and the rate of embedding, head and norms. "" is every other row.
+START = {"": (1e-3, 3.2e-2), "cosmos-paper": (1e-3, 2e-3),
+         **dict.fromkeys(("adamw", "soap-f1", "soap-f10"), (2e-3, 3.2e-2))}  # fmt: skip
+ROWS = {name: replace(row, start={REGIME: START.get(name, START[""])}) for name, row in Protocol().entries.items()}
 PROTOCOL = Protocol(
     model="llama-2m", preset="tiny", sizes={**SIZES, "precision": "bf16"},
     regimes={REGIME: Regime(800, 16, seq_len=128)}, entries=ROWS,
@@ -52,13 +55,17 @@ def levers() -> tuple[Run, ...]:
 def main(what: str, data: str, out: str, seconds: str = "inf", parallel: str = "2", *known: str) -> int:
     """Run what is missing, print the table, and return 1 if a run failed."""
     trials.register()
-    runs = {"levers": levers(), "rows": ()}[what]
+    runs = levers() if what == "levers" else ()
+    rows = tuple(ROWS) if what in ("levers", "rows") else tuple(what.split(","))
+    if unknown := set(rows) - set(ROWS):
+        raise SystemExit(f"no such optimizer: {', '.join(sorted(unknown))}; known are {', '.join(ROWS)}")
+    protocol = replace(PROTOCOL, phases=[(REGIME, rows, stages) for stages in (RATES, SEARCH)])
     options = Options(
         data, Path(out), tuple(map(Path, known)), float(seconds), int(parallel), device="cpu", compile="off", runs=runs
     )
-    queue = Queue(PROTOCOL, options, BEGAN)
+    queue = Queue(protocol, options, BEGAN)
     good = queue.work()
-    print(table(PROTOCOL, queue.results))
+    print(table(protocol, queue.results))
     return 0 if good else 1
 
 

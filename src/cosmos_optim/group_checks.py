@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -34,19 +34,21 @@ class GroupChecks:
     """Compare the groups of an optimizer with what they were when they were added.
 
     name: the class of the optimizer.
-    first_rates: "lr" and "adam_lr" of the first groups that have them: the rates that the optimizer was built with.
+    first_rates: the rate of the first group of hidden matrices ("lr") and of the first of AdamW's ("adam_lr").
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.first_rates: dict[str, float] = {}
+        self._rates: dict[Tensor, float] = {}  # of each parameter when it was added; empty after a pickle
         self._last_shared: dict[str, float] | None = None  # rates at the last step, or when loaded with one lr
         self._structure: dict[Tensor, Settings] = {}  # what the state of each parameter was allocated for
 
     def add(self, groups: Groups) -> None:
         """Note the rates of new groups, and the settings that their state was allocated for."""
         for group in groups:
-            self.first_rates.setdefault("adam_lr" if group["rule"] == "adam" else "lr", float(group["lr"]))
+            self.first_rates.setdefault(_kind(group), float(group["lr"]))
+            self._rates |= dict.fromkeys(group["params"], float(group["lr"]))
         self._structure |= _structure_of(groups)
 
     def note_structure(self, groups: Groups, *, loaded: bool = False) -> None:
@@ -80,33 +82,38 @@ class GroupChecks:
         return [p for p in group["params"] if (kept := self._structure.get(p)) and differing(kept, group, kept)]
 
     def _check_one_rate(self, groups: Groups, shared: Mapping[str, float]) -> None:
-        """Raise ValueError if a scheduler gave all groups one rate, and they were built with two. Warn if a loop did.
+        """Raise ValueError if a scheduler gave all groups one rate, and they were built with more. Warn if a loop did.
 
         A loop without a scheduler may mean it, such as in a warm-up. Rates that differed, meet and then stay are at a
         floor (ReduceLROnPlateau's min_lr), which needs no warning.
         """
-        built = self.first_rates
-        has_both_kinds = len({group["rule"] == "adam" for group in groups}) == 2
-        if not self._has_two_rates() or built["lr"] == 0 or not has_both_kinds:
+        kinds = [_kind(group) for group in groups]
+        if len(set(kinds)) < 2 or len(self.first_rates) < 2 or self.first_rates["lr"] == 0:  # older pickles have none
+            return
+        built = [self._rate_when_added(group) for group in groups]
+        if len(set(built)) < 2:
             return
         key, rate = next(iter(shared.items()))
-        adam_lr = f"adam_lr={built['adam_lr']:g}"
-        rates_built = f"{self._name} was built with lr={built['lr']:g} for the hidden matrices and {adam_lr}"
-        if_meant = f"(build it with adam_lr={built['lr']:g} if one rate is meant)"
+        lr, adam_lr = (self.first_rates[kind] for kind in ("lr", "adam_lr"))
+        if set(zip(kinds, built, strict=True)) == {("lr", lr), ("adam_lr", adam_lr)}:
+            rates_built = f"{self._name} was built with lr={lr:g} for the hidden matrices and adam_lr={adam_lr:g}"
+            if_meant = f" (build it with adam_lr={lr:g} if one rate is meant)"
+        else:
+            rates_built, if_meant = f"the groups of {self._name} were added with lr={_listed(built)}", ""
         if key in OF_SCHEDULERS:  # not repaired here, because schedulers also keep rates themselves
             writer, argument = OF_SCHEDULERS[key]
-            ratio = built["adam_lr"] / built["lr"]
-            rates = ", ".join(f"{rate * (ratio if group['rule'] == 'adam' else 1.0):g}" for group in groups)
+            of_most = max((group for group in groups if _kind(group) == "lr"), key=_numbers)
+            rates = _listed(rate * own / self._rate_when_added(of_most) for own in built)
             raise ValueError(
                 f"{writer} set {key}={rate:g} in all groups, but {rates_built}: give one value for each group, "
-                f"{argument.format(f'[{rates}]')} {if_meant}"
+                f"{argument.format(rates)}{if_meant}"
             )
         at_floor = self._last_shared is not None and self._last_shared.get("lr", rate) == rate
         has_scheduler = any("initial_lr" in group for group in groups)  # it may have a floor too
         if not at_floor and not has_scheduler:
             warnings.warn(
                 # Without the rate, so that Python shows the same text only once, not at every step of a schedule.
-                f"all groups run at one lr, but {rates_built}: scale each group's own rate by the same factor "
+                f"all groups run at one lr, but {rates_built}: scale each group's own rate by the same factor"
                 f"{if_meant}",
                 stacklevel=3,
             )
@@ -130,10 +137,27 @@ class GroupChecks:
             f"of this {self._name}: to train with both, write lr and {key} into each group after loading",
             stacklevel=3,
         )
-        self.first_rates = dict.fromkeys(built, shared[key])
+        self.first_rates, self._rates = dict.fromkeys(built, shared[key]), {}
+
+    def _rate_when_added(self, group: Mapping[str, Any]) -> float:
+        """Return the rate that a group was added with, as far as it is known."""
+        rate = self.first_rates[_kind(group)]
+        return self._rates.get(group["params"][0], rate) if group["params"] else rate
 
     def _has_two_rates(self) -> bool:
         return len(set(self.first_rates.values())) == 2
+
+
+def _kind(group: Mapping[str, Any]) -> str:
+    return "adam_lr" if group["rule"] == "adam" else "lr"
+
+
+def _numbers(group: Mapping[str, Any]) -> int:
+    return sum(p.numel() for p in group["params"])
+
+
+def _listed(rates: Iterable[float]) -> str:
+    return f"[{', '.join(f'{rate:g}' for rate in rates)}]"
 
 
 def _structure_of(groups: Groups) -> dict[Tensor, Settings]:

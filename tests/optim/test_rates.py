@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from cosmos_optim import OPTIMIZERS, Cosmos, plan, rates, rates_from_adamw
+from cosmos_optim import OPTIMIZERS, Cosmos, param_groups, plan, rates, rates_from_adamw
 from tests.optim.helpers import decoder, same, small_rank, snapshot, train
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -59,6 +59,18 @@ def test_one_rate_for_both_kinds_is_refused_with_the_list_to_give(name: str) -> 
     train(model, again, range(1))
     schedule.step()
     train(model, again, range(1, 2))
+
+
+def test_the_list_to_give_keeps_the_own_rate_of_an_override() -> None:
+    model = decoder()
+    for lr, adam_lr, shown in ((5e-4, 2e-3, "0.001, 0.6, 0.004"), (1e-3, 1e-3, "0.001, 0.3, 0.001")):
+        groups = param_groups(model, overrides={"embed.weight": {"lr": 0.3}})
+        opt = Cosmos(groups, lr=lr, adam_lr=adam_lr, rank=4)
+        order = [group["lr"] for group in opt.param_groups]
+        assert order == [lr, 0.3, adam_lr]
+        lr_scheduler.OneCycleLR(opt, max_lr=1e-3, total_steps=9)
+        with pytest.raises(ValueError, match=rf"were added with lr=\[.*, 0.3, .*OneCycleLR\(max_lr=\[{shown}\]\)$"):
+            train(model, opt, range(1))
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

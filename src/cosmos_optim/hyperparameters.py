@@ -18,6 +18,7 @@ from torch import Tensor
 from cosmos_optim.engine.layout import LAYOUTS, SPLIT_SIDES
 from cosmos_optim.linalg.coefficients import COEFFICIENTS
 from cosmos_optim.rules import RULES, Rule
+from cosmos_optim.rules.adam_mini import HEAD_ROWS
 from cosmos_optim.rules.muon import SCALINGS
 from cosmos_optim.rules.rule import two_sided
 
@@ -78,6 +79,11 @@ def _integer(name: str, value: Any) -> None:
     require(isinstance(value, Integral) and int(value) >= 1, name, value, "it must be a positive integer")
 
 
+def _integer_or_none(name: str, value: Any) -> None:
+    if value is not None:
+        _integer(name, value)
+
+
 def _check(is_valid: Callable[[Any], bool], wanted: str) -> Check:
     return lambda name, value: require(is_valid(value), name, value, wanted)
 
@@ -111,8 +117,8 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("weight_decay", "eps"), _NOT_NEGATIVE),  # at eps = 0, 0/0 counts as 0
     **dict.fromkeys(("lr", "adam_lr"), _rate),
     **dict.fromkeys(("momentum", "beta2"), _FRACTION),
-    "head_dim": lambda name, value: None if value is None else _integer(name, value),
-    **dict.fromkeys(("rank", "ns_steps", "frequency", "update_gap", "block_rows"), _integer),
+    **dict.fromkeys(("rank", "ns_steps", "frequency", "update_gap"), _integer),
+    **dict.fromkeys(("head_dim", "block_rows"), _integer_or_none),
     **dict.fromkeys(("maximize", "normalize", "two_sided", "cuda_graphs"), require_bool),
     **dict.fromkeys(("stochastic_rounding", "weight_correction"), require_bool),
     "betas": _betas,
@@ -260,6 +266,8 @@ def complete(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any], s
         )
     if isinstance(filled["lr"], Tensor) and filled["lr"].dim():
         filled["lr"] = filled["lr"].view(())  # a view, not a copy
+    if "block_rows" in rule.defaults and filled["block_rows"] is None:
+        filled["block_rows"] = options.get("head_dim") or HEAD_ROWS
     if "gamma" in rule.defaults and filled["gamma"] is None:
         lr, adam_lr = options.get("first_rates", (options["lr"], options["adam_lr"]))
         filled["gamma"] = _gamma(group.get("lr", lr), adam_lr, soap_lr)

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cosmos_optim.hyperparameters import check_options
 from cosmos_optim.optimizer import MatrixOptimizer
-from cosmos_optim.routing.param_groups import as_groups
 
 Params = nn.Module | Iterable[Any]
 Rate = float | Tensor
@@ -307,7 +305,8 @@ class AdamMini(MatrixOptimizer):
 
     Options that rarely need a change; each is also a key of a group, except head_dim, cuda_graphs and offload:
         head_dim: rows of an attention head (64 if None): the block_rows of the queries and keys, found by name.
-        block_rows: rows of a block, by default; queries and keys with unusual names need a group that sets it.
+        block_rows: rows of a block elsewhere; None is an attention head, for a group of queries or keys that the names
+            do not tell.
         betas: decay of the two moments.
         eps: added to the root of the second moment; 0 is allowed.
         adam_dtype, maximize, nonfinite, missing, stochastic_rounding, weight_correction, cuda_graphs,
@@ -327,12 +326,7 @@ class AdamMini(MatrixOptimizer):
         stochastic_rounding: bool = False, weight_correction: bool = False, cuda_graphs: bool = True,
         offload: str | None = None,
     ) -> None:  # fmt: skip
-        given = arguments(locals())
-        check_options({"head_dim": head_dim})
-        if given.pop("head_dim") is not None:
-            groups = as_groups(params, self.rule)
-            given["params"] = [g | {"block_rows": head_dim} if "block_rows" in g else g for g in groups]
-        super().__init__(**given)
+        super().__init__(**arguments(locals()))
 
 
 class Adam(MatrixOptimizer):

@@ -140,8 +140,6 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     gammas: list[float] = []
     for parameter, route in routes(model, kind.rule, **routing):
         group = {"rule": route.rule, **route.settings}
-        if "block_rows" in group and options.get("head_dim"):
-            group["block_rows"] = options["head_dim"]
         chosen, group = choose_rule(kind.rule, group, options)
         computes_gamma = group.get("gamma", options.get("gamma")) is None
         group = complete(group, chosen, options, kind.soap_lr)
@@ -149,7 +147,7 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
             gammas.append(group["gamma"])
         row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
-    hints = [_head_hint(model, routing.get("head"), rows), _rate_hint(kind, hyper, rows)]
+    hints = [_head_hint(model, kind.rule, routing.get("head"), rows), _rate_hint(kind, hyper, rows)]
     hints.append(_gamma_hint(gammas))
     return Plan(tuple(rows), tuple(filter(None, hints)))
 
@@ -166,13 +164,14 @@ def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) 
     return fused_hint(parameter, sizes)
 
 
-def _head_hint(model: nn.Module, head: nn.Module | str | None, rows: Sequence[PlanRow]) -> str:
+def _head_hint(model: nn.Module, rule: str, head: nn.Module | str | None, rows: Sequence[PlanRow]) -> str:
     """Return advice if no output head was found, which may be right: a backbone has none."""
-    matrices = [row for row in rows if row.rank is not None]
+    matrices = [row for row in rows if row.rule not in ("adam", "adam-mini") and len(row.shape) > 1]
     if len(matrices) < 2 or find_output_heads(model, head) or any(row.tied for row in rows):
         return ""
     last = matrices[-1].name.rpartition(".")[0]
-    return f"no output head was found. If the model has one, name it: param_groups(model, head={last!r})"
+    own = "" if rule == "cosmos" else f"{rule!r}, "
+    return f"no output head was found. If the model has one, name it: param_groups(model, {own}head={last!r})"
 
 
 def _rate_hint(kind: type[MatrixOptimizer], given: Mapping[str, Any], rows: Sequence[PlanRow]) -> str:
@@ -217,7 +216,8 @@ def _row(name: str, p: Tensor, why: str, group: dict[str, Any]) -> PlanRow:
     slots = sharding.layout_of(name, p, RULES[group["rule"]], group).slots(group)
     elements = sum(math.prod(slot.shape) for slot in slots.values())
     size = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots.values() if slot.dtype)
-    rank = slots["U"].shape[-1] if "U" in slots and "rank" in group else None
+    basis = slots.get("U") or slots.get("Q")  # Q is GaLore's
+    rank = basis.shape[-1] if basis and "rank" in group else None
     rates = float(group["lr"]), float(group["weight_decay"])
     return PlanRow(name, tuple(p.shape), group["rule"], why, rank, *rates, elements, size + 4)
 

@@ -245,6 +245,21 @@ def test_head_dim_reaches_queries_and_keys_of_models_and_of_groups(given: str) -
     }  # fmt: skip
 
 
+def test_head_dim_reaches_groups_added_late_and_leaves_groups_that_set_their_own() -> None:
+    names = ("q_proj", "k_proj", "up")
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names})
+    groups = param_groups(model, "adam-mini", overrides={"k_proj*": {"block_rows": 2}})
+    opt = AdamMini(groups, head_dim=4)
+    model["layers"] = nn.ModuleDict({"query_proj": nn.Linear(8, 8, bias=False)})
+    for group in param_groups(model, beside=opt):
+        opt.add_param_group(group)
+    opt.add_param_group({"params": [("odd.weight", nn.Parameter(torch.ones(8, 8)))], "block_rows": None})
+    sizes = {name: group["block_rows"] for group in opt.param_groups for name in group["param_names"]}
+    assert sizes == {
+        "q_proj.weight": 4, "k_proj.weight": 2, "up.weight": 1, "layers.query_proj.weight": 4, "odd.weight": 4,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{"lr": "5e-4"}, {"adam_lr": "2e-3"}, {"weight_decay": "0.1"}, {"gamma": "0.5"}, {"eps": "1e-8"}, {"lr": None},

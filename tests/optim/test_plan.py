@@ -271,11 +271,19 @@ def test_a_plan_says_that_the_default_adam_lr_is_low_for_training_from_scratch()
         assert "adam_lr" not in str(quiet)
 
 
+def test_a_plan_of_galore_shows_its_rank() -> None:
+    (row,) = plan(nn.ModuleDict({"up": nn.Linear(8, 16, bias=False)}), "galore", rank=4).rows
+    assert row.rank == 4
+
+
 def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     hint = "hint: no output head was found. If the model has one, name it: param_groups(model, head='2')"
     assert hint in str(plan(layers))
     assert "hint" not in str(plan(layers, head="2"))
+    for rule in ("muon", "galore", "soap"):  # rows of Adam-mini and Adam are the same in an output head
+        assert hint.replace("model, ", f"model, '{rule}', ") in str(plan(layers, rule))
+    assert "output head" not in str(plan(layers, "adam-mini")) + str(plan(layers, "adam"))
     assert "output head was" not in str(plan(decoder())) + str(plan(Tied()))
 
 

@@ -15,15 +15,14 @@ from torch import nn
 
 from cosmos_optim.routing.fused_weights import FUSED
 from cosmos_optim.routing.route import ModelParameter, Route
+from cosmos_optim.routing.words import KEY, QUERY
 
 # Whole names of layers. In all fused forms, a head has neighbouring rows, so fused weights are cut like the others.
-QUERY = frozenset({"q", "q_proj", "query", "query_proj", "wq", "to_q", "q_lin"})
-KEY = frozenset({"k", "k_proj", "key", "key_proj", "wk", "to_k", "k_lin"})
-VALUE = frozenset({"v", "v_proj", "value", "value_proj", "wv", "to_v", "v_lin"})
+VALUE = frozenset({"v", "v_proj", "value", "value_proj", "wv", "w_v", "to_v", "v_lin"})
 FUSED_HEADS = FUSED | {"query_key_value"}
 OUTPUT = frozenset({
-    "o", "o_proj", "out_proj", "wo", "Wo", "to_out", "to_out.0", "out_lin", "c_proj", "proj", "projection", "dense",
-    "output.dense",
+    "o", "o_proj", "out_proj", "wo", "Wo", "w_o", "to_out", "to_out.0", "out_lin", "c_proj", "proj", "projection",
+    "dense", "output.dense",
 })  # fmt: skip
 # Names under which attention, or a model's config, declares the size of a head, or else what to compute it from.
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "d_kv")

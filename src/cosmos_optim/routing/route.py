@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from cosmos_optim.routing.words import BIAS, EXPERT, NORM, ROUTER, SCALE, holds_table, is_table, words
+from cosmos_optim.routing.words import BIAS, EXPERT, KEY, NORM, QUERY, ROUTER, SCALE, holds_table, is_table, words
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 # Names under which linear layers declare the sizes of their input and output: torch and its quantized layers;
@@ -36,9 +36,6 @@ STORED_IN_OUT = frozenset({
     "transformers.models.gemma3.modeling_gemma3.Gemma3MultiModalProjector",
     "transformers.models.t5gemma2.modeling_t5gemma2.T5Gemma2MultiModalProjector",
 })  # fmt: skip
-# Queries and keys, as the common decoders name them, and the rows of one of their heads: Adam-mini's blocks.
-QUERY_KEY = re.compile(r"(^|[._])(q|k|q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.weight$")
-HEAD_ROWS = 64
 # What torch.nn.utils.prune and weight_norm append to the name of a weight.
 WEIGHT_PART = re.compile(r"_(orig|v|g)$")
 # Row blocks of the fused weights of torch's own modules: one gate or projection each.
@@ -336,7 +333,7 @@ def _adam_mini_route(parameter: ModelParameter, route: Route) -> Route:
         return route
     usual = "conv" if isinstance(parameter.module, _ConvNd) else "matrix"
     settings = {"layout": route.settings.get("layout", usual)}
-    if QUERY_KEY.search(parameter.name):
-        return replace(route, rule="adam-mini", why="heads of queries or keys",
-                       settings=settings | {"block_rows": HEAD_ROWS})  # fmt: skip
+    if parameter.attribute == "weight" and _owner_name(parameter) in QUERY | KEY:
+        settings["block_rows"] = None  # the optimizer's head_dim
+        return replace(route, rule="adam-mini", why="heads of queries or keys", settings=settings)
     return replace(route, rule="adam-mini", why=f"rows: {route.why}", settings=settings)

@@ -17,6 +17,7 @@ from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.normalization import bias_correction, quotient
 from cosmos_optim.rules.rule import Rule, Settings, Slot
 
+HEAD_ROWS = 64  # rows of an attention head, if head_dim is not given
 DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-8, "block_rows": 1}
 
 

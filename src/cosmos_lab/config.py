@@ -13,10 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # What another value of a field makes of a run. A field without one of the first three makes another method.
-NOT_IDENTITY = {"makes": "the same run"}  # No number changes: a finished run with another value is reused.
+# "The same run": a finished run with another value is reused. No number changes, except that `device` and `compile`
+# change rounding, and precision "auto" follows the device: to compare machines, give the precision and another folder.
+NOT_IDENTITY = {"makes": "the same run"}
 COMPARABLE = {"makes": "a comparable run"}  # Rounding, speed or times of measurement change: results can be compared.
 TASK = {"makes": "another task"}  # Something else is learnt or measured: losses must not be ranked together.
 FIXED = {"resume": False}  # A resume is refused, as it is for another model, text or setting of the optimizer.
@@ -248,14 +250,14 @@ def _problems(c: RunConfig) -> Iterator[str]:
     for names, allowed, rule in _RANGES:
         for name in names.split():
             value = c.get(name)
-            if not ("None" in str(_FIELDS[name].type) if value is None else allowed(value)):
+            is_optional = type(None) in get_args(_TYPES[name])
+            if not (is_optional if value is None else allowed(value)):
                 yield f"--{_flag(name)} {rule}; got {value}"
     if c.schedule.schedule == "wsd" and c.schedule.warmup + c.schedule.decay > 1:
         yield f"--warmup {c.schedule.warmup} and --decay {c.schedule.decay} take more than all the steps"
-    for name, f in _FIELDS.items():
-        text = str(f.type)  # kept as text: Literal['linear', ...]
-        choices = ast.literal_eval(text.removeprefix("Literal")) if text.startswith("Literal[") else [c.get(name)]
-        if c.get(name) not in choices:
+    for name, kind in _TYPES.items():
+        choices = get_args(kind)
+        if get_origin(kind) is Literal and c.get(name) not in choices:
             yield f"--{_flag(name)} must be one of {', '.join(choices)}; got {c.get(name)!r}"
     micro = c.training.micro_batch
     if micro and c.training.batch % micro:
@@ -268,4 +270,5 @@ def _flag(name: str) -> str:
 
 
 _TOPICS = {f.name: t.name for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]
+_TYPES = {name: kind for t in fields(RunConfig) for name, kind in get_type_hints(t.default_factory).items()}
 _FIELDS = {f.name: f for t in fields(RunConfig) for f in fields(t.default_factory)}  # type: ignore[arg-type]

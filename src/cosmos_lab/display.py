@@ -54,7 +54,7 @@ class TrainDisplay:
 
     def __init__(self, config: RunConfig) -> None:
         self.name, self.steps = config.run_name, config.training.steps
-        self._shown, self._rates = 0.0, (0, 0.0)
+        self._shown, self._first = 0.0, (0, 0.0)
         self.began = False  # whether there was a record
         self._bar: Any = None
 
@@ -95,11 +95,11 @@ class TrainDisplay:
     def _eta(self, record: Mapping[str, Any]) -> float | None:
         """Return the seconds left at the speed since the first record."""
         step, seconds = record["step"], record["time"]
-        if not self._rates[0]:
-            self._rates = (step, seconds)
+        if not self._first[0]:
+            self._first = (step, seconds)
             return None
-        done = step - self._rates[0]
-        return (seconds - self._rates[1]) / done * (self.steps - step) if done else None
+        done = step - self._first[0]
+        return (seconds - self._first[1]) / done * (self.steps - step) if done else None
 
     def _show(self, state: str, step: int) -> None:
         if self._bar is not None:

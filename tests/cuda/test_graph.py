@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from cosmos_optim import Adam, Cosmos, CosmosPaper, Muon, NorMuon
 from cosmos_optim.cuda import graph as graph_module
 from cosmos_optim.cuda.graph import MAX_WASTED, STEPS_BEFORE_RECORDING, GraphedStep, graph_key, has_schedule
-from cosmos_optim.engine.batching import Entry
+from cosmos_optim.engine.batching import KERNEL_SETTINGS, Entry
 from cosmos_optim.engine.gradients import GradientCheck
+from cosmos_optim.hyperparameters import COMMON
+from cosmos_optim.rules import RULES
 from tests.gpu import never_waiting
 
 CUDA = torch.device("cuda")
@@ -273,6 +275,12 @@ def test_the_key_holds_all_that_a_recorded_step_does_not_read_from_the_device() 
     p = group["params"][0]
     opt.state[p]["M"] = opt.state[p]["M"].clone()
     assert graph_key(entries(opt)) != key
+
+
+def test_the_key_has_every_setting_but_the_numbers_that_a_recorded_step_reads() -> None:
+    read_each_step = {"lr", "weight_decay", "maximize"}
+    settings = {"rule", "lr", *COMMON}.union(*(rule.defaults for rule in RULES.values()))
+    assert settings - read_each_step == KERNEL_SETTINGS
 
 
 def test_a_gradient_may_move_as_long_as_its_alignment_stays() -> None:

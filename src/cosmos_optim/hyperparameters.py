@@ -20,7 +20,7 @@ from cosmos_optim.linalg.coefficients import COEFFICIENTS
 from cosmos_optim.rules import RULES, Rule
 from cosmos_optim.rules.adam_mini import HEAD_ROWS
 from cosmos_optim.rules.muon import SCALINGS
-from cosmos_optim.rules.rule import two_sided
+from cosmos_optim.rules.rule import TWO_SIDED_SUFFIX, two_sided_name
 
 # The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
@@ -207,7 +207,7 @@ def check_arguments(optimizer: type, given: Iterable[str]) -> None:
             own = "" if optimizer.rule == "cosmos" else f"{optimizer.rule!r}, "  # type: ignore[attr-defined]
             raise TypeError(f"{name!r} is an argument of param_groups: give param_groups(model, {own}{name}=...)")
         if name not in known:
-            hint = suggestion("betas" if name == "momentum" else name, known)
+            hint = suggestion("betas" if name == "momentum" else name, known)  # beta1 is COSMOS's momentum
             if name in TORCHS_OWN:
                 hint = ": leave it out, it is for torch's optimizers"
             if not hint:
@@ -236,8 +236,8 @@ def choose_rule(own: str, group: Mapping[str, Any], options: Mapping[str, Any]) 
     """
     rest = dict(group)
     name = rest.pop("rule", own)
-    if name == own and two_sided(own) in RULES:
-        name = two_sided(own) if rest.pop("two_sided", options.get("two_sided", False)) else own
+    if name == own and two_sided_name(own) in RULES:
+        name = two_sided_name(own) if rest.pop("two_sided", options.get("two_sided", False)) else own
     return rule_named(name), rest
 
 
@@ -283,6 +283,8 @@ def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
         hint = f" (did you mean {meant!r}?)" if meant != key else ""
         having = sorted(other.name for other in RULES.values() if meant in other.defaults)
         others = f" (the rules {having} have {meant!r})" if having and meant not in defaults else ""
+        if meant == "two_sided" and two_sided_name(rule.name) in RULES:
+            others = f" (its two-sided form is rule {two_sided_name(rule.name)!r})"
         raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}; it has {sorted(defaults)}{others}")
 
 
@@ -291,7 +293,7 @@ def _refuse_side(group: Mapping[str, Any], rule: Rule, options: Mapping[str, Any
 
     Without an error, the matrix would be transposed, and some rules depend on which side has the rows.
     """
-    if "side" in group or (options.get("two_sided") and rule.name.endswith(two_sided(""))):
+    if "side" in group or (options.get("two_sided") and rule.name.endswith(TWO_SIDED_SUFFIX)):
         having = sorted(other.name for other in RULES.values() if other.one_sided)
         raise ValueError(
             f"rule {rule.name!r} does not track a basis on one side of a matrix, so side='smaller' means nothing for "

@@ -29,7 +29,7 @@ from cosmos_optim.group_checks import GroupChecks
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import SOAP_LR
-from cosmos_optim.rules.rule import two_sided
+from cosmos_optim.rules.rule import two_sided_name
 from cosmos_optim.sharding import other_engines
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         asked = {group.get("rule", own) if isinstance(group, dict) else own for group in groups}
         of_matrices = asked - {"adam"}
         are_known = of_matrices <= set(RULES)  # a misspelled rule gets an error that suggests the right name
-        if of_matrices and are_known and of_matrices.isdisjoint((own, two_sided(own))):
+        if of_matrices and are_known and of_matrices.isdisjoint((own, two_sided_name(own))):
             raise ValueError(
                 f"{name} was given groups of rule {' and '.join(sorted(of_matrices))} and no matrix for its own rule: "
                 f"make them with param_groups(model, {own!r}), or give {name} the model"

@@ -27,7 +27,7 @@ from cosmos_optim.routing.output_head import find_output_heads
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.routing.route import ModelParameter, Route
 from cosmos_optim.rules import RULES
-from cosmos_optim.rules.rule import two_sided
+from cosmos_optim.rules.rule import TWO_SIDED_SUFFIX
 
 MEASURED_GAMMAS = 0.1, 1.0  # docs/results/ablations.md
 
@@ -198,8 +198,8 @@ def _gamma_hint(gammas: Sequence[float]) -> str:
 
 def _optimizer(name: str, given: Mapping[str, Any]) -> tuple[type[MatrixOptimizer], dict[str, Any]]:
     """Return the optimizer class of that name, and all of its arguments, defaults included."""
-    for rule in (rule for rule in RULES if name == two_sided(rule)):
-        name, given = rule, {"two_sided": True, **given}
+    if name in RULES and name.endswith(TWO_SIDED_SUFFIX):
+        name, given = name.removesuffix(TWO_SIDED_SUFFIX), {"two_sided": True, **given}
     if name not in OPTIMIZERS:
         rule_named(name)
     kind = OPTIMIZERS[name]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.rules.cosmos import PAPER
-from cosmos_optim.rules.rule import Settings, two_sided
+from cosmos_optim.rules.rule import TWO_SIDED_SUFFIX, Settings
 
 if TYPE_CHECKING:
     from cosmos_optim.optimizer import MatrixOptimizer
@@ -198,7 +198,7 @@ def _check_group(optimizer: MatrixOptimizer, index: int, match: Match) -> None:
 def _advice(keys: list[str], saved: dict[str, Any]) -> str:
     """Return advice on how to build an optimizer that matches the saved group, which differs in these keys."""
     if "rule" in keys:
-        form = ", two_sided=True" if str(saved["rule"]).endswith(two_sided("")) else ""
+        form = ", two_sided=True" if str(saved["rule"]).endswith(TWO_SIDED_SUFFIX) else ""
         return f"build the optimizer of rule {saved['rule']!r} that wrote it{form}"
     wanted = ", ".join(f"{key}={saved[key]!r}" for key in keys)
     paper = saved["rule"].startswith("cosmos") and all(saved[key] == PAPER[key] for key in ("rank", "row_beta2"))

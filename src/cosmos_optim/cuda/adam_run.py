@@ -39,8 +39,8 @@ def run_adam(entries: Sequence[Entry], skip: Tensor | None) -> None:
         for e in members:
             if kernel_supports(e):
                 p, grad = e.layout.local(e.p), e.layout.local(e.grad)
-                place = (e.layout.first_element, e.layout.width)
-                alike[p.device, p.shape, p.dtype, grad.dtype, place].append(e)
+                origin = (e.layout.first_element, e.layout.width)
+                alike[p.device, p.shape, p.dtype, grad.dtype, origin].append(e)
             else:
                 rest.append(e)
         for together in alike.values():
@@ -124,10 +124,10 @@ def step_error(
     generator = torch.Generator("cpu").manual_seed(0)
     g, m, v = (torch.randn(40, 200, generator=generator, dtype=torch.float32, device="cpu").to(device)
                for _ in range(3))  # fmt: skip
-    t, place = torch.full((1,), 3.0, dtype=torch.float32, device=device), ((0, 0), 200)
+    t, origin = torch.full((1,), 3.0, dtype=torch.float32, device=device), ((0, 0), 200)
     slots = adam.slots(40, 200, {"adam_dtype": torch.int8 if quantized else None})
     empty = {name: g.new_empty(0) for name in slots}
-    state = adam.stored(adam.AdamState(m, v.square()), empty, t[0], *place)
+    state = adam.stored(adam.AdamState(m, v.square()), empty, t[0], *origin)
     group = {"lr": 1.0, "weight_decay": 0.0, "maximize": False, **adam.DEFAULTS}
     grad, p = g.to(grad_dtype), torch.zeros_like(g, dtype=dtype)
     corrections = [torch.zeros_like(g, dtype=torch.int8)] if corrected else None

@@ -79,9 +79,9 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         left = [e for e in live if not e.rule.elementwise and e.p not in in_graph]
         work = plan_jobs(left, fresh, check, diagnostics, copies)
         reserve_pieces(live, work.staging)
-        with ExitStack() as copies_of_starts:
+        with ExitStack() as start_forks:
             for staging in work.start_staging.values():
-                copies_of_starts.enter_context(staging.forked())
+                start_forks.enter_context(staging.forked())
             for where, start in work.starts:  # before the streams fork, so every chunk waits for them
                 with on_device(where):
                     start()

@@ -11,7 +11,8 @@ these schedules with them. The letters are the same. A step on a batch of matric
 
 Thin factors U, S, V, P, v are stacked, (batch, ...). A kernel returns a sum over rows, such as a sum of squares, in
 parts, one for each block of rows: (batch, parts) or (batch, parts, ...). `total` adds them over the GPUs that share the
-rows of a matrix; on one GPU it returns its argument, and the kernel that needs the sum adds the parts.
+rows of a matrix; on one GPU it returns its argument, and the kernel that needs the sum adds the parts. Nothing gives
+another `total` yet: shards by rows would also have to share the maxima that choose the powers of two of half precision.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     D, new = e.rule.direction(-G if e.group["maximize"] else G, state, t, **arguments)  # as torch's kernel does
     old = read_weight(p, dtype, e.correction)
     value = old * decay_of(e.group) - e.group["lr"] * D
-    place = (e.layout.first_element, e.layout.width)
-    for name, changed in (adam.stored(new, tensors, t, *place) if are_codes else new._asdict()).items():
+    origin = (e.layout.first_element, e.layout.width)
+    for name, changed in (adam.stored(new, tensors, t, *origin) if are_codes else new._asdict()).items():
         tensors[name].copy_(changed if skip is None else torch.where(skip, tensors[name], changed))
     if skip is not None:
         value = torch.where(skip, old, value)

@@ -32,7 +32,7 @@ class GradientCheck:
     started: for each entry, whether it has had a non-zero gradient by now.
     fresh: for each entry, whether this gradient is its first.
     grad_max: the largest |g| of each block of each entry, on the device, over all processes that share the block.
-    bad: the first entry with a gradient that is not finite on this process, if the host knows.
+    not_finite: the first entry with a gradient that is not finite on this process, if the host knows.
     """
 
     entries: Sequence[Entry]
@@ -41,7 +41,7 @@ class GradientCheck:
     started: list[bool]
     fresh: list[bool]
     grad_max: Tensor
-    bad: Entry | None = None
+    not_finite: Entry | None = None
 
     @cached_property
     def grad_max_by_parameter(self) -> dict[Tensor, list[Tensor]]:
@@ -56,52 +56,57 @@ def check_gradients(
     """Return the largest |g| of each block, and whether to skip the step.
 
     Args:
-        started: parameters that have had a non-zero gradient before; `has_started` may add others.
+        started: parameters that have had a non-zero gradient before; `find_started` may add others.
         max_over_ranks: maxima over the processes that share parameters; None for a single process.
     """
-    old = has_started(entries, started)
+    had_started = find_started(entries, started)
     grad_max = block_max(entries)
     device = grad_max.device
     may_raise = any(e.group["nonfinite"] == "raise" for e in entries)
     on_several_devices = any(e.p.device != device for e in entries)  # kernels cannot read a flag on another device
-    on_host = device.type != "cuda" or not all(old) or may_raise or on_several_devices
+    on_host = device.type != "cuda" or not all(had_started) or may_raise or on_several_devices
     if on_host and is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but this step must look at the gradients on the host: take one step with "
             "real gradients before the capture (every basis then exists), and use nonfinite='skip'"
         )
     limit = largest_allowed(entries)
-    bad = (grad_max.amax() if len(grad_max) else grad_max.new_zeros(())) > limit
-    host_asks = may_raise or not all(old)  # which entry is not finite, or which has its first gradient
-    each = entry_max(entries, grad_max) if host_asks else None
+    any_bad = (grad_max.amax() if len(grad_max) else grad_max.new_zeros(())) > limit
+    host_asks = may_raise or not all(had_started)  # which entry is not finite, or which has its first gradient
+    max_of_entries = entry_max(entries, grad_max) if host_asks else None
     if max_over_ranks is not None:
-        bad, each, grad_max = agree(entries, old, bad, each, grad_max, max_over_ranks)
+        any_bad, max_of_entries, grad_max = agree(
+            entries, had_started, any_bad, max_of_entries, grad_max, max_over_ranks
+        )
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(entries, skip_on_host=False, skip=bad, started=old, fresh=none, grad_max=grad_max)
-    if bool(bad):
-        if each is not None:
-            _raise_if_asked(itertools.compress(entries, (each > limit).tolist()))
+        return GradientCheck(
+            entries, skip_on_host=False, skip=any_bad, started=had_started, fresh=none, grad_max=grad_max
+        )
+    if bool(any_bad):
+        if max_of_entries is not None:
+            _raise_if_asked(itertools.compress(entries, (max_of_entries > limit).tolist()))
         first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
         return GradientCheck(
-            entries, skip_on_host=True, skip=None, started=old, fresh=none, grad_max=grad_max, bad=first
+            entries, skip_on_host=True, skip=None, started=had_started, fresh=none, grad_max=grad_max, not_finite=first
         )
     fresh = none
-    if each is not None:
-        fresh = [is_nonzero and not was for is_nonzero, was in zip((each > 0).tolist(), old, strict=True)]
-    now = [was or is_fresh for was, is_fresh in zip(old, fresh, strict=True)]
-    return GradientCheck(entries, skip_on_host=False, skip=None, started=now, fresh=fresh, grad_max=grad_max)
+    if max_of_entries is not None:
+        is_nonzero = (max_of_entries > 0).tolist()
+        fresh = [now and not before for now, before in zip(is_nonzero, had_started, strict=True)]
+    has_started = [before or is_fresh for before, is_fresh in zip(had_started, fresh, strict=True)]
+    return GradientCheck(entries, skip_on_host=False, skip=None, started=has_started, fresh=fresh, grad_max=grad_max)
 
 
-def has_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
+def find_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
     """Return for each entry whether it has had a non-zero gradient before this step.
 
     An entry that is not in `started` may have a step count above 0, because other code has loaded its state. Add it.
     """
-    old = [e.p in started for e in entries]
-    if all(old) or is_capturing(entries[0].p.device):
-        return old
-    new = [e for e, known in zip(entries, old, strict=True) if not known]
+    known = [e.p in started for e in entries]
+    if all(known) or is_capturing(entries[0].p.device):
+        return known
+    new = [e for e, is_known in zip(entries, known, strict=True) if not is_known]
     counts = torch.stack([e.layout.local(e.state["step"]).to(new[0].p.device) for e in new]).tolist()
     started.update(e.p for e, count in zip(new, counts, strict=True) if count > 0)
     return [e.p in started for e in entries]
@@ -147,31 +152,32 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
 
 
 def agree(
-    entries: Sequence[Entry], old: Sequence[bool], bad: Tensor, each: Tensor | None, grad_max: Tensor,
-    max_over_ranks: MaxOverRanks,
+    entries: Sequence[Entry], had_started: Sequence[bool], any_bad: Tensor, max_of_entries: Tensor | None,
+    grad_max: Tensor, max_over_ranks: MaxOverRanks,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return `bad`, `each` and `grad_max` as all processes that share an entry see them: the maximum over them.
+    """Return the three results as all processes that share an entry see them: the maximum over these processes.
 
-    `bad` is over all processes; `each` (the largest |g| of each entry) and `grad_max` change only for shards. There is
-    one message for each item of `max_over_ranks`, a vector of which the processes get the maximum:
+    `any_bad` is over all processes; `max_of_entries` and `grad_max` change only for shards. There is one message for
+    each item of `max_over_ranks`, a vector of which the processes get the maximum:
 
-        [bad | each, for the entries in `asked` | grad_max, for the blocks of the entries in `shared`]
+        [any_bad | max_of_entries, of the entries in `asked` | grad_max, of the blocks of the entries in `shared`]
 
-    asked: all entries of the message if the host asks for `each` of one of them, as in `check_gradients`; else none.
+    asked: all entries of the message if the host asks for the maximum of one of them, as in `check_gradients`; else
+        none.
     shared: entries with matrices that are cut over processes, if their rule must know which gradients are zero.
 
     Length and dtype are equal on all processes of a message, because they depend only on entries that they share. Their
     other entries may differ: experts of other processes get tokens at other steps.
     """
     layouts = [e.layout for e in entries]
-    maxima = [] if each is None else list(each.split(1))
+    maxima = [] if max_of_entries is None else list(max_of_entries.split(1))
     parts = list(grad_max.split([layout.count for layout in layouts]))
-    flag = bad.to(grad_max.dtype).view(1)
+    flag = any_bad.to(grad_max.dtype).view(1)
     for number, (members, maximum) in enumerate(max_over_ranks):
-        host_asks = any(not old[i] or entries[i].group["nonfinite"] == "raise" for i in members)
+        host_asks = any(not had_started[i] or entries[i].group["nonfinite"] == "raise" for i in members)
         asked = members if host_asks else []
         shared = [i for i in members if entries[i].rule.constant_size and layouts[i].cut_sides]
-        is_to_all = number == 0  # all processes learn `bad` from it
+        is_to_all = number == 0  # all processes learn `any_bad` from it
         if not is_to_all and not asked and not shared:
             continue
         blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
@@ -182,7 +188,7 @@ def agree(
             maxima[i] = value
         for i, value in zip(shared, agreed[len(asked) :], strict=True):
             parts[i] = layouts[i].select_local_blocks(value)
-    return flag.view(()) > 0, torch.cat(maxima) if maxima else each, torch.cat(parts)
+    return flag.view(()) > 0, torch.cat(maxima) if maxima else max_of_entries, torch.cat(parts)
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:
@@ -247,9 +253,9 @@ def _matrix_max(stack: Tensor) -> Tensor:
     return maxima
 
 
-def _raise_if_asked(bad: Iterable[Entry]) -> None:
+def _raise_if_asked(not_finite: Iterable[Entry]) -> None:
     """Raise FloatingPointError for the first gradient that is not finite in a group with nonfinite='raise'."""
-    for entry in bad:
+    for entry in not_finite:
         if entry.group["nonfinite"] == "raise":
             raise FloatingPointError(
                 f"the gradient of parameter {entry.layout.name!r} (shape {tuple(entry.p.shape)}) is not finite, or its "

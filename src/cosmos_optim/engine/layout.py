@@ -85,7 +85,7 @@ class Layout:
         split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
         split_side: the side that `split_sizes` cuts, in any `layout`: "output" (rows) or "input" (columns).
 
-    Attributes:
+    Attributes, of which an elementwise rule has only `flipped`:
         batch: the number of (out, in) matrices.
         splits: the size of each block; None if a matrix is one block.
         split_dim: the dimension of the (out, in) matrix that `splits` cuts: 0 or 1.

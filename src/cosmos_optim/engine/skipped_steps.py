@@ -112,10 +112,10 @@ class SkippedSteps:
 
     def _warn(self, key: str, lead: str, check: GradientCheck) -> None:
         """Warn, if this process knows of a gradient that is not finite and no other process of the job has warned."""
-        if check.skip_on_host and check.bad is None:
+        if check.skip_on_host and check.not_finite is None:
             return  # it is on another process, which can name it
         if self._is_first(f"skipped steps of optimizer {self._number}: {key}"):
-            x = check.bad
+            x = check.not_finite
             which = "a gradient" if x is None else f"the gradient of parameter {x.layout.name!r} {tuple(x.p.shape)}"
             warnings.warn(f"{lead}{which} is NaN or inf, or its square is. {ADVICE}", SkippedStepWarning, stacklevel=2)
 

@@ -261,7 +261,7 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str, stacklevel: int = 4)
     _refuse_vectors(groups, rule)
     if rule != "adam":
         warn_unrouted(groups, stacklevel + 1)
-    return groups if given else given
+    return groups if given else given  # torch has an error for an empty list
 
 
 def _as_dicts(given: Sequence[Any]) -> list[dict[str, Any]]:

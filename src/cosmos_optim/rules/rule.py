@@ -28,8 +28,8 @@ MOMENTUM = ("M", M_SCALE)
 class Slot:
     """One state tensor of an m x n matrix.
 
-    axes: one letter for each dimension. "m" and "n" are the matrix's rows and columns, sharded like the parameter; any
-        other letter is replicated. "*" alone is the shape of the parameter.
+    axes: one letter for each dimension. "m" and "n" are cut like the matrix's rows and columns; a dimension with any
+        other letter is whole on every rank. "*" alone is the shape of the parameter.
     dtype: None for the parameter's dtype, but at least float32.
     """
 
@@ -111,6 +111,9 @@ def as_stored(M: Tensor, dtype: torch.dtype | None) -> Tensor:
     return load_momentum(stored_momentum(M, dtype), M.dtype)
 
 
-def two_sided(rule: str) -> str:
+TWO_SIDED_SUFFIX = "-two-sided"
+
+
+def two_sided_name(rule: str) -> str:
     """Return the name of a rule's two-sided form, with a basis on each side."""
-    return f"{rule}-two-sided"
+    return rule + TWO_SIDED_SUFFIX

@@ -10,7 +10,7 @@
     agreement          do all ranks build the same optimizer?
     other_engines      what FSDP, DeepSpeed and ZeroRedundancyOptimizer do to parameters and groups
 
-No file in this folder depends on a particular rule.
+The arithmetic here depends on no rule. `sharded_layout` also sees to it that no block of 8-bit state is cut.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Agreement:
         if self.waiting:
             warnings.warn(
                 f"{self._name}: not all ranks that share these parameters built it within {seconds:.0f} s of this one. "
-                "They are compared at the first step",
+                "The next step compares them; if this repeats, start the same optimizer on every rank",
                 stacklevel=2,
             )
 

@@ -77,7 +77,8 @@ def without_filled_in(group: dict[str, Any], options: Mapping[str, Any]) -> dict
     """Return a group without the values that torch's ZeroRedundancyOptimizer has filled in.
 
     It gives its arguments to the optimizer and also to each group that does not have them. So `lr` would be the rate of
-    AdamW groups too, and each group would have an `adam_lr`.
+    AdamW groups too, and each group would have an `adam_lr`. Such a group looks like one that a user wrote, so only the
+    call stack tells who adds it.
 
     options: the optimizer's arguments.
     """

@@ -103,9 +103,10 @@ class ShardedAlgebra(Algebra):
         """Return Newton-Schulz of X / |X| with the longer side divided over ranks."""
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
         is_wide, Y = self.m < self.n, normalized(X, norm_sq, scale, dtype)
-        rows = ns.coefficients_of_steps()
-        gram_steps = choose_gram_steps(max(self.m, self.n), min(self.m, self.n), rows, dtype)
-        Y = iterate(Y.mT if is_wide else Y, rows, _SummedProducts(team), scale=scale, gram_steps=gram_steps)
+        coefficients = ns.coefficients_of_steps()
+        gram_steps = choose_gram_steps(max(self.m, self.n), min(self.m, self.n), coefficients, dtype)
+        tall = Y.mT if is_wide else Y
+        Y = iterate(tall, coefficients, _SummedProducts(team), scale=scale, gram_steps=gram_steps)
         return (Y.mT if is_wide else Y).to(X.dtype) / scale
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim import saved_groups
+from cosmos_optim.engine import adam_state
 from cosmos_optim.engine.layout import CORRECTION, Layout
 from cosmos_optim.engine.parameter_state import converted
 from cosmos_optim.hyperparameters import check_options
@@ -142,7 +143,7 @@ def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]
     kept = {name: x for name, x in saved.items() if name not in (*adam.SCALES, M_SCALE)}
     dtype = torch.promote_types(layout.dtype, torch.float32)
     if layout.rule.elementwise:
-        return kept | adam.load(held, dtype)._asdict()
+        return kept | adam_state.load(held, dtype)._asdict()
     like = torch.empty(layout.shape, dtype=layout.dtype, device="meta")
     whole = Layout(layout.name, like, layout.rule, settings)
     M = torch.empty(layout.shape, dtype=dtype, device=held["M"].device)
@@ -211,7 +212,7 @@ def _checked_state(optimizer: MatrixOptimizer, p: Tensor, group: Settings, saved
         raise ValueError(f"parameter {layout.name!r} is on the meta device: materialize the model (to_empty) first")
     _require(f"the state of parameter {layout.name!r}", saved, dict)
     slots: dict[str, Slot | None] = {"step": None, **layout.slots(group)}
-    saved = dict(adam.without_codes(saved, slots))
+    saved = dict(adam_state.without_codes(saved, slots))
     _check_state(layout, layout.slots(group), saved)
 
     def adopted(value: Tensor) -> Tensor:

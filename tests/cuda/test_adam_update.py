@@ -14,6 +14,7 @@ from cosmos_optim.cuda import adam_run
 from cosmos_optim.cuda.adam_run import coefficients, step_error
 from cosmos_optim.cuda.kernels.adam_update import adam_
 from cosmos_optim.cuda.self_check import relative_error
+from cosmos_optim.engine import adam_state
 from cosmos_optim.engine.batching import Entry
 from cosmos_optim.linalg.weight24 import join_weight, split_weight
 from cosmos_optim.rules import adam
@@ -42,17 +43,17 @@ def problem(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = t
     t = torch.tensor(4.0, device=device)
     sizes = 10 ** (-2 * torch.rand(shape, generator=generator)).to(device)
     moments = adam.AdamState(draw() * sizes, (draw() * sizes).square())
-    wanted = {name: draw() for name in adam.QUANTIZED}
-    stored = adam.stored(moments, wanted, t - 1, (0, 0), shape[-1])
+    wanted = {name: draw() for name in adam_state.QUANTIZED}
+    stored = adam_state.stored(moments, wanted, t - 1, (0, 0), shape[-1])
     return {"p": draw().to(dtype), "g": draw() * sizes, "moments": moments, "stored": stored, "t": t}
 
 
 def by_torch(x: dict[str, Any], tensors: dict[str, Tensor], **place: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the new parameter in float32, and what is stored."""
     where = {"first": (0, 0), "width": x["p"].shape[-1]} | place
-    D, new = adam.direction(x["g"].float(), adam.load(tensors, torch.float32), x["t"])
+    D, new = adam.direction(x["g"].float(), adam_state.load(tensors, torch.float32), x["t"])
     decayed = x["p"].float() * (1 - GROUP["lr"] * GROUP["weight_decay"])
-    return decayed - GROUP["lr"] * D, adam.stored(new, tensors, x["t"], **where)
+    return decayed - GROUP["lr"] * D, adam_state.stored(new, tensors, x["t"], **where)
 
 
 def by_kernel(x: dict[str, Any], tensors: dict[str, Tensor], **more: Any) -> None:
@@ -189,7 +190,7 @@ def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
             # The same bits, but the interpreter cuts bfloat16 off in each step; elements move by 0.4 in that case.
             atol, rtol = 0.08 if p.dtype is BF16 and "stochastic_rounding" not in options else 0, 0
         assert torch.allclose(p, q, atol=atol, rtol=rtol)
-        for x, y in zip(adam.load(a, torch.float32), adam.load(b, torch.float32), strict=True):
+        for x, y in zip(adam_state.load(a, torch.float32), adam_state.load(b, torch.float32), strict=True):
             assert relative_error(x, y) < MOMENTS
 
 

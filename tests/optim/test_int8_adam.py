@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cosmos_lab.models import Decoder as Llama
 from cosmos_lab.models import resolve
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos, plan
+from cosmos_optim.engine import adam_state
 from cosmos_optim.rules import adam
 from tests.optim.helpers import (
     Decoder,
@@ -153,12 +154,12 @@ def test_zero_gradients_let_both_moments_decay() -> None:
     p.grad = torch.zeros(SHAPE)
     for _ in range(50):
         opt.step()
-    m, v = adam.load(state, torch.float32)
+    m, v = adam_state.load(state, torch.float32)
     assert m.norm() == pytest.approx(float((0.1 * 0.9**50 * g).norm()), rel=0.02)
     assert v.sqrt().norm() == pytest.approx(float((0.02 * 0.98**50) ** 0.5 * g.norm()), rel=0.02)
     for _ in range(800):
         opt.step()
-    m, v = adam.load(state, torch.float32)
+    m, v = adam_state.load(state, torch.float32)
     assert p.isfinite().all()
     assert m.abs().max() < 1e-30
 
@@ -281,15 +282,15 @@ def test_int8_moments_never_take_more_memory_than_float32(layer: nn.Module) -> N
 
 def test_saved_codes_of_short_rows_become_float32() -> None:
     wanted = adam.AdamState(gradient((500, 9), 0), gradient((500, 9), 1).square())
-    codes = adam.stored(wanted, dict.fromkeys(adam.QUANTIZED), torch.tensor(1.0), (0, 0), 9)
+    codes = adam_state.stored(wanted, dict.fromkeys(adam_state.QUANTIZED), torch.tensor(1.0), (0, 0), 9)
     saved = {"step": torch.tensor(1.0), **codes}
     slots = adam.slots(500, 9, {"adam_dtype": INT8})
-    found = adam.without_codes(saved, slots)
+    found = adam_state.without_codes(saved, slots)
     assert found.keys() == {"step", *slots}
     for name, exact in wanted._asdict().items():
         assert found[name].dtype is torch.float32
         assert (found[name] - exact).norm() < 0.05 * exact.norm()
-    assert adam.without_codes(saved, adam.slots(300, 16, {"adam_dtype": INT8})) is saved
+    assert adam_state.without_codes(saved, adam.slots(300, 16, {"adam_dtype": INT8})) is saved
 
 
 def test_the_state_of_a_llama_of_1b_parameters_fits_in_1_6_gib() -> None:
@@ -322,7 +323,7 @@ def test_a_checkpoint_with_codes_of_short_rows_loads_as_float32(monkeypatch: pyt
         p.grad = gradient((500, 9), 0)
         old.step()
         saved = old.state_dict()
-        expected = adam.load(old.state[p], torch.float32)
+        expected = adam_state.load(old.state[p], torch.float32)
     new = Adam([q], adam_dtype=torch.int8)
     new.load_state_dict(saved)
     assert torch.equal(new.state[q]["exp_avg"], expected.exp_avg)

@@ -18,6 +18,7 @@ from cosmos_optim.cuda.kernels.launch import available, on_device
 from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES
 from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
+from cosmos_optim.engine import adam_state
 from cosmos_optim.engine.batching import Entry, by_group, decay_of
 from cosmos_optim.engine.elementwise import run_elementwise
 from cosmos_optim.engine.gradients import is_capturing
@@ -67,7 +68,7 @@ def kernel_supports(e: Entry) -> bool:
 
 def state_names(e: Entry) -> tuple[str, ...]:
     """Return the names of the moments, and of their scales if they are codes."""
-    return adam.QUANTIZED if "exp_avg_scale" in e.state else adam.AdamState._fields
+    return adam_state.QUANTIZED if "exp_avg_scale" in e.state else adam.AdamState._fields
 
 
 def step_alike(entries: Sequence[Entry], skip: Tensor | None) -> None:
@@ -127,12 +128,12 @@ def step_error(
     t, origin = torch.full((1,), 3.0, dtype=torch.float32, device=device), ((0, 0), 200)
     slots = adam.slots(40, 200, {"adam_dtype": torch.int8 if quantized else None})
     empty = {name: g.new_empty(0) for name in slots}
-    state = adam.stored(adam.AdamState(m, v.square()), empty, t[0], *origin)
+    state = adam_state.stored(adam.AdamState(m, v.square()), empty, t[0], *origin)
     group = {"lr": 1.0, "weight_decay": 0.0, "maximize": False, **adam.DEFAULTS}
     grad, p = g.to(grad_dtype), torch.zeros_like(g, dtype=dtype)
     corrections = [torch.zeros_like(g, dtype=torch.int8)] if corrected else None
-    D, new = adam.direction(grad.float(), adam.load(state, torch.float32), t[0])
+    D, new = adam.direction(grad.float(), adam_state.load(state, torch.float32), t[0])
     adam_([p], [grad], {name: [x] for name, x in state.items()}, coefficients(t, group), t.int(),
           betas=group["betas"], eps=group["eps"], skip=None, corrections=corrections)  # fmt: skip
-    found, moved = adam.load(state, torch.float32), p if corrections is None else join_weight(p, corrections[0])
+    found, moved = adam_state.load(state, torch.float32), p if corrections is None else join_weight(p, corrections[0])
     return max(relative_error(x, y) for x, y in zip((moved, *found), (-D, *new), strict=True))

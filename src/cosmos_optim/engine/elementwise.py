@@ -1,4 +1,7 @@
-"""Take the steps of elementwise rules: by a fused kernel over lists of tensors, or one tensor at a time."""
+"""Take the steps of elementwise rules, one tensor at a time or, for AdamW, by torch's kernel over lists of tensors.
+
+AdamW is the only such rule of the package.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.engine import adam_state
 from cosmos_optim.engine.batching import Entry, by_group, decay_of
 from cosmos_optim.engine.rounding import read_weight, write_
-from cosmos_optim.rules import adam
+from cosmos_optim.rules.adam import SCALES
+from cosmos_optim.rules.rule import Settings
 
 
 def run_elementwise(entries: Sequence[Entry], skip: Tensor | None) -> None:
@@ -22,18 +27,17 @@ def run_elementwise(entries: Sequence[Entry], skip: Tensor | None) -> None:
 
 
 def _run_group(entries: Sequence[Entry], skip: Tensor | None) -> None:
-    """Step one group, with the rule's fused kernel for the tensors that it supports."""
+    """Step one group, with torch's kernel for the tensors that it supports."""
     rule, group = entries[0].rule, entries[0].group
     names = list(rule.State._fields)
     fused: dict[Any, list[Entry]] = defaultdict(list)
     for e in entries:
-        if rule.fused is not None and _can_fuse(e, names):
+        if rule.name == "adam" and _can_fuse(e, names):
             fused[e.p.device, e.p.dtype].append(e)
         else:
             run_one(e, skip)
     for together in fused.values():
-        assert rule.fused is not None
-        rule.fused(
+        _fused_adam_(
             [e.layout.local(e.p) for e in together], [e.layout.local(e.grad) for e in together],
             {k: [e.layout.local(e.state[k]) for e in together] for k in names}, [e.state["step"] for e in together],
             settings=group, skip=skip,
@@ -55,6 +59,22 @@ def _can_fuse(e: Entry, names: Sequence[str]) -> bool:
     return p.numel() > 0 and all(x.dtype is dtype and x.stride() == stride for x in others)
 
 
+def _fused_adam_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], state: dict[str, list[Tensor]], steps: Sequence[Tensor], *,
+    settings: Settings, skip: Tensor | None,
+) -> None:  # fmt: skip
+    """Take Adam's step with torch's fused kernel, for tensors of one dtype; `steps` are already advanced."""
+    lr, betas = settings["lr"], settings["betas"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(params[0].device)
+    torch._fused_adamw_(
+        list(params), list(grads), state["exp_avg"], state["exp_avg_sq"], [], list(steps),
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=settings["weight_decay"], eps=settings["eps"],
+        amsgrad=False, maximize=bool(settings["maximize"]), grad_scale=None,  # it may be 1, or a bool of numpy
+        found_inf=None if skip is None else skip.float(),
+    )  # fmt: skip
+
+
 def run_one(e: Entry, skip: Tensor | None) -> None:
     """Take the step of one tensor by the rule's own formula, in at least float32."""
     local = e.layout.local
@@ -62,14 +82,16 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     tensors = {k: local(e.state[k]) for k in e.layout.rule_slots(e.group)}
     t = local(e.state["step"])
     arguments = e.rule.arguments(e.group)
-    are_codes = adam.SCALES[0] in tensors
-    state = adam.load(tensors, dtype) if are_codes else e.rule.State(**{k: x.to(dtype) for k, x in tensors.items()})
+    if are_codes := SCALES[0] in tensors:
+        state: Any = adam_state.load(tensors, dtype)
+    else:
+        state = e.rule.State(**{k: x.to(dtype) for k, x in tensors.items()})
     G = local(e.grad).to(dtype)
     D, new = e.rule.direction(-G if e.group["maximize"] else G, state, t, **arguments)  # as torch's kernel does
     old = read_weight(p, dtype, e.correction)
     value = old * decay_of(e.group) - e.group["lr"] * D
     origin = (e.layout.first_element, e.layout.width)
-    for name, changed in (adam.stored(new, tensors, t, *origin) if are_codes else new._asdict()).items():
+    for name, changed in (adam_state.stored(new, tensors, t, *origin) if are_codes else new._asdict()).items():
         tensors[name].copy_(changed if skip is None else torch.where(skip, tensors[name], changed))
     if skip is not None:
         value = torch.where(skip, old, value)

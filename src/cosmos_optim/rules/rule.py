@@ -59,7 +59,6 @@ class Rule:
     constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient is then
         only decayed.
     shardable: which sides of a matrix may be cut over processes: "both", "rows" (columns whole) or "none".
-    fused: an in-place kernel over lists of whole tensors that does what `direction` and the step do.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Rule:
     transposes_few_rows: bool = False
     constant_size: bool = False
     shardable: str = "both"
-    fused: Callable[..., None] | None = None
 
     @cached_property
     def _argument_names(self) -> list[str]:

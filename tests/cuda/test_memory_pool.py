@@ -33,17 +33,17 @@ def test_a_part_is_reused_once_its_tensor_is_deleted() -> None:
     """The first gap that fits is taken; a full pool allocates outside."""
     A = torch.zeros(2, 4, 5, dtype=torch.float16)  # rows of 10 bytes, padded to 16
     pool = MemoryPool(3 * ALIGN, CPU)
-    parts = [pool.like(A, 7) for _ in range(3)]
+    parts = [pool.empty_stack(A, 7) for _ in range(3)]
     assert all(inside(pool, x) and x.shape == (2, 7, 5) and x.stride() == (56, 8, 1) for x in parts)
     addresses = [x.data_ptr() for x in parts]
     assert len(set(addresses)) == 3
-    outside = pool.like(A, 7)
+    outside = pool.empty_stack(A, 7)
     assert not inside(pool, outside)
     parts[1] = outside
-    reused = pool.like(A, 7)
+    reused = pool.empty_stack(A, 7)
     assert reused.data_ptr() == addresses[1]
     parts.clear()
-    assert pool.like(A, 9).data_ptr() == addresses[0]
+    assert pool.empty_stack(A, 9).data_ptr() == addresses[0]
 
 
 class PooledTorchProducts(TorchProducts):
@@ -53,7 +53,7 @@ class PooledTorchProducts(TorchProducts):
         self.pool, self.outside = pool, 0
 
     def _put(self, value: Tensor) -> Tensor:
-        out = self.pool.like(value, value.shape[1])
+        out = self.pool.empty_stack(value, value.shape[1])
         self.outside += not inside(self.pool, out)
         return out.copy_(value)
 
@@ -101,6 +101,6 @@ def test_symmetric_products_in_the_pool_equal_those_outside_of_it() -> None:
     rows = NewtonSchulz().coefficients_of_steps()
     pooled, plain = (
         iterate(X, rows, products, scale=HALF_SCALE, gram_steps={0, 3}, out=torch.empty_like(X))
-        for products in (SymmetricProducts(pool.like), SymmetricProducts())
+        for products in (SymmetricProducts(pool.empty_stack), SymmetricProducts())
     )
     assert torch.equal(pooled, plain)

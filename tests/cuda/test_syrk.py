@@ -40,7 +40,7 @@ def tiles(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pyt
 
 def symmetric_product(A: Tensor, B: Tensor, **options: Any) -> Tensor:
     """Return a product in new memory."""
-    return syrk.symmetric_product(A, B, **{"out": syrk.like(A, A.shape[2]), **options})
+    return syrk.symmetric_product(A, B, **{"out": syrk.empty_stack(A, A.shape[2]), **options})
 
 
 @pytest.mark.parametrize("width", [40, 88])

@@ -21,14 +21,14 @@ ALIGN = 1024
 class MemoryPool:
     """A buffer, and which tensors use which part of it.
 
-    A view of a tensor from `like` must not outlive that tensor: its part would be given to the next one.
+    A view of a tensor from `empty_stack` must not outlive that tensor: its part would be given to the next one.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.used: list[tuple[int, int, weakref.ref[Tensor]]] = []  # begin, end, tensor; in order of begin
 
-    def like(self, A: Tensor, rows: int) -> Tensor:
+    def empty_stack(self, A: Tensor, rows: int) -> Tensor:
         """Return an empty stack of (rows, s) matrices with rows padded to 16 bytes; s and dtype are those of A.
 
         If the pool is full, the tensor is allocated outside of it.

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosmos_optim.cuda.kernels import syrk
 from cosmos_optim.cuda.kernels.basis_second_moment import second_moment
 from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
 from cosmos_optim.cuda.kernels.momentum import momentum_
@@ -35,7 +36,7 @@ from cosmos_optim.cuda.kernels.residual import residual
 from cosmos_optim.cuda.kernels.row_second_moment import row_gains, row_norm_sq
 from cosmos_optim.cuda.kernels.soap_half import soap_half
 from cosmos_optim.cuda.kernels.split_precision import split, split_both
-from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, like, supports
+from cosmos_optim.cuda.kernels.syrk import SymmetricProducts
 from cosmos_optim.cuda.kernels.thin_qr import orthonormalize, thin_product_parts
 from cosmos_optim.cuda.kernels.update import update_
 from cosmos_optim.cuda.memory_pool import newton_schulz_bytes
@@ -85,8 +86,9 @@ def cosmos_step_(
 
     GU = project(G, split(U_old), r, grad_max)                                              # L5   G U
     GU_sq, GU_max = norm_sq_and_max(GU)
-    GU, GU_max, c = scale_for_power_step(GU, S, total(GU_sq), GU_max)                       #      G U / c
-    HU = total(project_transposed(G, GU, GU_max, r, grad_max))                              #      G'G U / c
+    Z, Z_max, c = scale_for_power_step(GU, S, total(GU_sq), GU_max)                         #      G U / c
+    HU = total(project_transposed(G, Z, Z_max, r, grad_max))                                #      G'G U / c
+    del GU, Z
     Y, Y_columns = power_sum(U_old, S, HU, c, b2)                                           #      b2 U S + (1-b2) G'G U
     U = orthonormalize(Y, U_old, Y_columns)                                                 #      QR
     U_f16, U_bf16 = split_both(U)
@@ -163,14 +165,14 @@ def newton_schulz_in_place(X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> tuple[T
     The products run on the stream of low priority, where the temporaries of all chunks share one pool of memory.
     """
     norm_sq, weight = norm_and_weight(X_sq, HALF_SCALE**2, LEAST_NORM_SQ)
-    symmetric = supports(X)
+    symmetric = syrk.supports(X)
     iterations, gram_steps = iterations_for(ns, X.shape[1], X.shape[2], torch.float16, selective=symmetric)
     # The chunk's stream reads the result, so it must own that memory: the other stream would reuse its own too early.
     batch, long, short = X.shape
-    out = X if len(gram_steps) > 1 else like(X, long)
+    out = X if len(gram_steps) > 1 else syrk.empty_stack(X, long)
     streams = Streams.of(X.device)
     with streams.products():
         pool = streams.pool(newton_schulz_bytes(batch, long, short, ns))
-        products = SymmetricProducts(pool.like) if symmetric else TorchProducts()
+        products = SymmetricProducts(pool.empty_stack) if symmetric else TorchProducts()
         B = iterate(X, iterations, products, weight=weight, scale=HALF_SCALE, gram_steps=gram_steps, out=out)
     return B, norm_sq

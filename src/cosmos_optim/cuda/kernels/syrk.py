@@ -220,7 +220,7 @@ def empty_norm_sq_parts(A: Tensor) -> Tensor:
     return torch.empty(batch, _tiles(s, how.BM, how.BN, A.device)[1], dtype=torch.float32, device=A.device)
 
 
-def like(A: Tensor, rows: int) -> Tensor:
+def empty_stack(A: Tensor, rows: int) -> Tensor:
     """Return an empty stack of (rows, s) matrices with rows padded to 16 bytes; s and dtype are those of A."""
     batch, s = A.shape[0], A.shape[2]
     return A.new_empty(batch, rows, -(-s // 8) * 8)[:, :, :s]
@@ -236,7 +236,7 @@ class SymmetricProducts:
 
     selective = True
 
-    def __init__(self, empty: Callable[[Tensor, int], Tensor] = like) -> None:
+    def __init__(self, empty: Callable[[Tensor, int], Tensor] = empty_stack) -> None:
         self.empty = empty
         self._norm_sq_parts: Tensor | None = None
 

@@ -153,14 +153,12 @@ def _dequantized(layout: Layout, settings: dict[str, Any], saved: dict[str, Any]
 
 
 def _warn_of_dtypes(matches: list[Match]) -> None:
-    """Warn if the checkpoint's momentum or moments are stored as int8 and ours are not, or the other way round."""
+    """Warn if the checkpoint's momentum or moments are stored in another dtype than ours."""
     for i, (ours, saved) in enumerate(matches):
         for key in differing(ours, saved, DTYPES):
-            if torch.int8 in (ours[key], saved[key]):
-                warnings.warn(
-                    f"group {i} was saved with {key}={saved[key]}, which replaces {ours[key]}: {DTYPES[key]}",
-                    stacklevel=4,
-                )
+            warnings.warn(
+                f"group {i} was saved with {key}={saved[key]}, which replaces {ours[key]}: {DTYPES[key]}", stacklevel=4
+            )
 
 
 def _keep_our_corrections(matches: list[Match], saved_state: Mapping[Any, Any]) -> None:

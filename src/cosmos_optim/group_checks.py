@@ -25,6 +25,7 @@ OF_SCHEDULERS = {
     "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
     "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
 }
+LEAST = -1e-12  # A schedule may end a little below 0 by rounding.
 KEYS = (*OF_SCHEDULERS, "lr")
 
 Groups = Sequence[dict[str, Any]]
@@ -168,18 +169,26 @@ def _structure_of(groups: Groups) -> dict[Tensor, Settings]:
 
 
 def _check_settings(groups: Groups) -> None:
-    """Raise a ValueError if a setting was deleted from a group, or its rate is not a finite number."""
+    """Raise a ValueError if a setting was deleted from a group, or its rate or decay is negative or not finite."""
     for i, group in enumerate(groups):
         kept = hyperparameters.KEPT.get(group.get("rule", ""), frozenset(("rule",)))
         if not group.keys() >= kept:
             lost = sorted(kept - group.keys())
             raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
-        lr = group["lr"]  # a tensor is not read: that would wait for a GPU
-        if not isinstance(lr, Tensor) and not (isinstance(lr, Real) and math.isfinite(lr)):
-            raise ValueError(
-                f"lr of group {i} is {lr!r}, which a scheduler or a loop has written: it must be a finite number. "
-                "Nothing was changed by this step"
-            )
+        for key in ("lr", "weight_decay"):
+            value = group[key]
+            if isinstance(value, Tensor):  # not read: that would wait for a GPU
+                continue
+            wanted = ""
+            if not isinstance(value, Real) or not math.isfinite(value):
+                wanted = "it must be a finite number"
+            elif value < LEAST:
+                wanted = "a schedule must not go on below 0 after its last step"
+            if wanted:
+                raise ValueError(
+                    f"{key} of group {i} is {value!r}, which a scheduler or a loop has written: {wanted}. Nothing was "
+                    "changed by this step"
+                )
 
 
 def _shared_rates(groups: Groups) -> dict[str, float]:

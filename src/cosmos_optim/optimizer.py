@@ -81,7 +81,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._group_checks = GroupChecks(type(self).__name__)
         self._agreement = sharding.Agreement(type(self).__name__)
         self._started: set[Tensor] = set()  # parameters that have had a non-zero gradient
-        self._skipped = SkippedSteps(other_engines.is_first)
+        self._skipped = SkippedSteps(other_engines.should_warn)
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
         self._is_built = False  # while the constructor adds its groups
@@ -241,7 +241,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         entries = self._collect()
         if not entries:
             if self._layouts and not self._started:
-                other_engines.warn_without_gradients()
+                other_engines.warn_without_gradients(self._skipped.number)
             return
         device, layouts = entries[0].p.device, [e.layout for e in entries]
         max_over_ranks = sharding.max_over_ranks(layouts) if any(x.is_sharded for x in layouts) else None

@@ -233,7 +233,7 @@ def _check_names(matches: list[Match]) -> None:
                 raise ValueError(
                     f"group {i} has {there!r} in the checkpoint where it has {here!r} here, and {there!r} has another "
                     "place here: build the optimizer with the same overrides and groups, and the same parameters "
-                    "frozen. If the model was renamed, delete param_names from the checkpoint's groups"
+                    "frozen. If the model was renamed, write the new names into param_names of the checkpoint's groups"
                 )
             if renamed is None and not _is_wrapped(here, there):
                 renamed = here, there

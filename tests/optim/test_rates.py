@@ -223,6 +223,22 @@ def test_a_rate_that_is_not_a_finite_number_is_refused_before_anything_changes(i
     train(model, opt, range(1, 2))
 
 
+@pytest.mark.parametrize(("key", "value", "text"), [
+    ("lr", -1e-6, "lr of group 1 is -1e-06, .* a schedule must not go on below 0"),
+    ("weight_decay", float("nan"), "weight_decay of group 1 is nan, .* must be a finite number"),
+])  # fmt: skip
+def test_a_schedule_below_zero_and_a_decay_that_is_no_number_are_refused(key: str, value: float, text: str) -> None:
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    before = snapshot(model, opt)
+    opt.param_groups[1][key] = value
+    with pytest.raises(ValueError, match=text):
+        train(model, opt, range(1))
+    assert same(before, snapshot(model, opt))
+    opt.param_groups[1].update(lr=-1e-19, weight_decay=0.0)  # 0, rounded
+    train(model, opt, range(1))
+
+
 # With eps=0, AdamW runs by our formula instead of torch's kernel.
 @pytest.mark.parametrize(("rule", "options"), [("muon", {}), ("cosmos", {}), ("adam", {}), ("adam", {"eps": 0.0})])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -48,13 +48,14 @@ class SkippedSteps:
     If only the GPU knows, it counts there. The count is copied to the host after each step, and a later step reads it,
     so the host never waits, and warnings come a little later.
 
-    is_first: return whether this process is the first of its job to ask for a text. One process warns, not all.
+    number: this object's, counted from 0 in its process.
+    should_warn: return whether this process of a job should print a text, given whether it knows the cause.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, is_first: Callable[[str], bool] = lambda text: True) -> None:
-        self._is_first, self._number = is_first, next(self._numbers)
+    def __init__(self, should_warn: Callable[[str, bool], bool] = lambda text, knows_cause: True) -> None:
+        self._should_warn, self.number = should_warn, next(self._numbers)
         self._on_host = 0  # steps that the host knows to be skipped
         self._on_device: Tensor | None = None  # steps that only the GPU knows to be skipped
         self._copy: HostCopy | None = None
@@ -111,12 +112,13 @@ class SkippedSteps:
             self._warn("first", "a step was skipped, and it changed nothing: ", check)
 
     def _warn(self, key: str, lead: str, check: GradientCheck) -> None:
-        """Warn, if this process knows of a gradient that is not finite and no other process of the job has warned."""
-        if check.skip_on_host and check.not_finite is None:
-            return  # it is on another process, which can name it
-        if self._is_first(f"skipped steps of optimizer {self._number}: {key}"):
-            x = check.not_finite
-            which = "a gradient" if x is None else f"the gradient of parameter {x.layout.name!r} {tuple(x.p.shape)}"
+        """Warn, if this process should: one that knows which gradient is not finite, or the first of the job."""
+        x = check.not_finite
+        is_elsewhere = check.skip_on_host and x is None  # a process that has it can name it
+        if self._should_warn(f"skipped steps of optimizer {self.number}: {key}", not is_elsewhere):
+            which = "a gradient of another process" if is_elsewhere else "a gradient"
+            if x is not None:
+                which = f"the gradient of parameter {x.layout.name!r} {tuple(x.p.shape)}"
             warnings.warn(f"{lead}{which} is NaN or inf, or its square is. {ADVICE}", SkippedStepWarning, stacklevel=2)
 
     def total(self) -> int:

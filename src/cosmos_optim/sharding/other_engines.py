@@ -101,22 +101,25 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def is_first(text: str) -> bool:
-    """Return whether no other process of the job has asked for this text, so that only one of them prints it.
+def should_warn(text: str, knows_cause: bool = True) -> bool:
+    """Return whether this process of a job should print a text: rank 0, and the first other one that knows the cause.
 
-    No process waits for another: the store that connected them answers.
+    Many launchers show rank 0 alone. No process waits for another: the store that connected them answers.
     """
     if not is_distributed():
         return True
+    if dist.get_rank() > 0 and not knows_cause:
+        return False
+    place = "other ranks" if dist.get_rank() else "rank 0"
     try:
-        return bool(dist.distributed_c10d._get_default_store().add(f"cosmos_optim/{text}", 1) == 1)
+        return bool(dist.distributed_c10d._get_default_store().add(f"cosmos_optim/{text}/{place}", 1) == 1)
     except (RuntimeError, AttributeError):  # its process has ended, or the backend has none
         return True
 
 
-def warn_without_gradients() -> None:
-    """Warn that an optimizer has never had a gradient: other code may have frozen or replaced its parameters."""
-    if is_first("no gradients"):
+def warn_without_gradients(number: int) -> None:
+    """Warn that this optimizer has never had a gradient: other code may have frozen or replaced its parameters."""
+    if should_warn(f"no gradients of optimizer {number}"):
         warnings.warn(
             "no parameter of the optimizer has a gradient, so nothing is trained. If other code has frozen or replaced "
             "the model's parameters since (peft, load_state_dict(assign=True), FSDP1 with use_orig_params=False), "

@@ -14,6 +14,7 @@ from cosmos_optim.hyperparameters import is_bool, require, require_number
 from cosmos_optim.routing.param_groups import routes
 
 # The sweeps from which the rule of `rates` comes: smallest and largest.
+LARGEST = 163_000_000  # parameters of the largest model, LLaMA-130M with embedding and head
 MEASURED = {"width": (256, 768), "tokens_per_step": (8_192, 65_536), "tokens in all": (3_276_800, 52_428_800)}
 
 
@@ -58,6 +59,8 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
         f"{name} {value:,} ({low:,} to {high:,})"
         for (name, value), (low, high) in zip(given.items(), MEASURED.values(), strict=True) if not low <= value <= high
     ]  # fmt: skip
+    if isinstance(model, nn.Module):
+        outside += _not_measured(model)
     if outside:
         advice = "so they are a guess: also try the paper's, lr=5e-4 and adam_lr=2e-3, before a long run"
         warnings.warn(f"rates: outside of the measured range: {', '.join(outside)}; {advice}", stacklevel=2)
@@ -67,6 +70,16 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
     lr = 4.8e-4 * (512 / width) ** 0.5 * (batch / 8_192) ** 0.4
     adam_lr = 3.3e-2 * (1600 * 8_192 / tokens) ** 0.3
     return Rates(float(f"{lr:.1e}"), float(f"{adam_lr:.1e}"))
+
+
+def _not_measured(model: nn.Module) -> list[str]:
+    """Return what keeps a model out of the measured range; warn of frozen parameters, which is not from scratch."""
+    parameters = list(model.parameters())
+    if not all(p.requires_grad for p in parameters):
+        advice = "these rates are for training from scratch, so use rates_from_adamw instead"
+        warnings.warn(f"rates: the model has frozen parameters, and {advice}", stacklevel=3)
+    count = sum(p.numel() for p in parameters)
+    return [f"{count:,} parameters (at most {LARGEST:,})"] if count > 1.1 * LARGEST else []
 
 
 def _positive(name: str, value: float) -> int:
@@ -118,4 +131,6 @@ def rates_from_adamw(lr: float) -> Rates:
     >>> rates_from_adamw(2e-3)
     Rates(lr=0.001, adam_lr=0.004)
     """
+    require_number("lr", lr)
+    require(0 < lr < math.inf, "lr", lr, "it must be positive")
     return Rates(lr / 2, 2 * lr)

@@ -294,8 +294,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Return a parameter's gradient, or None if it has none. Raise a ValueError if it cannot be used."""
         if p.is_meta:
             raise ValueError(
-                f"parameter {layout.name!r} is on the meta device, so the model was materialized into other "
-                "tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
+                f"parameter {layout.name!r} is on the meta device: it has no values, or the model was materialized "
+                "into other tensors: build the optimizer after model.to_empty(...) or load_state_dict(assign=True)"
             )
         is_reshaped = p.shape != layout.shape
         if is_reshaped:

@@ -184,7 +184,8 @@ def _check_group(optimizer: MatrixOptimizer, index: int, match: Match) -> None:
     if len(ours["params"]) != len(saved["params"]):
         raise ValueError(
             f"group {index} has {len(saved['params'])} parameters in the checkpoint and {len(ours['params'])} here: "
-            "build the optimizer from the same model, with the same parameters frozen"
+            "build the optimizer from the same model, with the same parameters frozen. If you add layers, load first, "
+            "and then add them with param_groups(model, beside=optimizer)"
         )
     keys = differing(ours, saved, STRUCTURE)
     layouts = [optimizer._layouts[p] for p in ours["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,14 @@ def test_adapters_of_peft_train_alone_and_continue_exactly(kind: str, tmp_path: 
     again = trainer(adapted(1), arguments(tmp_path))
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{CUT}"))
     assert logged(again, "loss")[CUT:] == logged(whole, "loss")[CUT:]
+
+
+def test_changed_settings_of_adam_are_reported_unless_the_optimizer_has_its_own() -> None:
+    class Arguments:
+        learning_rate, weight_decay, adam_beta2 = 1e-3, 0.0, 0.95
+
+    with pytest.warns(UserWarning, match=r"does not read adam_beta2=0\.95 of TrainingArguments: give betas or eps"):
+        CosmosFactory()(tiny_llama(), Arguments())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CosmosFactory()(tiny_llama(), Arguments(), betas=(0.9, 0.95))

@@ -265,8 +265,23 @@ def test_the_width_of_a_model_is_the_most_common_size_of_its_hidden_matrices() -
     """Grouped attention has smaller keys and values, the MLP is wider, the vocabulary is larger than both."""
     layers = [nn.Linear(512, 512), nn.Linear(512, 128), nn.Linear(512, 128), nn.Linear(512, 1400), nn.Linear(1400, 512)]
     model = nn.Sequential(nn.Embedding(3000, 512), *layers, nn.Linear(512, 3000))
-    model.requires_grad_(False)  # fine-tuned by adapters: the width is that of the frozen matrices
     assert rates(model, 1600, 8192) == rates(512, 1600, 8192) == (4.8e-4, 3.3e-2)
+    model.requires_grad_(False)  # fine-tuned by adapters: the width is that of the frozen matrices
+    with pytest.warns(UserWarning, match="has frozen parameters.*use rates_from_adamw"):
+        assert rates(model, 1600, 8192) == (4.8e-4, 3.3e-2)
+
+
+def test_a_larger_model_of_a_measured_width_is_outside_of_the_range() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(400)))
+    with pytest.warns(UserWarning, match=r"236,236,800 parameters \(at most 163,000,000\)"):
+        rates(model, 1600, 8192)
+
+
+@pytest.mark.parametrize("lr", [-1.0, 0.0, float("nan"), "5e-4"])
+def test_rates_from_adamw_need_a_positive_rate(lr: Any) -> None:
+    with pytest.raises(ValueError, match="lr=.* is not valid"):
+        rates_from_adamw(lr)
 
 
 def test_the_smaller_of_two_equally_common_sizes_is_the_width() -> None:

@@ -112,7 +112,8 @@ class Layout:
         if p.dim() < 2:
             raise ValueError(
                 f"parameter {name!r} of shape {self.shape} is not a matrix, so rule {rule.name!r} cannot update it: "
-                "use param_groups(model), which gives vectors to Adam, or put it in a group with rule='adam'"
+                "give the optimizer the model, or param_groups(model), so that AdamW gets vectors; or put it in a "
+                "group with rule='adam'"
             )
         self.batch = 1 if self.kind == "conv" else math.prod(self.shape[:-2])
         self.split_dim = int(group.get("split_side", "output") == "input")

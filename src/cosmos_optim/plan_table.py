@@ -23,7 +23,7 @@ from cosmos_optim.hyperparameters import (
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
 from cosmos_optim.routing.fused_weights import fused_hint, fused_sizes
-from cosmos_optim.routing.output_head import find_output_heads
+from cosmos_optim.routing.output_head import Head, find_output_heads
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.routing.route import ModelParameter, Route
 from cosmos_optim.rules import RULES
@@ -164,7 +164,7 @@ def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) 
     return fused_hint(parameter, sizes)
 
 
-def _head_hint(model: nn.Module, rule: str, head: nn.Module | str | None, rows: Sequence[PlanRow]) -> str:
+def _head_hint(model: nn.Module, rule: str, head: Head | None, rows: Sequence[PlanRow]) -> str:
     """Return advice if no output head was found, which may be right: a backbone has none."""
     matrices = [row for row in rows if row.rule not in ("adam", "adam-mini") and len(row.shape) > 1]
     if len(matrices) < 2 or find_output_heads(model, head) or any(row.tied for row in rows):

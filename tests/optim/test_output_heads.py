@@ -17,8 +17,21 @@ def test_the_argument_head_decides_and_a_block_named_output_is_hidden() -> None:
     assert rules(model)["layers.0.output.weight"] == "cosmos"
     assert rules(model, head="classify")["classify.weight"] == "adam"
     assert rules(model, head=model["classify"])["classify.weight"] == "adam"
-    with pytest.raises(ValueError, match="is not a module of this model"):
+    with pytest.raises(ValueError, match="head='clasify' is not a module of this model"):
         rules(model, head="clasify")
+    with pytest.raises(ValueError, match="head='clasify' is not a module of this model"):
+        rules(model, head=["classify", "clasify"])
+
+
+def test_heads_that_are_given_are_added_to_those_found() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 16), "lm_head": nn.Linear(16, 49)})
+    model["policy"], model["value"] = nn.Linear(16, 7), nn.Linear(16, 3)
+    for head in ("policy", ["policy", "value"], ("policy", model["value"]), ["lm_head", "policy", model["value"]], []):
+        given = {"policy", "value"} if len(head) > 1 and head != "policy" else {head} if head else set()
+        found = {name for name, rule in rules(model, head=head).items() if rule == "adam" and name.endswith("weight")}
+        assert found == {"embed.weight", "lm_head.weight", *(f"{name}.weight" for name in given)}
+    found = rules(model, head="policy", overrides={"lm_head.weight": "cosmos"})
+    assert (found["policy.weight"], found["lm_head.weight"]) == ("adam", "cosmos")
 
 
 def test_a_head_that_is_tied_to_an_earlier_layer_is_a_head() -> None:

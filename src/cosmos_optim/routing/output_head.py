@@ -1,14 +1,14 @@
 """Find the output heads of a model: AdamW trains their matrices.
 
 A head is what the model declares (`get_output_embeddings`, `get_classifier`), a layer with as many outputs as the model
-declares classes, a module with a head's word in its name, or a layer with the embedding's shape. Blocks that occur
-several times hold no heads.
+declares classes, a module with a head's word in its name, or a layer with the embedding's shape; or the user names it.
+Blocks that occur several times hold no heads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -39,19 +39,23 @@ CLASSES = ("num_classes", "num_labels")
 WRAPPERS = re.compile(r"\.(parametrizations|modules_to_save|base_layer|original_module)(\.|$).*")
 
 Modules = Mapping[str, nn.Module]
+Head = nn.Module | str | Sequence[nn.Module | str]
 
 
-def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
-    """Return the paths of the output heads, given or found, and of all modules inside them."""
+def find_output_heads(model: nn.Module, head: Head | None) -> set[str]:
+    """Return the paths of the output heads that are found, and of those given with all modules inside them."""
     modules = dict(model.named_modules())
-    if head is None:
-        return _search_heads(modules)
-    named = {path for path, module in modules.items() if module is head or path == head}
-    if not named:
-        raise ValueError(
-            f"head={head!r} is not a module of this model: give one of its modules, or a name such as 'lm_head'"
-        )
-    return _with_parts(named, modules)
+    given = () if head is None else head if isinstance(head, (list, tuple)) else (head,)
+    named: set[str] = set()
+    for one in given:
+        paths = {path for path, module in modules.items() if module is one or path == one}
+        if not paths:
+            raise ValueError(
+                f"head={one!r} is not a module of this model: give one of its modules, a name such as 'lm_head', or a "
+                "list of them"
+            )
+        named |= paths
+    return _search_heads(modules) | _with_parts(named, modules)
 
 
 def _search_heads(modules: Modules) -> set[str]:

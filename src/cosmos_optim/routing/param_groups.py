@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from cosmos_optim.routing.attention_heads import find_attention_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
-from cosmos_optim.routing.output_head import find_output_heads
+from cosmos_optim.routing.output_head import Head, find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
 from cosmos_optim.routing.words import layer_pattern, matches
 from cosmos_optim.rules import RULES
@@ -29,7 +29,7 @@ DECAYS = ("matrices", "all")
 
 def param_groups(
     model: nn.Module, rule: str | None = None, *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    head: Head | None = None, decay: str = "matrices", split_heads: bool | int = False,
     beside: Optimizer | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sort a model's parameters into groups for `Cosmos` and its peers.
@@ -42,9 +42,11 @@ def param_groups(
         rule: the rule of the hidden matrices, that is, of the optimizer that gets the groups ("muon" for `Muon`). None
             means that of `beside`, or "cosmos".
         overrides: pattern -> rule name, or a mapping of hyper-parameters and "rule"; patterns are shell-style and
-            matched against parameter names, in order, before everything else. An override changes only what it
-            names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
-        head: the output head, as a module or its name, if it cannot be found automatically.
+            matched against parameter names, in order, before everything else. The first match wins, so put the
+            narrower pattern first. An override changes only what it names: the rule, and how a convolution or fused
+            weight is cut into matrices, stay otherwise.
+        head: an output head that cannot be found automatically, as a module or its name, or a list of them. They are
+            added to those that are found.
         decay: "matrices", or "all" to decay embeddings, output heads, norms, biases and scales too.
         split_heads: True updates each head of attention as its own matrix: rows of queries, keys and values, columns of
             the output projection. Their size is read from the module or its config; or give it, such as 64.
@@ -75,7 +77,7 @@ def param_groups(
 
 def mark(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    head: Head | None = None, decay: str = "matrices", split_heads: bool | int = False,
 ) -> nn.Module:  # fmt: skip
     """Route a model's parameters once, leave each route on its parameter, and return the model.
 
@@ -101,7 +103,7 @@ def mark(
 
 def routes(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    head: Head | None = None, decay: str = "matrices", split_heads: bool | int = False,
     frozen: bool = False,
 ) -> list[tuple[ModelParameter, Route]]:  # fmt: skip
     """Return every trainable parameter with its route, and if `frozen`, also the others that are recognized."""

@@ -96,7 +96,32 @@ def test_wrapped_output_heads_are_found(model: nn.Module, heads: set[str]) -> No
     assert {name for name in found if "embed" not in name} == heads
 
 
-def test_several_layers_shaped_as_an_embedding_are_not_heads() -> None:
+def linears(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(16, 50) for _ in range(count))
+
+
+def test_several_layers_shaped_as_the_embedding_are_heads() -> None:
+    model = Wrapped("lm_head", nn.Linear(16, 50))
+    model.mtp, model.outs, model.extra = linears(3), linears(1), nn.Linear(16, 50)
+    model.medusa = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 50)) for _ in range(2))
+    found = {name for name, rule in rules(nn.ModuleDict({"module": model})).items() if rule == "cosmos"}
+    assert found == {"module.up.weight", "module.medusa.0.0.weight", "module.medusa.1.0.weight"}
+
+
+def test_layers_shaped_as_the_embedding_stay_hidden_in_blocks_and_if_a_layer_takes_their_output() -> None:
+    model = Wrapped("lm_head", nn.Linear(16, 50))
+    model.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 50), "heads": linears(2)}) for _ in range(2))
+    model.mixed = nn.ModuleList([nn.Linear(16, 50), nn.Linear(16, 16)])
+    found = rules(model)
+    assert found["blocks.0.up.weight"] == found["blocks.1.heads.0.weight"] == found["mixed.0.weight"] == "cosmos"
+    model.extra = nn.Linear(16, 50)
+    assert rules(model)["extra.weight"] == "adam"
+    model.down = nn.Linear(50, 16)
+    assert rules(model)["extra.weight"] == "cosmos"
+    assert rules(model)["lm_head.weight"] == rules(model, head="extra")["extra.weight"] == "adam"
+
+
+def test_several_layers_shaped_as_a_table_of_positions_are_not_heads() -> None:
     model = nn.ModuleDict({"positions": nn.Embedding(64, 16), "a": nn.Linear(16, 64), "b": nn.Linear(16, 64)})
     assert rules(model)["a.weight"] == rules(model)["b.weight"] == "cosmos"
     blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 64)})])

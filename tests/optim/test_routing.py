@@ -295,6 +295,18 @@ def test_the_first_matching_override_wins_and_each_must_match() -> None:
         param_groups(decoder(), overrides={"up.weight": 3})
 
 
+def test_a_pattern_that_earlier_ones_cover_is_refused() -> None:
+    covered = {"*": "adam", "up.*": {"lr": 0.1}}
+    with pytest.raises(ValueError, match=r"'up\.\*' has no effect: .* parameters: '\*'\. .*narrower pattern first"):
+        param_groups(decoder(), overrides=covered)
+    with pytest.raises(ValueError, match=r"'up\.\*' has no effect: .*: 'up.weight' and '\*.bias'"):
+        param_groups(decoder(), overrides={"down.weight": "adam", "up.weight": "adam", "*.bias": "adam", "up.*": {}})
+    param_groups(decoder(), overrides=dict(reversed(covered.items())))
+    frozen = decoder()
+    frozen.down.requires_grad_(False)
+    param_groups(frozen, overrides={"up.*": "adam", "*.weight": "adam", "down.*": "muon"})  # it has down.bias
+
+
 def test_frozen_parameters_are_left_out() -> None:
     model = decoder()
     model.up.weight.requires_grad_(False)

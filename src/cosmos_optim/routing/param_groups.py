@@ -121,7 +121,7 @@ def routes(
             wanted = "neither a rule's name nor a mapping of hyper-parameters"
             raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
     return_to_shards(model)
-    used: set[str] = set()
+    taken: dict[str, set[str]] = {pattern: set() for pattern in asked}  # the patterns that win where it matches
     output_heads = find_output_heads(model, head)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[ModelParameter, Route]] = []
@@ -132,7 +132,8 @@ def routes(
         _refuse_piece(parameter)
         names = (parameter.name, *parameter.aliases)
         matching = [pattern for pattern in asked if any(matches(name, pattern) for name in names)]
-        used.update(matching)
+        for pattern in matching:
+            taken[pattern].add(matching[0])
         if not (parameter.p.requires_grad or frozen):
             continue
         is_embedding, is_head = id(parameter.p) in embeddings, parameter.module_path in output_heads
@@ -148,11 +149,25 @@ def routes(
             found.append((parameter, route if decay == "all" else _without_decay(route)))
         elif parameter.p.requires_grad:
             unknown.append(parameter)
+    _refuse_unused(taken, [parameter.name for parameter in parameters][:3])
     _refuse_unknown(unknown, rule)
-    if unused := [pattern for pattern in asked if pattern not in used]:
-        known = [parameter.name for parameter in parameters][:3]
-        raise ValueError(f"overrides that match no parameter: {unused}; names look like {known}")
     return found
+
+
+def _refuse_unused(taken: Mapping[str, set[str]], names: Sequence[str]) -> None:
+    """Raise ValueError for patterns that match nothing, and for one whose matches all belong to earlier patterns.
+
+    taken: for each pattern, the patterns that win where it matches; itself among them if it is used.
+    """
+    if unused := [pattern for pattern, winners in taken.items() if not winners]:
+        raise ValueError(f"overrides that match no parameter: {unused}; names look like {names}")
+    for pattern, winners in taken.items():
+        if pattern not in winners:
+            earlier = " and ".join(repr(winner) for winner in taken if winner in winners)
+            raise ValueError(
+                f"override {pattern!r} has no effect: earlier patterns take all its parameters: {earlier}. The first "
+                "match wins, so put the narrower pattern first"
+            )
 
 
 def _without_decay(route: Route) -> Route:

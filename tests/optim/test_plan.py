@@ -261,6 +261,19 @@ def test_a_plan_of_a_frozen_model_says_that_nothing_trains() -> None:
     assert str(plan(decoder().requires_grad_(False))) == "nothing to train: every parameter is frozen"
 
 
+def test_a_plan_counts_frozen_parameters_before_its_hints() -> None:
+    model = Tied()
+    assert "frozen" not in str(plan(model)) and plan(model).frozen == (0, 0)
+    model.blocks[0].norm.requires_grad_(False)
+    model.embed.requires_grad_(False)  # tied: counted once
+    line = "frozen: 3 tensors, 3,264 parameters, left out; after unfreezing, add them with "
+    line += "param_groups(model, beside=opt)"
+    lines = str(plan(model)).splitlines()
+    assert lines[lines.index(line) - 1].startswith("total: ") and lines[lines.index(line) + 1].startswith("hint: ")
+    assert plan(model).frozen == (3, 3264)
+    assert "frozen" not in str(plan(Cosmos(model)))
+
+
 def test_a_plan_says_that_the_default_adam_lr_is_low_for_training_from_scratch() -> None:
     scratch = "To train from scratch, use rates(model, steps, tokens_per_step)"
     assert f"hint: adam_lr was not given, so it is 4 times lr. {scratch}" in str(plan(Tied()))

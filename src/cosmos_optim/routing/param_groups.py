@@ -25,6 +25,7 @@ from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat, return_to_s
 
 Overrides = Mapping[str, str | Mapping[str, Any]]
 DECAYS = ("matrices", "all")
+SHOWN = 6  # patterns in an error
 
 
 def param_groups(
@@ -200,13 +201,20 @@ def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
     if not parameters:
         return
     first = parameters[0]
-    patterns = list(dict.fromkeys(layer_pattern(parameter.name) for parameter in parameters))
-    more = f" and {len(patterns) - 8} more" if len(patterns) > 8 else ""
-    others = f", and neither is any of {patterns[:8]}{more}" if len(parameters) > 1 else ""
+    patterns: list[str] = []
+    for parameter in parameters:
+        if not any(matches(parameter.name, pattern) for pattern in patterns):
+            patterns.append(layer_pattern(parameter.name))
+    more = len(parameters) - 1
+    others = f", and neither {'is 1 other' if more == 1 else f'are {more} others'}" if more else ""
     own = "" if rule == "cosmos" else f"{rule!r}, "
-    call = f"param_groups(model, {own}overrides={{{patterns[0]!r}: 'adam'}})"
-    advice = f"choose its rule with {call}, the safe choice for tables, scales and gates, or {rule!r} for a matrix that"
-    advice += " multiplies features"
+    asked = ", ".join(f"{pattern!r}: 'adam'" for pattern in patterns[:SHOWN]) + ", ..." * (len(patterns) > SHOWN)
+    call = f"param_groups(model, {own}overrides={{{asked}}})"
+    advice = (
+        f"choose a rule with {call}. 'adam' is the safe choice for tables, scales and gates; {rule!r} is for a matrix "
+        f"that multiplies features, with a row for each output; {{'rule': {rule!r}, 'layout': 'in_out'}} is for one "
+        "stored (in, out), as in x @ W"
+    )
     if rule == "adam":  # the kind decides only what is decayed
         advice = f"use {call}, which does not decay it, or {{'rule': 'adam', 'weight_decay': 0.1}} instead of 'adam'"
     raise ValueError(

@@ -178,6 +178,8 @@ def _head_hint(model: nn.Module, rule: str, head: Head | None, rows: Sequence[Pl
     if len(matrices) < 2 or find_output_heads(model, head) or any(row.tied for row in rows):
         return ""
     last = matrices[-1].name.rpartition(".")[0]
+    if any(part.isdigit() for part in last.split(".")):  # a part of a block, most likely
+        last = "NAME"
     own = "" if rule == "cosmos" else f"{rule!r}, "
     return f"no output head was found. If the model has one, name it: param_groups(model, {own}head={last!r})"
 

@@ -226,7 +226,7 @@ def test_a_tied_head_is_named() -> None:
 
 def test_a_fused_weight_gets_a_hint_that_works() -> None:
     text = str(plan(Tied()))
-    hint = 'overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}}'
+    hint = 'you can cut them (not measured): overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}}'
     assert text.count(hint) == 1
     cut = plan(Tied(), adam_lr=8e-3, overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}})
     assert "hint" not in str(cut)
@@ -290,14 +290,20 @@ def test_a_plan_of_galore_shows_its_rank() -> None:
 
 
 def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:
-    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    hint = "hint: no output head was found. If the model has one, name it: param_groups(model, head='2')"
+    layers = nn.ModuleDict({"up": nn.Linear(8, 16), "last": nn.Linear(16, 4)})
+    hint = "hint: no output head was found. If the model has one, name it: param_groups(model, head='last')"
     assert hint in str(plan(layers))
-    assert "hint" not in str(plan(layers, head="2"))
+    assert "hint" not in str(plan(layers, head="last"))
     for rule in ("muon", "galore", "soap"):  # rows of Adam-mini and Adam are the same in an output head
         assert hint.replace("model, ", f"model, '{rule}', ") in str(plan(layers, rule))
     assert "output head" not in str(plan(layers, "adam-mini")) + str(plan(layers, "adam"))
     assert "output head was" not in str(plan(decoder())) + str(plan(Tied()))
+
+
+def test_a_plan_does_not_suggest_a_numbered_layer_as_the_head() -> None:
+    blocks = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 16)}) for _ in range(2))})
+    for model in (blocks, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))):
+        assert "name it: param_groups(model, head='NAME')" in str(plan(model))
 
 
 @pytest.mark.parametrize(("adam_lr", "gamma"), [(2e-4, "5"), (1e-3, ""), (2e-3, ""), (0.1, "")])

@@ -18,6 +18,7 @@ from tests.optim.helpers import Decoder, decoder
     [
         ({"up.weight": "adamw"}, ValueError, "there is no rule 'adamw' .did you mean 'adam'"),
         ({"up.weight": {"wd": 1}}, ValueError, "no hyper-parameter 'wd'"),
+        ({"up.weight": {"learnrate": 3}}, ValueError, "no hyper-parameter 'learnrate' .did you mean 'lr'"),
         ({"up.weight": {"layout": "transposed"}}, ValueError, "layout='transposed'"),
         ({"up.weight": {"rule": "soap", "two_sided": True}}, ValueError, "'soap' has no hyper-parameter 'two_sided'"),
         (["up.weight"], TypeError, "must map patterns"),

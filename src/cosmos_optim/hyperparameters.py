@@ -33,7 +33,7 @@ OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule 
 KEPT = {name: frozenset(("lr", *COMMON, *rule.defaults)) for name, rule in RULES.items()}
 ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "offload", "head_dim")  # of optimizers, not keys of groups
 ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
-SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay"}
+SYNONYMS = {"learning_rate": "lr", "learnrate": "lr", "wd": "weight_decay"}
 TORCHS_OWN = ("fused", "foreach", "capturable", "differentiable", "amsgrad")  # arguments of torch's optimizers only
 # torch's optimizers have these in every group, so frameworks write them into every group. Muon has them for AdamW.
 OF_EVERY_GROUP = ("params", "lr", "rule", "betas", "eps")

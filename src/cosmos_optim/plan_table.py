@@ -23,7 +23,7 @@ from cosmos_optim.hyperparameters import (
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
 from cosmos_optim.routing.fused_weights import fused_hint, fused_sizes
-from cosmos_optim.routing.output_head import find_output_heads
+from cosmos_optim.routing.output_head import Head, find_output_heads
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.routing.route import ModelParameter, Route
 from cosmos_optim.rules import RULES
@@ -51,10 +51,14 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rule, rate, decay and state of every parameter of a model. Printing it gives a table."""
+    """The rule, rate, decay and state of every parameter of a model. Printing it gives a table.
+
+    `frozen` are the numbers of frozen tensors and of their elements. They have no rows, and an optimizer has none.
+    """
 
     rows: tuple[PlanRow, ...]
     hints: tuple[str, ...] = ()
+    frozen: tuple[int, int] = (0, 0)
 
     @property
     def state_bytes(self) -> int:
@@ -80,7 +84,7 @@ class Plan:
         return totals
 
     def __str__(self) -> str:
-        """Return the table with one line for equal layers, the totals of each rule, the total, and hints."""
+        """Return the table with one line for equal layers, the totals, what is frozen, and hints."""
         if not self.rows:
             return "nothing to train: every parameter is frozen"
         table = [("parameter", "shape", "rule", "because", "rank", "lr", "decay", "state")]
@@ -99,8 +103,11 @@ class Plan:
         sums = [f"{name}: {_tensors(count)}, {size:,} parameters, {human(state)} of state"
                 for name, (count, size, state) in self.totals().items()]  # fmt: skip
         total = f"total: {_tensors(len(self.rows))}, {self.parameters:,} parameters, {human(self.state_bytes)} of state"
+        tensors, elements = self.frozen
+        advice = "left out; after unfreezing, add them with param_groups(model, beside=opt)"
+        frozen = [f"frozen: {_tensors(tensors)}, {elements:,} parameters, {advice}"] if tensors else []
         hints = dict.fromkeys(f"hint: {hint}" for hint in (*self.hints, *(row.hint for row in self.rows)) if hint)
-        return "\n".join([texts[0], line, *texts[1:], line, *sums, total, *hints])
+        return "\n".join([texts[0], line, *texts[1:], line, *sums, total, *frozen, *hints])
 
 
 def _tensors(count: int) -> str:
@@ -149,7 +156,8 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
     hints = [_head_hint(model, kind.rule, routing.get("head"), rows), _rate_hint(kind, hyper, rows)]
     hints.append(_gamma_hint(gammas))
-    return Plan(tuple(rows), tuple(filter(None, hints)))
+    frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
+    return Plan(tuple(rows), tuple(filter(None, hints)), (len(frozen), sum(frozen)))
 
 
 def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) -> str:
@@ -164,12 +172,14 @@ def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) 
     return fused_hint(parameter, sizes)
 
 
-def _head_hint(model: nn.Module, rule: str, head: nn.Module | str | None, rows: Sequence[PlanRow]) -> str:
+def _head_hint(model: nn.Module, rule: str, head: Head | None, rows: Sequence[PlanRow]) -> str:
     """Return advice if no output head was found, which may be right: a backbone has none."""
     matrices = [row for row in rows if row.rule not in ("adam", "adam-mini") and len(row.shape) > 1]
     if len(matrices) < 2 or find_output_heads(model, head) or any(row.tied for row in rows):
         return ""
     last = matrices[-1].name.rpartition(".")[0]
+    if any(part.isdigit() for part in last.split(".")):  # a part of a block, most likely
+        last = "NAME"
     own = "" if rule == "cosmos" else f"{rule!r}, "
     return f"no output head was found. If the model has one, name it: param_groups(model, {own}head={last!r})"
 

@@ -86,6 +86,13 @@ def test_every_part_of_a_pipeline_gets_its_own_optimizer_and_only_its_overrides(
     assert "model.layers.0.self_attn.q_proj.weight" in adam
 
 
+def test_a_pattern_that_earlier_ones_cover_in_one_part_of_a_pipeline_is_used_in_the_others() -> None:
+    parts = [torch.nn.ModuleDict({name: torch.nn.Linear(8, 8)}) for name in ("a", "b")]
+    container = cosmos(lr=1e-3, overrides={"a.weight": {"lr": 0.1}, "*.weight": {"lr": 0.2}}).build(model_parts=parts)
+    rates = {name: g["lr"] for opt in container.optimizers for g in opt.param_groups for name in g["param_names"]}
+    assert (rates["a.weight"], rates["b.weight"]) == (0.1, 0.2)
+
+
 def test_a_container_takes_the_arguments_of_param_groups() -> None:
     container = cosmos(lr=1e-3, weight_decay=0.1, decay="all").build(model_parts=[tiny_llama()])
     assert {group["weight_decay"] for group in container.optimizers[0].param_groups} == {0.1}

@@ -17,8 +17,21 @@ def test_the_argument_head_decides_and_a_block_named_output_is_hidden() -> None:
     assert rules(model)["layers.0.output.weight"] == "cosmos"
     assert rules(model, head="classify")["classify.weight"] == "adam"
     assert rules(model, head=model["classify"])["classify.weight"] == "adam"
-    with pytest.raises(ValueError, match="is not a module of this model"):
+    with pytest.raises(ValueError, match="head='clasify' is not a module of this model"):
         rules(model, head="clasify")
+    with pytest.raises(ValueError, match="head='clasify' is not a module of this model"):
+        rules(model, head=["classify", "clasify"])
+
+
+def test_heads_that_are_given_are_added_to_those_found() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 16), "lm_head": nn.Linear(16, 49)})
+    model["policy"], model["value"] = nn.Linear(16, 7), nn.Linear(16, 3)
+    for head in ("policy", ["policy", "value"], ("policy", model["value"]), ["lm_head", "policy", model["value"]], []):
+        given = {"policy", "value"} if len(head) > 1 and head != "policy" else {head} if head else set()
+        found = {name for name, rule in rules(model, head=head).items() if rule == "adam" and name.endswith("weight")}
+        assert found == {"embed.weight", "lm_head.weight", *(f"{name}.weight" for name in given)}
+    found = rules(model, head="policy", overrides={"lm_head.weight": "cosmos"})
+    assert (found["policy.weight"], found["lm_head.weight"]) == ("adam", "cosmos")
 
 
 def test_a_head_that_is_tied_to_an_earlier_layer_is_a_head() -> None:
@@ -83,7 +96,32 @@ def test_wrapped_output_heads_are_found(model: nn.Module, heads: set[str]) -> No
     assert {name for name in found if "embed" not in name} == heads
 
 
-def test_several_layers_shaped_as_an_embedding_are_not_heads() -> None:
+def linears(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(16, 50) for _ in range(count))
+
+
+def test_several_layers_shaped_as_the_embedding_are_heads() -> None:
+    model = Wrapped("lm_head", nn.Linear(16, 50))
+    model.mtp, model.outs, model.extra = linears(3), linears(1), nn.Linear(16, 50)
+    model.medusa = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 50)) for _ in range(2))
+    found = {name for name, rule in rules(nn.ModuleDict({"module": model})).items() if rule == "cosmos"}
+    assert found == {"module.up.weight", "module.medusa.0.0.weight", "module.medusa.1.0.weight"}
+
+
+def test_layers_shaped_as_the_embedding_stay_hidden_in_blocks_and_if_a_layer_takes_their_output() -> None:
+    model = Wrapped("lm_head", nn.Linear(16, 50))
+    model.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 50), "heads": linears(2)}) for _ in range(2))
+    model.mixed = nn.ModuleList([nn.Linear(16, 50), nn.Linear(16, 16)])
+    found = rules(model)
+    assert found["blocks.0.up.weight"] == found["blocks.1.heads.0.weight"] == found["mixed.0.weight"] == "cosmos"
+    model.extra = nn.Linear(16, 50)
+    assert rules(model)["extra.weight"] == "adam"
+    model.down = nn.Linear(50, 16)
+    assert rules(model)["extra.weight"] == "cosmos"
+    assert rules(model)["lm_head.weight"] == rules(model, head="extra")["extra.weight"] == "adam"
+
+
+def test_several_layers_shaped_as_a_table_of_positions_are_not_heads() -> None:
     model = nn.ModuleDict({"positions": nn.Embedding(64, 16), "a": nn.Linear(16, 64), "b": nn.Linear(16, 64)})
     assert rules(model)["a.weight"] == rules(model)["b.weight"] == "cosmos"
     blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 64)})])

@@ -18,6 +18,7 @@ from tests.optim.helpers import Decoder, decoder
     [
         ({"up.weight": "adamw"}, ValueError, "there is no rule 'adamw' .did you mean 'adam'"),
         ({"up.weight": {"wd": 1}}, ValueError, "no hyper-parameter 'wd'"),
+        ({"up.weight": {"learnrate": 3}}, ValueError, "no hyper-parameter 'learnrate' .did you mean 'lr'"),
         ({"up.weight": {"layout": "transposed"}}, ValueError, "layout='transposed'"),
         ({"up.weight": {"rule": "soap", "two_sided": True}}, ValueError, "'soap' has no hyper-parameter 'two_sided'"),
         (["up.weight"], TypeError, "must map patterns"),
@@ -226,7 +227,7 @@ def test_a_tied_head_is_named() -> None:
 
 def test_a_fused_weight_gets_a_hint_that_works() -> None:
     text = str(plan(Tied()))
-    hint = 'overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}}'
+    hint = 'you can cut them (not measured): overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}}'
     assert text.count(hint) == 1
     cut = plan(Tied(), adam_lr=8e-3, overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}})
     assert "hint" not in str(cut)
@@ -261,6 +262,19 @@ def test_a_plan_of_a_frozen_model_says_that_nothing_trains() -> None:
     assert str(plan(decoder().requires_grad_(False))) == "nothing to train: every parameter is frozen"
 
 
+def test_a_plan_counts_frozen_parameters_before_its_hints() -> None:
+    model = Tied()
+    assert "frozen" not in str(plan(model)) and plan(model).frozen == (0, 0)
+    model.blocks[0].norm.requires_grad_(False)
+    model.embed.requires_grad_(False)  # tied: counted once
+    line = "frozen: 3 tensors, 3,264 parameters, left out; after unfreezing, add them with "
+    line += "param_groups(model, beside=opt)"
+    lines = str(plan(model)).splitlines()
+    assert lines[lines.index(line) - 1].startswith("total: ") and lines[lines.index(line) + 1].startswith("hint: ")
+    assert plan(model).frozen == (3, 3264)
+    assert "frozen" not in str(plan(Cosmos(model)))
+
+
 def test_a_plan_says_that_the_default_adam_lr_is_low_for_training_from_scratch() -> None:
     scratch = "To train from scratch, use rates(model, steps, tokens_per_step)"
     assert f"hint: adam_lr was not given, so it is 4 times lr. {scratch}" in str(plan(Tied()))
@@ -277,14 +291,20 @@ def test_a_plan_of_galore_shows_its_rank() -> None:
 
 
 def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:
-    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    hint = "hint: no output head was found. If the model has one, name it: param_groups(model, head='2')"
+    layers = nn.ModuleDict({"up": nn.Linear(8, 16), "last": nn.Linear(16, 4)})
+    hint = "hint: no output head was found. If the model has one, name it: param_groups(model, head='last')"
     assert hint in str(plan(layers))
-    assert "hint" not in str(plan(layers, head="2"))
+    assert "hint" not in str(plan(layers, head="last"))
     for rule in ("muon", "galore", "soap"):  # rows of Adam-mini and Adam are the same in an output head
         assert hint.replace("model, ", f"model, '{rule}', ") in str(plan(layers, rule))
     assert "output head" not in str(plan(layers, "adam-mini")) + str(plan(layers, "adam"))
     assert "output head was" not in str(plan(decoder())) + str(plan(Tied()))
+
+
+def test_a_plan_does_not_suggest_a_numbered_layer_as_the_head() -> None:
+    blocks = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 16)}) for _ in range(2))})
+    for model in (blocks, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))):
+        assert "name it: param_groups(model, head='NAME')" in str(plan(model))
 
 
 @pytest.mark.parametrize(("adam_lr", "gamma"), [(2e-4, "5"), (1e-3, ""), (2e-3, ""), (0.1, "")])

@@ -125,7 +125,8 @@ def test_a_3d_parameter_is_a_stack_only_if_a_count_or_a_name_says_so() -> None:
     tokens = nn.ModuleDict({"a": Attention(query_tokens=(1, 32, 16), register_token=(1, 4, 16))})
     assert set(rules(tokens).values()) == {"adam"}
     model = nn.ModuleDict({"layers": nn.ModuleList(Attention(q=(64, 4, 16), k=(64, 4, 16)) for _ in range(3))})
-    with pytest.raises(ValueError, match=r"'layers.0.q'.*neither is any of \['layers\.\*\.q', 'layers\.\*\.k'\]"):
+    both = r"\{'layers\.\*\.q': 'adam', 'layers\.\*\.k': 'adam'\}"
+    with pytest.raises(ValueError, match=rf"'layers.0.q'.*neither are 5 others.*{both}"):
         param_groups(model)
     assert set(rules(model, overrides={"layers.*.[qk]": "adam"}).values()) == {"adam"}
 
@@ -276,6 +277,35 @@ def test_the_call_in_the_error_for_an_unknown_parameter_makes_groups_for_that_op
     assert ("or {'rule': 'adam', 'weight_decay': 0.1}" in text) == (name == "adam")
 
 
+@pytest.mark.parametrize("count", [2, 6, 7])
+def test_the_error_for_unknown_parameters_lists_up_to_six_patterns_which_can_be_given(count: int) -> None:
+    model = decoder()
+    for i in range(count):
+        model.register_parameter(f"mix_{'abcdefg'[i]}", nn.Parameter(torch.randn(4, 4)))
+    model.block = nn.Sequential(Experts(mix_a=(4, 4)))
+    with pytest.raises(ValueError, match=f"and neither are {count} others") as error:
+        param_groups(model)
+    (call,) = re.findall(r"param_groups\(.*?\)", str(error.value))
+    if call.endswith(", ...})"):
+        assert count > 5 and call.count("'adam'") == 6
+    else:
+        eval(call, {"param_groups": param_groups, "model": model})
+
+
+def test_the_error_for_an_unknown_matrix_says_how_to_give_one_stored_as_in_out() -> None:
+    model = decoder()
+    model.mixing = nn.Parameter(torch.randn(4, 6))
+    for rule in ("cosmos", "muon"):
+        with pytest.raises(ValueError, match=r"a row for each output; \{.*\} is for one stored \(in, out\)") as error:
+            param_groups(model, rule)
+        (asked,) = re.findall(r"\{'rule'.*?\}", str(error.value))
+        (route,) = (route for p, route in routes(model, rule, overrides={"mixing": eval(asked)}) if p.name == "mixing")
+        assert (route.rule, route.settings) == (rule, {"layout": "in_out"})
+    with pytest.raises(ValueError, match="is not known to be") as error:
+        param_groups(model, "adam")
+    assert "in_out" not in str(error.value)
+
+
 def test_an_override_matches_names_with_brackets_as_they_are_and_as_the_error_writes_them() -> None:
     model = nn.Sequential(nn.Module())
     model[0].register_parameter("mix[1]", nn.Parameter(torch.randn(4, 4)))
@@ -293,6 +323,18 @@ def test_the_first_matching_override_wins_and_each_must_match() -> None:
         param_groups(decoder(), overrides={"ups.weight": "adam"})
     with pytest.raises(ValueError, match="neither a rule's name nor a mapping"):
         param_groups(decoder(), overrides={"up.weight": 3})
+
+
+def test_a_pattern_that_earlier_ones_cover_is_refused() -> None:
+    covered = {"*": "adam", "up.*": {"lr": 0.1}}
+    with pytest.raises(ValueError, match=r"'up\.\*' has no effect: .* parameters: '\*'\. .*narrower pattern first"):
+        param_groups(decoder(), overrides=covered)
+    with pytest.raises(ValueError, match=r"'up\.\*' has no effect: .*: 'up.weight' and '\*.bias'"):
+        param_groups(decoder(), overrides={"down.weight": "adam", "up.weight": "adam", "*.bias": "adam", "up.*": {}})
+    param_groups(decoder(), overrides=dict(reversed(covered.items())))
+    frozen = decoder()
+    frozen.down.requires_grad_(False)
+    param_groups(frozen, overrides={"up.*": "adam", "*.weight": "adam", "down.*": "muon"})  # it has down.bias
 
 
 def test_frozen_parameters_are_left_out() -> None:

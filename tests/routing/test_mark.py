@@ -47,7 +47,8 @@ def test_marked_parameters_give_the_groups_of_the_model() -> None:
 
 
 def test_overrides_and_head_are_those_of_param_groups() -> None:
-    model, overrides = decoder(), {"up.weight": {"rule": "adam", "lr": 0.3}, "lm_head.weight": {"rank": 2}}
+    overrides = {"up.weight": {"rule": "adam", "lr": 0.3}, "lm_head.weight": {"rule": "cosmos", "rank": 2}}
+    model = decoder()
     mark(model, overrides=overrides, head="down")
     found = Cosmos(model.parameters(), rank=4)
     wanted = Cosmos(param_groups(model, overrides=overrides, head="down"), rank=4)

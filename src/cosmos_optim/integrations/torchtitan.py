@@ -53,9 +53,12 @@ class CosmosContainer(OptimizersContainer):  # type: ignore[misc]
 
 
 def _used(overrides: dict[str, Any], part: nn.Module) -> dict[str, Any]:
-    """Return the overrides that match a parameter of this part: a pattern need not occur in every pipeline stage."""
-    names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
-    return {pattern: x for pattern, x in overrides.items() if any(matches(name, pattern) for name in names)}
+    """Return the overrides that take effect in this part: a pattern need not do so in every pipeline stage."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in part.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    first = {next((x for x in overrides if any(matches(name, x) for name in own)), None) for own in names.values()}
+    return {pattern: x for pattern, x in overrides.items() if pattern in first}
 
 
 def cosmos(optimizer: str = "cosmos", overrides: dict[str, Any] | None = None, **arguments: Any) -> Any:

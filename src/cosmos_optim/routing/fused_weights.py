@@ -26,8 +26,8 @@ def fused_hint(parameter: ModelParameter, sizes: list[int]) -> str:
     """Return advice to cut a fused weight at these sizes."""
     pattern = layer_pattern(parameter.name)
     return (
-        f"{pattern} looks like query, key and value in one weight. If these are stored one after another, cut them: "
-        f'overrides={{"{pattern}": {{"split_sizes": {sizes}}}}}'
+        f"{pattern} looks like query, key and value in one weight. If these are stored one after another, "
+        f'you can cut them (not measured): overrides={{"{pattern}": {{"split_sizes": {sizes}}}}}'
     )
 
 

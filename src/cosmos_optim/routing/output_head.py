@@ -1,20 +1,20 @@
 """Find the output heads of a model: AdamW trains their matrices.
 
 A head is what the model declares (`get_output_embeddings`, `get_classifier`), a layer with as many outputs as the model
-declares classes, a module with a head's word in its name, or a layer with the embedding's shape. Blocks that occur
-several times hold no heads.
+declares classes, a module with a head's word in its name, or a layer with the embedding's shape; or the user names it.
+Blocks that occur several times hold no heads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from cosmos_optim.routing.words import words
+from cosmos_optim.routing.words import POSITION, words
 
 # Whole words of a module's name. With one of EXCLUDED beside it, the module computes something else: pre_classifier.
 WORDS = frozenset({
@@ -39,30 +39,31 @@ CLASSES = ("num_classes", "num_labels")
 WRAPPERS = re.compile(r"\.(parametrizations|modules_to_save|base_layer|original_module)(\.|$).*")
 
 Modules = Mapping[str, nn.Module]
+Head = nn.Module | str | Sequence[nn.Module | str]
 
 
-def find_output_heads(model: nn.Module, head: nn.Module | str | None) -> set[str]:
-    """Return the paths of the output heads, given or found, and of all modules inside them."""
+def find_output_heads(model: nn.Module, head: Head | None) -> set[str]:
+    """Return the paths of the output heads that are found, and of those given with all modules inside them."""
     modules = dict(model.named_modules())
-    if head is None:
-        return _search_heads(modules)
-    named = {path for path, module in modules.items() if module is head or path == head}
-    if not named:
-        raise ValueError(
-            f"head={head!r} is not a module of this model: give one of its modules, or a name such as 'lm_head'"
-        )
-    return _with_parts(named, modules)
+    given = () if head is None else head if isinstance(head, (list, tuple)) else (head,)
+    named: set[str] = set()
+    for one in given:
+        paths = {path for path, module in modules.items() if module is one or path == one}
+        if not paths:
+            raise ValueError(
+                f"head={one!r} is not a module of this model: give one of its modules, a name such as 'lm_head', or a "
+                "list of them"
+            )
+        named |= paths
+    return _search_heads(modules) | _with_parts(named, modules)
 
 
 def _search_heads(modules: Modules) -> set[str]:
-    """Return the declared heads, those found by name, and the one linear layer with the embedding's shape, if any."""
+    """Return the declared heads, those found by name, and those with the embedding's shape."""
     once = {path: module for path, module in modules.items() if not _is_repeated(path, modules)}
     found = _declared_heads(once, modules) | _class_layers(once) | _adaptive_softmax_layers(once)
     found |= _named_heads(once, modules, found)
-    tables = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
-    wide = [path for path, m in once.items() if isinstance(m, nn.Linear) and m.out_features > m.in_features
-            and (m.out_features, m.in_features) in tables]  # fmt: skip
-    found |= set(wide if len(wide) == 1 else ())
+    found |= _embedding_shaped_layers(once, modules)
     return found | {path for path in modules if WRAPPERS.sub("", path) in found}
 
 
@@ -128,6 +129,44 @@ def _adaptive_softmax_layers(once: Modules) -> set[str]:
             prefix = f"{path}." if path else ""
             found |= {f"{prefix}head", *(f"{prefix}tail.{i}.1" for i in range(module.n_clusters))}
     return found
+
+
+# -- heads found by shape ----------------------------------------------------------------------------------------------
+
+
+def _embedding_shaped_layers(once: Modules, modules: Modules) -> set[str]:
+    """Return the linear layers with the embedding's shape: the only one, or several if their output is not used inside.
+
+    Several such layers may be hidden, as in an MLP that is as wide as the table is long. So they are heads only if no
+    layer takes as many features, and if the table is not one of positions. Items of a list of such layers count.
+    """
+    tables = {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)}
+    alone = [path for path, m in once.items() if _is_transposed_table(m, tables.values())]
+    taken = {_widths(m)[0] for m in modules.values()}
+    vocabularies = [m for path, m in tables.items()
+                    if POSITION.isdisjoint(words(path)) and m.num_embeddings not in taken]  # fmt: skip
+    several = {path for path, m in modules.items() if _is_transposed_table(m, vocabularies)
+               and (path in once or _is_in_list_of_heads(path, modules, vocabularies))}  # fmt: skip
+    return several | set(alone if len(alone) == 1 else ())
+
+
+def _is_transposed_table(module: nn.Module | None, tables: Collection[nn.Embedding]) -> bool:
+    """Return whether a linear layer has one output for each row of a table, and the table's width as its input."""
+    return isinstance(module, nn.Linear) and module.out_features > module.in_features and any(
+        (table.num_embeddings, table.embedding_dim) == (module.out_features, module.in_features) for table in tables
+    )  # fmt: skip
+
+
+def _is_in_list_of_heads(path: str, modules: Modules, tables: Collection[nn.Embedding]) -> bool:
+    """Return whether a layer is, or ends, an item of a list whose items all are, or end in, layers of this shape."""
+    parent = path.rpartition(".")[0]
+    item = parent if isinstance(modules[parent], nn.Sequential) else path
+    holder = item.rpartition(".")[0]
+    if not isinstance(modules[holder], nn.ModuleList) or _is_repeated(holder, modules):
+        return False
+    ends = [child[-1] if isinstance(child, nn.Sequential) and len(child) else child
+            for child in modules[holder].children()]  # fmt: skip
+    return modules[path] in ends and all(_is_transposed_table(end, tables) for end in ends)
 
 
 # -- heads found by name -----------------------------------------------------------------------------------------------

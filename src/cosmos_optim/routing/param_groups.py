@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from cosmos_optim.routing.attention_heads import find_attention_heads, with_heads
 from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
-from cosmos_optim.routing.output_head import find_output_heads
+from cosmos_optim.routing.output_head import Head, find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
 from cosmos_optim.routing.words import layer_pattern, matches
 from cosmos_optim.rules import RULES
@@ -25,11 +25,12 @@ from cosmos_optim.sharding.other_engines import REMEDY, refuse_flat, return_to_s
 
 Overrides = Mapping[str, str | Mapping[str, Any]]
 DECAYS = ("matrices", "all")
+SHOWN = 6  # patterns in an error
 
 
 def param_groups(
     model: nn.Module, rule: str | None = None, *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    head: Head | None = None, decay: str = "matrices", split_heads: bool | int = False,
     beside: Optimizer | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sort a model's parameters into groups for `Cosmos` and its peers.
@@ -42,9 +43,11 @@ def param_groups(
         rule: the rule of the hidden matrices, that is, of the optimizer that gets the groups ("muon" for `Muon`). None
             means that of `beside`, or "cosmos".
         overrides: pattern -> rule name, or a mapping of hyper-parameters and "rule"; patterns are shell-style and
-            matched against parameter names, in order, before everything else. An override changes only what it
-            names: the rule, and how a convolution or fused weight is cut into matrices, stay otherwise.
-        head: the output head, as a module or its name, if it cannot be found automatically.
+            matched against parameter names, in order, before everything else. The first match wins, so put the
+            narrower pattern first. An override changes only what it names: the rule, and how a convolution or fused
+            weight is cut into matrices, stay otherwise.
+        head: an output head that cannot be found automatically, as a module or its name, or a list of them. They are
+            added to those that are found.
         decay: "matrices", or "all" to decay embeddings, output heads, norms, biases and scales too.
         split_heads: True updates each head of attention as its own matrix: rows of queries, keys and values, columns of
             the output projection. Their size is read from the module or its config; or give it, such as 64.
@@ -75,7 +78,7 @@ def param_groups(
 
 def mark(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    head: Head | None = None, decay: str = "matrices", split_heads: bool | int = False,
 ) -> nn.Module:  # fmt: skip
     """Route a model's parameters once, leave each route on its parameter, and return the model.
 
@@ -101,7 +104,7 @@ def mark(
 
 def routes(
     model: nn.Module, rule: str = "cosmos", *, overrides: Overrides | None = None,
-    head: nn.Module | str | None = None, decay: str = "matrices", split_heads: bool | int = False,
+    head: Head | None = None, decay: str = "matrices", split_heads: bool | int = False,
     frozen: bool = False,
 ) -> list[tuple[ModelParameter, Route]]:  # fmt: skip
     """Return every trainable parameter with its route, and if `frozen`, also the others that are recognized."""
@@ -119,7 +122,7 @@ def routes(
             wanted = "neither a rule's name nor a mapping of hyper-parameters"
             raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
     return_to_shards(model)
-    used: set[str] = set()
+    taken: dict[str, set[str]] = {pattern: set() for pattern in asked}  # the patterns that win where it matches
     output_heads = find_output_heads(model, head)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[ModelParameter, Route]] = []
@@ -130,7 +133,8 @@ def routes(
         _refuse_piece(parameter)
         names = (parameter.name, *parameter.aliases)
         matching = [pattern for pattern in asked if any(matches(name, pattern) for name in names)]
-        used.update(matching)
+        for pattern in matching:
+            taken[pattern].add(matching[0])
         if not (parameter.p.requires_grad or frozen):
             continue
         is_embedding, is_head = id(parameter.p) in embeddings, parameter.module_path in output_heads
@@ -146,11 +150,25 @@ def routes(
             found.append((parameter, route if decay == "all" else _without_decay(route)))
         elif parameter.p.requires_grad:
             unknown.append(parameter)
+    _refuse_unused(taken, [parameter.name for parameter in parameters][:3])
     _refuse_unknown(unknown, rule)
-    if unused := [pattern for pattern in asked if pattern not in used]:
-        known = [parameter.name for parameter in parameters][:3]
-        raise ValueError(f"overrides that match no parameter: {unused}; names look like {known}")
     return found
+
+
+def _refuse_unused(taken: Mapping[str, set[str]], names: Sequence[str]) -> None:
+    """Raise ValueError for patterns that match nothing, and for one whose matches all belong to earlier patterns.
+
+    taken: for each pattern, the patterns that win where it matches; itself among them if it is used.
+    """
+    if unused := [pattern for pattern, winners in taken.items() if not winners]:
+        raise ValueError(f"overrides that match no parameter: {unused}; names look like {names}")
+    for pattern, winners in taken.items():
+        if pattern not in winners:
+            earlier = " and ".join(repr(winner) for winner in taken if winner in winners)
+            raise ValueError(
+                f"override {pattern!r} has no effect: earlier patterns take all its parameters: {earlier}. The first "
+                "match wins, so put the narrower pattern first"
+            )
 
 
 def _without_decay(route: Route) -> Route:
@@ -183,13 +201,20 @@ def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
     if not parameters:
         return
     first = parameters[0]
-    patterns = list(dict.fromkeys(layer_pattern(parameter.name) for parameter in parameters))
-    more = f" and {len(patterns) - 8} more" if len(patterns) > 8 else ""
-    others = f", and neither is any of {patterns[:8]}{more}" if len(parameters) > 1 else ""
+    patterns: list[str] = []
+    for parameter in parameters:
+        if not any(matches(parameter.name, pattern) for pattern in patterns):
+            patterns.append(layer_pattern(parameter.name))
+    more = len(parameters) - 1
+    others = f", and neither {'is 1 other' if more == 1 else f'are {more} others'}" if more else ""
     own = "" if rule == "cosmos" else f"{rule!r}, "
-    call = f"param_groups(model, {own}overrides={{{patterns[0]!r}: 'adam'}})"
-    advice = f"choose its rule with {call}, the safe choice for tables, scales and gates, or {rule!r} for a matrix that"
-    advice += " multiplies features"
+    asked = ", ".join(f"{pattern!r}: 'adam'" for pattern in patterns[:SHOWN]) + ", ..." * (len(patterns) > SHOWN)
+    call = f"param_groups(model, {own}overrides={{{asked}}})"
+    advice = (
+        f"choose a rule with {call}. 'adam' is the safe choice for tables, scales and gates; {rule!r} is for a matrix "
+        f"that multiplies features, with a row for each output; {{'rule': {rule!r}, 'layout': 'in_out'}} is for one "
+        "stored (in, out), as in x @ W"
+    )
     if rule == "adam":  # the kind decides only what is decayed
         advice = f"use {call}, which does not decay it, or {{'rule': 'adam', 'weight_decay': 0.1}} instead of 'adam'"
     raise ValueError(

@@ -18,6 +18,7 @@ TABLE = frozenset({
     "latent", "latents", "freq", "freqs",
 })  # fmt: skip
 TOKEN = frozenset({"token", "tokens"})
+POSITION = frozenset({"pos", "position", "positions", "positional", "wpe", "rel", "relative"})  # not a vocabulary
 PROJECTION = frozenset({"proj", "projection", "kernel"})  # at the end of a name: not a table, but a matrix for one
 BIAS = frozenset({"bias", "biases"})
 NORM = frozenset({"norm", "norms", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "bn"})

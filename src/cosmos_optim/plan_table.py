@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cosmos_optim import sharding
 from cosmos_optim.hyperparameters import (
@@ -109,6 +111,8 @@ class Plan:
         hints = dict.fromkeys(f"hint: {hint}" for hint in (*self.hints, *(row.hint for row in self.rows)) if hint)
         return "\n".join([texts[0], line, *texts[1:], line, *sums, total, *frozen, *hints])
 
+    __repr__ = __str__  # a notebook shows it
+
 
 def _tensors(count: int) -> str:
     return f"{count} tensor" if count == 1 else f"{count} tensors"
@@ -137,6 +141,8 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     total: 6 tensors, 4,068 parameters, 30.7 KiB of state
     hint: adam_lr was not given, so it is 4 times lr. To train from scratch, use rates(model, steps, tokens_per_step)
     """
+    if isinstance(model, Optimizer) and not isinstance(model, MatrixOptimizer):
+        model = getattr(model, "optimizer", model)  # accelerate's wrapper
     if isinstance(model, MatrixOptimizer):
         model._match_layouts()
         return Plan(tuple(_row(model._layouts[p].name, p, "", group)
@@ -145,17 +151,20 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
     kind, options = _optimizer(rule, hyper)
     rows: list[PlanRow] = []
     gammas: list[float] = []
+    rounded = 0
     for parameter, route in routes(model, kind.rule, **routing):
         group = {"rule": route.rule, **route.settings}
         chosen, group = choose_rule(kind.rule, group, options)
         computes_gamma = group.get("gamma", options.get("gamma")) is None
         group = complete(group, chosen, options, kind.soap_lr)
+        keeps_bits = group["weight_correction"] or group["stochastic_rounding"]
+        rounded += parameter.p.dtype is torch.bfloat16 and not keeps_bits
         if computes_gamma and "gamma" in group:
             gammas.append(group["gamma"])
         row = _row(parameter.name, parameter.p, route.why, group)
         rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
     hints = [_head_hint(model, kind.rule, routing.get("head"), rows), _rate_hint(kind, hyper, rows)]
-    hints.append(_gamma_hint(gammas))
+    hints += [_gamma_hint(gammas), _rounding_hint(rounded)]
     frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
     return Plan(tuple(rows), tuple(filter(None, hints)), (len(frozen), sum(frozen)))
 
@@ -203,6 +212,16 @@ def _gamma_hint(gammas: Sequence[float]) -> str:
     return (
         f"gamma, the weight of the Muon half, follows from the two rates and is {outside[0]:.2g}. "
         f"Measured were {low:g} to {high:g}, and 0.25 was best: give gamma"
+    )
+
+
+def _rounding_hint(count: int) -> str:
+    """Return advice if so many parameters are bfloat16 and nothing keeps what rounding takes away."""
+    if not count:
+        return ""
+    return (
+        f"{_tensors(count)} in bfloat16 lose updates below their last place: weight_correction=True keeps 8 more bits, "
+        "stochastic_rounding=True needs no memory"
     )
 
 

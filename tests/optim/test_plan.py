@@ -285,6 +285,22 @@ def test_a_plan_says_that_the_default_adam_lr_is_low_for_training_from_scratch()
         assert "adam_lr" not in str(quiet)
 
 
+def test_a_plan_says_that_bfloat16_weights_lose_updates_unless_something_keeps_them() -> None:
+    model = decoder().bfloat16()
+    count = sum(1 for _ in model.parameters())
+    assert f"hint: {count} tensors in bfloat16 lose updates below their last place" in str(plan(model))
+    for keeps in ("weight_correction", "stochastic_rounding"):
+        assert "bfloat16" not in str(plan(model, **{keeps: True}))
+    assert "bfloat16" not in str(plan(decoder()))
+
+
+def test_a_plan_is_its_table_in_a_notebook_and_reads_wrapped_optimizers() -> None:
+    opt = Cosmos(decoder(), rank=4)
+    wrapper = torch.optim.SGD([torch.zeros(1)])
+    wrapper.optimizer = opt  # as accelerate's
+    assert repr(plan(opt)) == str(plan(opt)) == str(plan(wrapper))
+
+
 def test_a_plan_of_galore_shows_its_rank() -> None:
     (row,) = plan(nn.ModuleDict({"up": nn.Linear(8, 16, bias=False)}), "galore", rank=4).rows
     assert row.rank == 4

@@ -332,6 +332,7 @@ def test_a_pattern_that_earlier_ones_cover_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'up\.\*' has no effect: .*: 'up.weight' and '\*.bias'"):
         param_groups(decoder(), overrides={"down.weight": "adam", "up.weight": "adam", "*.bias": "adam", "up.*": {}})
     param_groups(decoder(), overrides=dict(reversed(covered.items())))
+    param_groups(decoder(), overrides={"up.*": "adam", "up.weight": {"rule": "adam"}})  # the same, written twice
     frozen = decoder()
     frozen.down.requires_grad_(False)
     param_groups(frozen, overrides={"up.*": "adam", "*.weight": "adam", "down.*": "muon"})  # it has down.bias

@@ -134,7 +134,7 @@ def routes(
         names = (parameter.name, *parameter.aliases)
         matching = [pattern for pattern in asked if any(matches(name, pattern) for name in names)]
         for pattern in matching:
-            taken[pattern].add(matching[0])
+            taken[pattern].add(pattern if asked[pattern] == asked[matching[0]] else matching[0])
         if not (parameter.p.requires_grad or frozen):
             continue
         is_embedding, is_head = id(parameter.p) in embeddings, parameter.module_path in output_heads
@@ -158,7 +158,7 @@ def routes(
 def _refuse_unused(taken: Mapping[str, set[str]], names: Sequence[str]) -> None:
     """Raise ValueError for patterns that match nothing, and for one whose matches all belong to earlier patterns.
 
-    taken: for each pattern, the patterns that win where it matches; itself among them if it is used.
+    taken: for each pattern, the patterns that win where it matches; itself among them if it is used, or is the same.
     """
     if unused := [pattern for pattern, winners in taken.items() if not winners]:
         raise ValueError(f"overrides that match no parameter: {unused}; names look like {names}")
@@ -327,6 +327,6 @@ def _refuse_vectors(groups: Sequence[Mapping[str, Any]], rule: str) -> None:
                 unnamed = f"{i} of group {index}" if len(groups) > 1 else f"{i}"
                 raise ValueError(
                     f"parameter {unnamed if name is None else repr(name)} has shape {tuple(p.shape)} and is not a "
-                    "matrix: use param_groups(model), which gives embeddings, heads, norms and biases to AdamW, or put "
-                    "it in a group with rule='adam'"
+                    "matrix: give the optimizer the model, or param_groups(model), which gives embeddings, heads, norms "
+                    "and biases to AdamW; or put it in a group with rule='adam'"
                 )

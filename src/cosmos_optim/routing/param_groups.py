@@ -327,6 +327,6 @@ def _refuse_vectors(groups: Sequence[Mapping[str, Any]], rule: str) -> None:
                 unnamed = f"{i} of group {index}" if len(groups) > 1 else f"{i}"
                 raise ValueError(
                     f"parameter {unnamed if name is None else repr(name)} has shape {tuple(p.shape)} and is not a "
-                    "matrix: give the optimizer the model, or param_groups(model), which gives embeddings, heads, norms "
-                    "and biases to AdamW; or put it in a group with rule='adam'"
+                    "matrix: give the optimizer the model, or param_groups(model), which gives embeddings, heads, "
+                    "norms and biases to AdamW; or put it in a group with rule='adam'"
                 )

@@ -14,6 +14,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from multiprocessing.connection import wait
 
 from benchmarks.comparison import Run
@@ -24,6 +25,7 @@ from benchmarks.sweep_worker import Worker
 from cosmos_lab.io import atomic_write
 from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.run import checkpoint
+from cosmos_lab.run.run_log import commit
 
 CLOSING = 2.0  # seconds of --seconds that are kept for ending processes, the archive and the table
 SAVING = 15.0  # seconds before that in which runs that are cut off can write a checkpoint
@@ -36,7 +38,9 @@ class Queue:
     """Hands runs to workers until nothing is left to do or no run fits into the time."""
 
     def __init__(self, protocol: Protocol, options: Options, began: float | None = None) -> None:
-        self.protocol, self.options = protocol, options
+        self.protocol = protocol
+        # Now, because processes load the code when they start, and it may be edited while they train.
+        self.options = replace(options, commit=options.commit or commit())
         self.began = time.monotonic() if began is None else began
         self.folder = options.out / "runs"
         self.folder.mkdir(parents=True, exist_ok=True)

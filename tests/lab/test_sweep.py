@@ -42,6 +42,13 @@ def options(tmp_path: Path) -> Options:
     return tiny_options(tmp_path)
 
 
+def test_a_run_has_the_commit_at_which_the_queue_began(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.sweep_queue.commit", lambda: "before")
+    queue = Queue(TINY, dataclasses.replace(options, commit=None))
+    monkeypatch.setattr("benchmarks.sweep_queue.commit", lambda: "after")
+    assert queue.options.commit == "before"
+
+
 @pytest.mark.slow
 def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Options) -> None:
     first_runs = dataclasses.replace(TINY, phases=[("B", ("adamw", "cosmos"), ("lr",))])

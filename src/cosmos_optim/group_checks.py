@@ -56,6 +56,7 @@ class GroupChecks:
         """Note the settings that the state of unknown parameters was allocated for, or of all if just loaded."""
         old = {} if loaded else self._structure
         self._structure = {p: old.get(p, settings) for p, settings in _structure_of(groups).items()}
+        self._rates = {p: rate for p, rate in self._rates.items() if p in self._structure}
 
     def before_step(self, groups: Groups) -> None:
         """Raise ValueError for settings that were changed or deleted, and raise or warn if all groups share a rate."""
@@ -104,7 +105,8 @@ class GroupChecks:
         if key in OF_SCHEDULERS:  # not repaired here, because schedulers also keep rates themselves
             writer, argument = OF_SCHEDULERS[key]
             of_most = max((group for group in groups if _kind(group) == "lr"), key=_numbers)
-            rates = _listed(rate * own / self._rate_when_added(of_most) for own in built)
+            usual = self._rate_when_added(of_most) or lr
+            rates = _listed(rate * own / usual for own in built)
             raise ValueError(
                 f"{writer} set {key}={rate:g} in all groups, but {rates_built}: give one value for each group, "
                 f"{argument.format(rates)}{if_meant}"

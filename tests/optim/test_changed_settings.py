@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -91,6 +93,17 @@ def test_a_parameter_moved_to_a_new_group_keeps_its_state_if_that_fits(changed: 
             optimizer.step()
         assert torch.equal(p, q) and opt.state[p].keys() == fresh.state[q].keys()
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+def test_a_parameter_that_other_code_replaced_is_not_kept_in_memory() -> None:
+    """As accelerate does for FSDP2: the whole parameters would stay beside their shards."""
+    opt = Cosmos([nn.Parameter(torch.ones(8, 8))], lr=0.1)
+    old = weakref.ref(opt.param_groups[0]["params"][0])
+    opt.param_groups[0]["params"] = [nn.Parameter(torch.ones(8, 8))]
+    opt.param_groups[0]["params"][0].grad = torch.ones(8, 8)
+    opt.step()
+    gc.collect()
+    assert old() is None
 
 
 def test_groups_that_were_refused_leave_no_setting_behind() -> None:

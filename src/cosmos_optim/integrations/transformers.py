@@ -43,7 +43,7 @@ class CosmosFactory:
 
 
 def _warn_of_adams_settings(args: Any, options: dict[str, Any]) -> None:
-    """Warn of changed settings that only transformers' own AdamW reads, if the optimizer is given none of its own."""
+    """Warn of changed settings that only the AdamW of transformers reads, unless the optimizer gets betas or eps."""
     defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
     held = {name: getattr(args, name, value) for name, value in defaults.items()}
     changed = ", ".join(f"{name}={value}" for name, value in held.items() if value != defaults[name])

@@ -79,7 +79,7 @@ def _not_measured(model: nn.Module) -> list[str]:
         advice = "these rates are for training from scratch, so use rates_from_adamw instead"
         warnings.warn(f"rates: the model has frozen parameters, and {advice}", stacklevel=3)
     count = sum(p.numel() for p in parameters)
-    return [f"{count:,} parameters (at most {LARGEST:,})"] if count > 1.1 * LARGEST else []
+    return [f"{count:,} parameters (at most {LARGEST:,})"] if count > LARGEST else []
 
 
 def _positive(name: str, value: float) -> int:

@@ -26,10 +26,11 @@ def test_the_argument_head_decides_and_a_block_named_output_is_hidden() -> None:
 def test_heads_that_are_given_are_added_to_those_found() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(50, 16), "lm_head": nn.Linear(16, 49)})
     model["policy"], model["value"] = nn.Linear(16, 7), nn.Linear(16, 3)
-    for head in ("policy", ["policy", "value"], ("policy", model["value"]), ["lm_head", "policy", model["value"]], []):
-        given = {"policy", "value"} if len(head) > 1 and head != "policy" else {head} if head else set()
+    alone, both = {"embed.weight", "lm_head.weight"}, ("policy", model["value"])
+    for head, added in (("policy", {"policy.weight"}), ([], set()), (both, {"policy.weight", "value.weight"}),
+                        (["lm_head", *both], {"policy.weight", "value.weight"})):  # fmt: skip
         found = {name for name, rule in rules(model, head=head).items() if rule == "adam" and name.endswith("weight")}
-        assert found == {"embed.weight", "lm_head.weight", *(f"{name}.weight" for name in given)}
+        assert found == alone | added
     found = rules(model, head="policy", overrides={"lm_head.weight": "cosmos"})
     assert (found["policy.weight"], found["lm_head.weight"]) == ("adam", "cosmos")
 

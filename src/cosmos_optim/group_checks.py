@@ -35,12 +35,12 @@ class GroupChecks:
     """Compare the groups of an optimizer with what they were when they were added.
 
     name: the class of the optimizer.
-    first_rates: the rate of the first group of hidden matrices ("lr") and of the first of AdamW's ("adam_lr").
+    kind_rates: the rate of the first group of hidden matrices ("lr") and of the first of AdamW's ("adam_lr").
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.first_rates: dict[str, float] = {}
+        self.kind_rates: dict[str, float] = {}
         self._rates: dict[Tensor, float] = {}  # of each parameter when it was added; empty after a pickle
         self._last_shared: dict[str, float] | None = None  # rates at the last step, or when loaded with one lr
         self._structure: dict[Tensor, Settings] = {}  # what the state of each parameter was allocated for
@@ -48,7 +48,7 @@ class GroupChecks:
     def add(self, groups: Groups) -> None:
         """Note the rates of new groups, and the settings that their state was allocated for."""
         for group in groups:
-            self.first_rates.setdefault(_kind(group), float(group["lr"]))
+            self.kind_rates.setdefault(_kind(group), float(group["lr"]))
             self._rates |= dict.fromkeys(group["params"], float(group["lr"]))
         self._structure |= _structure_of(groups)
 
@@ -90,13 +90,13 @@ class GroupChecks:
         floor (ReduceLROnPlateau's min_lr), which needs no warning.
         """
         kinds = [_kind(group) for group in groups]
-        if len(set(kinds)) < 2 or len(self.first_rates) < 2 or self.first_rates["lr"] == 0:  # older pickles have none
+        if len(set(kinds)) < 2 or len(self.kind_rates) < 2 or self.kind_rates["lr"] == 0:  # older pickles have none
             return
         built = [self._rate_when_added(group) for group in groups]
         if len(set(built)) < 2:
             return
         key, rate = next(iter(shared.items()))
-        lr, adam_lr = (self.first_rates[kind] for kind in ("lr", "adam_lr"))
+        lr, adam_lr = (self.kind_rates[kind] for kind in ("lr", "adam_lr"))
         if set(zip(kinds, built, strict=True)) == {("lr", lr), ("adam_lr", adam_lr)}:
             rates_built = f"{self._name} was built with lr={lr:g} for the hidden matrices and adam_lr={adam_lr:g}"
             if_meant = f" (build it with adam_lr={lr:g} if one rate is meant)"
@@ -124,12 +124,12 @@ class GroupChecks:
     def restore(self, first_rates: Mapping[str, float], groups: Groups) -> None:
         """Continue with the rates of a pickle."""
         shared = _shared_rates(groups)
-        self.first_rates = dict(first_rates)
+        self.kind_rates = dict(first_rates)
         self._last_shared = shared if "lr" in shared else None
 
     def adopt_rates(self, groups: Groups) -> None:
         """Continue with the rates of a checkpoint. If a scheduler drove it with one rate, that is meant for both."""
-        shared, built = _shared_rates(groups), self.first_rates
+        shared, built = _shared_rates(groups), self.kind_rates
         self.restore(built, groups)
         key = next((key for key in OF_SCHEDULERS if key in shared), None)
         if key is None or not self._has_two_rates():
@@ -140,15 +140,15 @@ class GroupChecks:
             f"of this {self._name}: to train with both, write lr and {key} into each group after loading",
             stacklevel=3,
         )
-        self.first_rates, self._rates = dict.fromkeys(built, shared[key]), {}
+        self.kind_rates, self._rates = dict.fromkeys(built, shared[key]), {}
 
     def _rate_when_added(self, group: Mapping[str, Any]) -> float:
         """Return the rate that a group was added with, as far as it is known."""
-        rate = self.first_rates[_kind(group)]
+        rate = self.kind_rates[_kind(group)]
         return self._rates.get(group["params"][0], rate) if group["params"] else rate
 
     def _has_two_rates(self) -> bool:
-        return len(set(self.first_rates.values())) == 2
+        return len(set(self.kind_rates.values())) == 2
 
 
 def _kind(group: Mapping[str, Any]) -> str:

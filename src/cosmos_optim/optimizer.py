@@ -433,7 +433,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if p in self._layouts and self._layouts[p].dtype != p.dtype and "step" in self.state.get(p, {}):
                     self._move_state(p, group)  # a copy has new layouts, and could not see that the dtype has changed
         kept = {name: self.__dict__[name] for name in ("defaults", "param_groups", "_options")}
-        return kept | {"_first_rates": self._group_checks.first_rates, "state": dict(self.state)}
+        return kept | {"_first_rates": self._group_checks.kind_rates, "state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._create_attributes()

@@ -283,6 +283,27 @@ class Levers(MatrixOptimizer):
             self._look_ahead()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state with that of the look-ahead, so that a run can be continued."""
+        saved = super().state_dict()
+        if self._at:
+            at, mean_step = list(self._at.values()), list(self._mean_step.values())
+            saved["lookahead"] = {"peak": self._peak, "at": at, "mean_step": mean_step}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the state of `state_dict`, look-ahead included."""
+        rest = dict(state_dict)
+        ahead = rest.pop("lookahead", None)
+        super().load_state_dict(rest)
+        if ahead is not None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            self._peak = ahead["peak"]
+            self._at, self._mean_step = (
+                {p: saved.to(p.device, copy=True) for p, saved in zip(params, ahead[name], strict=True)}
+                for name in ("at", "mean_step")
+            )
+
     def _decays(self, group: dict[str, Any]) -> bool:
         hidden = all(p.dim() > 1 for p in group["params"]) and OUTER.keys().isdisjoint(group["param_names"])
         return bool(self._cautious_decay) and hidden

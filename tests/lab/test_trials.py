@@ -12,6 +12,7 @@ from benchmarks import small_model, trials
 from benchmarks.comparison import Run
 from benchmarks.protocol import Protocol
 from benchmarks.variants import LEVERS, VARIANTS, Variant
+from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer
 from cosmos_optim import Cosmos
@@ -249,6 +250,27 @@ def test_a_look_ahead_moves_the_weights_along_the_mean_of_their_steps() -> None:
         mean = torch.zeros(4, 4) if step == 0 else 0.99 * mean + 0.01 * (new - x)
         x, b = new, 0.5 * share if step == 2 else 0.0  # not in the warm-up, not below a quarter of the peak
         assert torch.allclose(layer.weight.detach(), x + b * mean, atol=1e-4)
+
+
+def test_a_run_with_look_ahead_continues_exactly() -> None:
+    def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+
+    options = OptimizerOptions("trial-cosmos", lr=1e-2, rank=8, options=("lookahead=0.6",))
+    unbroken, stopped, resumed = one_block(), one_block(), one_block()
+    steps(unbroken, build_optimizer(unbroken, options), 0, 8)
+    optimizer = build_optimizer(stopped, options)
+    steps(stopped, optimizer, 0, 4)
+    resumed.load_state_dict(stopped.state_dict())
+    other = build_optimizer(resumed, options)
+    other.load_state_dict(optimizer.state_dict())
+    steps(resumed, other, 4, 8)
+    assert all(torch.equal(p, q) for p, q in zip(unbroken.parameters(), resumed.parameters(), strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(unbroken.parameters(), stopped.parameters(), strict=True))
 
 
 def test_names_of_variants_are_unique_and_say_what_they_do() -> None:

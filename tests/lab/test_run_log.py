@@ -44,6 +44,17 @@ def test_the_commit_has_a_plus_if_code_was_edited(repository: Path, edited: str,
     assert run_log.commit() == clean + mark
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(), subprocess.TimeoutExpired("git", 20), subprocess.CalledProcessError(1, "git")]
+)
+def test_a_git_that_does_not_answer_costs_no_run(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert run_log.commit() is None
+
+
 def test_the_commit_is_none_outside_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "__file__", str(tmp_path / "src/cosmos_lab/run/run_log.py"))
     assert run_log.commit() is None

@@ -42,7 +42,7 @@ def commit() -> str | None:
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/benchmarks")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.comparison import Run
@@ -27,6 +27,16 @@ class Row:
     def test_loss(self) -> float:
         """Return the mean test loss over seeds."""
         return statistics.fmean(r["test_loss"] for r in self.seeds)
+
+
+def protocols(results: Mapping[str, Result]) -> Iterator[Protocol]:
+    """Yield the comparison for each model that has runs of its regimes, first the model that was tuned."""
+    tuned = Protocol()
+    ran = {r["model"] for r in results.values() if r["regime"] in tuned.regimes}
+    if tuned.model in ran:
+        yield tuned
+    for model in sorted(ran - {tuned.model}):
+        yield Protocol(model=model, tuned_on=tuned.model)
 
 
 def best_rows(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> dict[str, Row]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import evidence_tables as tables
-from benchmarks.best_rows import Row, best_rows, crossing, shorter_runs, token_shares
+from benchmarks.best_rows import Row, best_rows, crossing, protocols, shorter_runs, token_shares
 from benchmarks.evidence_tables import NAMES
 from benchmarks.kept_runs import Result, losses, read_results
 from benchmarks.protocol import Protocol
@@ -152,16 +152,6 @@ def _lower_than_curves(results: Mapping[str, Result]) -> str:
     measured, bounds = token_shares(protocol, "B", rows, results), curve_shares(rows)
     both = [f"{NAMES[entry]} {bounds[entry]:.2f}" for entry in NAMES if entry in measured and entry in bounds]
     return f" (in regime B the shares by curves would be: {', '.join(both)})" if both else ""
-
-
-def protocols(results: Mapping[str, Result]) -> Iterator[Protocol]:
-    """Yield the comparison for each model that has runs of its regimes, first the model that was tuned."""
-    tuned = Protocol()
-    ran = {r["model"] for r in results.values() if r["regime"] in tuned.regimes}
-    if tuned.model in ran:
-        yield tuned
-    for model in sorted(ran - {tuned.model}):
-        yield Protocol(model=model, tuned_on=tuned.model)
 
 
 def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) -> list[str]:

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import BEGAN, rate_runs, trials
+from benchmarks.best_rows import protocols
 from benchmarks.kept_runs import read_results
 from benchmarks.protocol import STAGES, Protocol
 from benchmarks.sweep_gpu import compile_cache, shared_gpu
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     try:
         check_names(a, protocol)
         if a.table:
-            print_tables(protocol, a.table)
+            print_tables(a.table)
             return 0
         if not a.out or not (a.data or a.plan):
             raise ValueError("--out and --data are needed, or --table")
@@ -101,11 +102,11 @@ def main(arguments: list[str] | None = None, began: float | None = None) -> int:
     return 0 if good else 1
 
 
-def print_tables(protocol: Protocol, paths: Sequence[Path]) -> None:
+def print_tables(paths: Sequence[Path]) -> None:
     """Print the table of each model in the results."""
     results = read_results(paths)
-    for model in sorted({result["model"] for result in results.values()}):
-        print(table(dataclasses.replace(protocol, model=model), results), end="\n\n")
+    for protocol in protocols(results):
+        print(table(protocol, results), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,14 @@ def test_the_kept_results_belong_to_the_search_and_print(capsys: pytest.CaptureF
     assert runs & set(results) and not {run.id for run in Protocol().candidates(losses(results))} & set(results)
 
 
+def test_the_table_of_a_model_shows_the_settings_that_came_from_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--table", str(BUNDLE), str(BUNDLE.with_name("protocol-130m.json"))]) == 0
+    of_130m = capsys.readouterr().out.partition("llama-130m, regime A")[2]
+    for entry in ("cosmos", "normuon", "muon", "adamw"):
+        (line,) = [line for line in of_130m.splitlines() if line.startswith(f"{entry} ")]
+        assert line.endswith("tuned on llama-60m")
+
+
 def test_filters_leave_only_the_named_variants_and_seeds() -> None:
     plain = {name: r for name, r in read_results([BUNDLE]).items() if not r.get("variant")}
     runs = [r for r in Protocol().candidates(losses(plain)) if r.entry == "cosmos"]

@@ -17,6 +17,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
 from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
+from cosmos_lab.run import build
 
 # Rates of the hidden matrices, and of embedding, head and norms.
 RATES = {"adam": (2e-3, 6.4e-2), "muon": (1e-3, 6.4e-2), "soap": (2e-3, 6.4e-2), "cosmos": (1e-3, 6.4e-2)}
@@ -64,6 +65,9 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
         f"Writes about 70 MB into {config.out}: logs, weights and a report.",
         flush=True,
     )
+    for run in runs.values():  # before anything of an earlier demo is removed
+        run.check()
+        build.open_text(run)
     if config.fresh:
         for run in runs.values():  # remove the files of an earlier demo, and only those
             for name in (CONFIG, METRICS, SUMMARY):

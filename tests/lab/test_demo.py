@@ -64,6 +64,19 @@ def test_the_demo_ends_with_table_link_sentence_and_commands_that_work(
     assert summary()["time"] != kept["time"] and summary()["final_val_loss"] == kept["final_val_loss"]
 
 
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"data": "/nowhere"}])
+def test_a_demo_that_cannot_run_leaves_the_earlier_one(
+    tmp_path: Path, lab_data: str, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("COSMOS_LAB_CACHE", str(tmp_path / "cache"))
+    config = DemoConfig(out=str(tmp_path / "demo"), steps=1, data=lab_data)
+    train(demo_run("adam", *RATES["adam"], config))
+    before = sorted((tmp_path / "demo").rglob("*"))
+    with pytest.raises(ValueError, match="--steps must be positive|/nowhere"):
+        demo(replace(config, **wrong))
+    assert sorted((tmp_path / "demo").rglob("*")) == before
+
+
 def test_a_demo_of_one_step_shows_dashes_instead_of_times(
     tmp_path: Path, lab_data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

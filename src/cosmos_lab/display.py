@@ -41,7 +41,7 @@ def describe(record: Mapping[str, Any], left: float | None = None) -> str:
         parts.append(f"{record['tokens_per_s'] / 1e3:,.1f}k tok/s")
     if record.get("mfu"):
         parts.append(f"MFU {100 * record['mfu']:.0f}%")
-    parts.append(f"{record['memory_gb']:.1f} GB")
+    parts.append(f"{record['memory_gb']:.1f} GiB")
     if record.get("skipped_steps"):
         parts.append(f"{record['skipped_steps']} skipped")
     if left is not None:

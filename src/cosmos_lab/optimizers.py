@@ -30,9 +30,11 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     return known[name]
 
 
-# What --options cannot give, because it has its own flags.
+FIELDS = ("adam_lr", "rank", "gamma")  # hyper-parameters that are fields of OptimizerOptions
+# What --options cannot give, because it has its own flags: two values would be recorded, and one would be used.
 _FLAGS = {
     "params": "--model", "lr": "--lr", "betas": "--beta1 and --beta2", "eps": "--eps", "weight_decay": "--weight-decay",
+    **{name: f"--{name.replace('_', '-')}" for name in FIELDS},
 }  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.
     takes = inspect.signature(build).parameters
     own: Any = getattr(build, "func", build)  # of a partial
     rule: str = own.rule
-    given = {name: getattr(options, name) for name in ("adam_lr", "rank", "gamma")}
+    given = {name: getattr(options, name) for name in FIELDS}
     hyper: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if rule in ONE_RULE:  # which has no group at `adam_lr`: `_overrides` makes them
         hyper.pop("adam_lr", None)

@@ -24,7 +24,7 @@ def test_a_run_shows_loss_speed_mfu_memory_and_time_left(
         show({**LINE, "step": 10, "time": 2.0})
         show({"step": 10, "val_loss": 3.0, "val_ppl": 20.09})
     out = capsys.readouterr().out
-    numbers = ("loss 3.210", "45.6k tok/s", "MFU 45%", "12.3 GB", "ETA 0:00", "ppl 20.09")
+    numbers = ("loss 3.210", "45.6k tok/s", "MFU 45%", "12.3 GiB", "ETA 0:00", "ppl 20.09")
     for text in ("mine[/b]", "[a-z]: 1,234 tokens", *numbers):
         assert text in out
 

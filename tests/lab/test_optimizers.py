@@ -26,10 +26,12 @@ def test_adam_mini_knows_the_heads_of_queries_and_keys(head_dim: int, embedding_
     torch.testing.assert_close(optimizer.state[matrices["q"]]["v"].flatten(), (1 - 0.98) * mean)
 
 
-def test_an_option_may_repeat_a_field() -> None:
+@pytest.mark.parametrize(("option", "flag"), [("rank=4", "--rank"), ("adam_lr=2e-3", "--adam-lr"), ("lr=1e-3", "--lr")])
+def test_an_option_with_its_own_flag_is_refused(option: str, flag: str) -> None:
+    """The results would record the flag's value, and the option's would be used."""
     model = build("tiny", width=64, depth=1, mlp=96, vocab_size=64)
-    optimizer = build_optimizer(model, OptimizerOptions("cosmos", rank=8, options=("rank=4",)))
-    assert {group["rank"] for group in optimizer.param_groups if group["rule"] == "cosmos"} == {4}
+    with pytest.raises(ValueError, match=rf"--options {option.partition('=')[0]}=.*: give {flag} instead"):
+        build_optimizer(model, OptimizerOptions("cosmos", rank=8, options=(option,)))
 
 
 @pytest.mark.parametrize("name", ["adam", "adam-mini"])

@@ -11,7 +11,7 @@ import torch
 from cosmos_lab.profile.config import PROFILES, ProfileConfig
 from cosmos_lab.profile.profile import format_rows, largest_batch, profile
 from cosmos_lab.profile.profiler import Profiler, free_memory
-from cosmos_lab.run.meters import GB, Clock, mfu
+from cosmos_lab.run.meters import GIB, Clock, mfu
 
 SMALL: dict[str, Any] = {
     "model": "tiny", "vocab_size": 64, "batch": 2, "accumulation": 2, "seq_len": 16, "iterations": 1, "updates": 2,
@@ -114,7 +114,7 @@ def test_counted_activations_grow_in_proportion_to_the_batch() -> None:
     profiler = Profiler(ProfileConfig(**SMALL))
     profiler.set_optimizer("adam")
     weights = sum(p.numel() * 4 for p in profiler.model.parameters())
-    one, two, four = (profiler.peak_gb(size)[0] * GB for size in (1, 2, 4))
+    one, two, four = (profiler.peak_gb(size)[0] * GIB for size in (1, 2, 4))
     assert four - two == pytest.approx(2 * (two - one), rel=0.05)  # linear except for a few tensors of fixed size
     assert one > 4 * weights  # weights, gradients, two moments
 
@@ -134,7 +134,7 @@ def test_the_memory_of_a_large_batch_is_counted_without_running_it(monkeypatch: 
 
 
 def test_a_cpu_with_too_little_memory_gets_counted_bytes_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cosmos_lab.profile.profiler.free_memory", lambda: 0.5 * GB)
+    monkeypatch.setattr("cosmos_lab.profile.profiler.free_memory", lambda: 0.5 * GIB)
     monkeypatch.setattr(Profiler, "iterate", lambda *_: pytest.fail("an iteration was run"))
     lines: list[str] = []
     result = profile(ProfileConfig(**SMALL | {"batch": 50_000}, optimizers=("adam",), memory_cap_gb=4.0), lines.append)

@@ -20,7 +20,7 @@ from cosmos_lab.io import explained, write_json
 from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.profile.profiler import Profiler, check_rows
 from cosmos_lab.run import run_log
-from cosmos_lab.run.meters import GB, mfu
+from cosmos_lab.run.meters import GIB, mfu
 
 Row = dict[str, Any]
 Log = Callable[[str], None]
@@ -76,9 +76,9 @@ def _timed(profiler: Profiler, size: int, accumulation: int) -> Row:
 
 def _memory(profiler: Profiler, size: int) -> Row:
     held, taken = profiler.peak_gb(size)
-    found = {"peak_gb": held, "reserved_gb": taken, "state_gb": profiler.state_bytes() / GB}
+    found = {"peak_gb": held, "reserved_gb": taken, "state_gb": profiler.state_bytes() / GIB}
     on_host = profiler.host_state_bytes()
-    return found | {"host_state_gb": on_host / GB} if on_host else found
+    return found | {"host_state_gb": on_host / GIB} if on_host else found
 
 
 def _timed_if_room(profiler: Profiler, size: int, accumulation: int, log: Log) -> Row:

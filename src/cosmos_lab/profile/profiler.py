@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from cosmos_lab.config import RunConfig, parse_options
 from cosmos_lab.models import build as build_model
 from cosmos_lab.models.loss import CHUNK_ELEMENTS
-from cosmos_lab.optimizers import WEIGHTS, build_optimizer, hyperparameters, optimizer_class
+from cosmos_lab.optimizers import FIELDS, WEIGHTS, build_optimizer, hyperparameters, optimizer_class
 from cosmos_lab.profile.config import ProfileConfig, split_row
 from cosmos_lab.run import model_cache
 from cosmos_lab.run.build import cast_weights
 from cosmos_lab.run.distributed import pick_bf16, pick_compile, pick_device
-from cosmos_lab.run.meters import GB, Stopwatch
+from cosmos_lab.run.meters import GIB, Stopwatch
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph per size; torch would stop at 8
 _LOGITS_AT_ONCE = 7  # chunks of logits in fp32 that the loss holds for a moment on a CPU: 4 to 7 by the process's peak
@@ -159,8 +159,8 @@ class Profiler:
         if self.device.type == "cuda":
             graph = getattr(self.optimizer, "cuda_graph", None)
             held = torch.cuda.max_memory_allocated(self.device) + (graph.bytes if graph is not None else 0)
-            return held / GB, torch.cuda.max_memory_reserved(self.device) / GB
-        total = (2 * self._weight_bytes() + self.state_bytes() + self._activation_bytes(size)) / GB
+            return held / GIB, torch.cuda.max_memory_reserved(self.device) / GIB
+        total = (2 * self._weight_bytes() + self.state_bytes() + self._activation_bytes(size)) / GIB
         return total, total
 
     def state_bytes(self) -> int:
@@ -182,7 +182,9 @@ class Profiler:
         logits = min(CHUNK_ELEMENTS, size * self.seq_len * self.model.config.vocab_size)
         needed = self._weight_bytes() + self._activation_bytes(size) + _LOGITS_AT_ONCE * 4 * logits
         free = free_memory()
-        return "" if needed <= free else f"it needs about {needed / GB:,.3g} GiB more and {free / GB:,.3g} GiB are free"
+        if needed <= free:
+            return ""
+        return f"it needs about {needed / GIB:,.3g} GiB more and {free / GIB:,.3g} GiB are free"
 
     def _weight_bytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -229,29 +231,28 @@ class Profiler:
             yield
             return
         self.free()
-        cap = self.config.memory_cap_gb * GB
+        cap = self.config.memory_cap_gb * GIB
         fraction = min(1.0, cap / torch.cuda.get_device_properties(self.device).total_memory)
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
         try:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            with suppress(AttributeError):
-                self.model.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
             self.free()
 
 
 def run_of_row(row: str, config: ProfileConfig) -> RunConfig:
     """Return the run that a row measures. Its own options come last, so they replace equal ones of `--options`.
 
-    The option `weights` is the run's, the others are the optimizer's.
+    Options that are fields of the run, such as `weights` and `rank`, become those fields.
     """
     name, own = split_row(row)
     rank = config.rank if "rank" in inspect.signature(optimizer_class(name)).parameters else None
     given = (*config.options, *own)
-    options = tuple(option for option in given if not option.startswith("weights="))
-    weights = parse_options(given).get("weights", "fp32")
-    return RunConfig().replace(model=config.model, optimizer=name, rank=rank, options=options, weights=weights)
+    fields = {key: value for key, value in parse_options(given).items() if key in ("weights", *FIELDS)}
+    options = tuple(option for option in given if option.partition("=")[0] not in fields)
+    return RunConfig().replace(model=config.model, optimizer=name, options=options, **{"rank": rank, **fields})
 
 
 def check_rows(config: ProfileConfig) -> None:

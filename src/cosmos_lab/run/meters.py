@@ -13,7 +13,7 @@ import torch
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-GB = 2**30
+GIB = 2**30
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device, devices: int = 1) -> float | None:
@@ -29,9 +29,9 @@ def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device, devic
 def peak_memory_gb(device: torch.device) -> float:
     """Return the most memory in use so far: by tensors on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GB
+        return torch.cuda.max_memory_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 class Stopwatch:

@@ -136,7 +136,7 @@ KINDS = {
         "_eigh",
     ),
     "residual and update": ("_residual", "_update"),
-    "adam": ("FusedAdam", "fused_adam"),
+    "adam": ("FusedAdam", "fused_adam", "_adam"),
     "magnitudes of the gradients": ("LpNorm", "lpnorm"),
     "orthonormal columns": (
         "_column_norms",

@@ -35,6 +35,12 @@ def test_training_validates_on_the_text_that_evaluate_reads(tiny_run: RunConfig,
     assert summary["final_val_loss"] == pytest.approx(result["val_loss"], abs=LOSS_TOL)
 
 
+def test_more_positions_than_the_model_has_are_refused_in_the_words_of_the_command(tiny_run: RunConfig) -> None:
+    train(tiny_run.replace(steps=1))
+    with pytest.raises(ValueError, match="--seq-len 4096 is longer than the 2048 positions of this model"):
+        evaluate(tiny_run.folder, seq_len=4096, device="cpu")
+
+
 def test_a_text_that_has_changed_since_the_training_is_evaluated_with_a_warning(
     tiny_run: RunConfig, tmp_path: Path
 ) -> None:

@@ -61,6 +61,15 @@ def test_heat_map_rows_are_layers_and_gaps_stay_empty(tmp_path: Path) -> None:
     assert found.panels[0].values["energy"][10] == [pytest.approx(0.6), pytest.approx(0.62), None]
 
 
+def test_panels_of_kinds_that_the_lab_does_not_know_keep_the_order_of_the_log(tmp_path: Path) -> None:
+    folder, kinds = make_run(tmp_path / "a", "cosmos", [3.0, 2.0], layers=0), ["wq", "wk", "wv", "wo"]
+    values = {f"blocks.0.attn.{kind}.weight": {"energy": 0.5} for kind in kinds}
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 30, "tokens": 30, "diagnostics": values}) + "\n")
+    found = heat_map(read_run(folder))
+    assert found is not None and [panel.kind for panel in found.panels] == kinds
+
+
 def test_only_a_line_of_diverged_runs_ends_in_a_cross(tmp_path: Path) -> None:
     """A mean over the seeds that ended well must not look as if it had diverged, nor a run that recovered."""
     done = make_run(tmp_path / "a", "adam", falling(2.0))

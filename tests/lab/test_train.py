@@ -282,6 +282,26 @@ def test_data_of_an_unknown_tokenizer_needs_a_vocabulary(tiny_run: RunConfig, be
     assert not tiny_run.folder.exists()
 
 
+def test_a_run_that_fails_removes_only_the_folders_that_it_made(tiny_run: RunConfig, beyond: str) -> None:
+    wrong = tiny_run.replace(data=beyond, vocab_size=None)
+    for mine in ([], [wrong.folder.parent], [wrong.folder.parent, wrong.folder]):
+        shutil.rmtree(wrong.folder.parent, ignore_errors=True)
+        for folder in mine:
+            folder.mkdir()
+        with pytest.raises(ValueError, match="beyond"):
+            train(wrong)
+        assert [folder for folder in (wrong.folder.parent, wrong.folder) if folder.exists()] == mine
+
+
+def test_training_leaves_the_callers_choice_of_deterministic_algorithms(tiny_run: RunConfig) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        train(tiny_run.replace(steps=1))
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_trained_model_can_be_loaded(tiny_run: RunConfig) -> None:
     train(tiny_run)
     model = checkpoint.load_trained(tiny_run.folder).model

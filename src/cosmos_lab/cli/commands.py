@@ -100,9 +100,9 @@ def compare_command(arguments: list[str]) -> None:
     default = flags.CompareCommand(run=recipe.config)
     asked = flags.parse(default, rest, prog=f"cosmos-lab compare {recipe.name}", description=about)
     for one, many in (("optimizer", "optimizers"), ("lr", "lrs"), ("seed", "seeds")):
-        if _given(rest, one) or asked.run.get(one) != recipe.config.get(one):
+        if _given(rest, one):
             raise ValueError(f"a comparison takes --{many}, not --{one}")
-    if asked.run.logging.name != recipe.config.logging.name:
+    if _given(rest, "name"):
         raise ValueError("a comparison names its runs itself: choose their folder with --out instead of --name")
     options = asked.compare
     chosen = [name.strip() for name in (options.optimizers or "").split(",") if name.strip()] or None

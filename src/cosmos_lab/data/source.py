@@ -138,7 +138,7 @@ def _ends(shard: Shard, end_of_document: int | None, cache_dir: str | os.PathLik
 def _vocabulary(spec: str, shards: Sequence[Shard]) -> Vocabulary:
     """Return the one tokenizer of all shards, as far as it can be known."""
     found = {_recognize(shard) for shard in shards}
-    if len(found - {None}) > 1 or (None in found and len(found) > 1):
+    if len(found) > 1:
         names = ", ".join(sorted("unknown" if t is None else t.name for t in found))
         raise ValueError(f"data {spec!r} mixes shards of several tokenizers ({names}); name those of one")
     return found.pop() or Vocabulary(_UNKNOWN, max(shard.max_id for shard in shards) + 1, None)

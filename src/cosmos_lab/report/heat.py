@@ -91,7 +91,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | N
     """Specify the heat maps of one run with at most ``budget`` cells, or None if it logged no diagnostics."""
     names = list(dict.fromkeys(name for snapshot in run.diagnostics for name in snapshot.values))
     shots = thinned(run.diagnostics, max(2, min(MOST_COLUMNS, budget // max(1, len(names) * len(DIAGNOSTICS)))))
-    kinds = {kind_and_layer(name)[0] for name in names}
+    kinds = dict.fromkeys(kind_and_layer(name)[0] for name in names)
     panels = [_panel(kind, names, shots) for kind in sorted(kinds, key=lambda kind: [*KINDS, kind].index(kind))]
     metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels))]
     metrics.sort(key=lambda metric: metric.constant)  # the page opens on the first: one number everywhere is no map

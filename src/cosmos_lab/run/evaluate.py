@@ -44,6 +44,8 @@ def evaluate(
     trained = load_trained(folder, step)
     config = read_config(folder)
     config = config.replace(**{k: v for k, v in (("data", data), ("seq_len", seq_len)) if v is not None})
+    if (seq_len or 0) > (positions := trained.model.config.max_seq_len):
+        raise ValueError(f"--seq-len {seq_len} is longer than the {positions} positions of this model")
     source = build.load_source(config, "val")
     before = trained.identity.get("validation data", source.fingerprint)
     if data is None and source.fingerprint != before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ def exclusive(config: RunConfig, world: distributed.World) -> Iterator[dict[str,
             try:
                 summary = finished(config)
                 if summary is None:
+                    made = [folder for folder in (config.folder, config.folder.parent) if not folder.exists()]
                     lock.enter_context(locked(config.folder / _LOCK, wait=False))
-                    lock.callback(_remove_if_empty, config.folder)
+                    lock.callback(_remove_if_empty, config.folder, made)
                     summary = finished(config)  # another process may have finished it meanwhile
             except BlockingIOError:
                 advice = "wait for it or choose another --out"
@@ -69,13 +70,13 @@ def exclusive(config: RunConfig, world: distributed.World) -> Iterator[dict[str,
         yield world.gather(summary)[0]
 
 
-def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that holds nothing but the lock: nothing came of the run."""
+def _remove_if_empty(folder: Path, made: Sequence[Path]) -> None:
+    """Remove the lock and the folders that were made for it, if nothing else is there: nothing came of the run."""
     with suppress(OSError):  # somebody may have removed it
         if [path.name for path in folder.iterdir()] == [_LOCK]:
             (folder / _LOCK).unlink()
-            folder.rmdir()
-            folder.parent.rmdir()  # the folder of all runs, if this was the first
+            for one in made:
+                one.rmdir()
 
 
 def check_unfinished(config: RunConfig) -> None:

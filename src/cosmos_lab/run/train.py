@@ -48,6 +48,7 @@ def train(
     ):
         if summary is not None:
             return summary
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         build.seed_everything(config.training.seed, config.training.deterministic)
         try:
             with closing((make or Trainer)(config, world, progress)) as trainer:
@@ -55,7 +56,7 @@ def train(
                 model_cache.store(trainer.network)  # nothing else uses it here
                 return summary
         finally:
-            torch.use_deterministic_algorithms(False)
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 class Trainer:

@@ -49,6 +49,8 @@ class Queue:
         self.begun_again: set[str] = set()
         self.possible: dict[tuple[str, str], bool] = {}  # by row and variant
         self.finished: list[str] = []
+        self.run_seconds = 0.0  # of all runs together, so far
+        self.started: dict[str, tuple[float, float]] = {}  # time and run_seconds when a run began
         if protocol.tuned_on and not options.runs:
             rows = dict.fromkeys((regime, entry) for regime, entries, _ in protocol.phases for entry in entries)
             missing = [f"{e} in {r}" for r, e in rows if not protocol.has_source(r, e, losses(self.results))]
@@ -70,8 +72,9 @@ class Queue:
                 running = [worker for worker in workers if worker.run]
                 if not running:
                     break
-                left = self._left()
+                left, since = self._left(), time.monotonic()
                 ready = wait([worker.pipe for worker in running], None if math.isinf(left) else max(0.0, left))
+                self.run_seconds += len(running) * (time.monotonic() - since)
                 if not ready:
                     self._cut_off(running)
                     break
@@ -128,12 +131,22 @@ class Queue:
         """Give runs to idle workers, and start further workers if more runs can begin."""
         for worker in workers:
             if worker.run is None and (run := self._first_fitting(workers, cold=False)):
-                worker.begin(run)
+                self._begin(worker, run)
         while len(workers) < self.options.parallel and len(self.failed) < MOST_FAILURES:
             if (run := self._first_fitting(workers, cold=True)) is None:
                 return
             workers.append(Worker(self.protocol, self.options))
-            workers[-1].begin(run)
+            self._begin(workers[-1], run)
+
+    def _begin(self, worker: Worker, run: Run) -> None:
+        self.started[run.id] = time.monotonic(), self.run_seconds
+        worker.begin(run)
+
+    def _runs_at_a_time(self, name: str) -> int:
+        """Return how many runs trained at a time, on average, since this one began: at the end it may be alone."""
+        began, before = self.started[name]
+        mean = (self.run_seconds - before) / max(time.monotonic() - began, 1e-9)
+        return self.options.beside + max(1, round(mean))
 
     def _first_fitting(self, workers: list[Worker], cold: bool) -> Run | None:
         """Return the next run that no worker has and that is expected to end in time.
@@ -225,7 +238,7 @@ class Queue:
             self.failed[name] = answer
             self._say(f"FAILED {name}: {answer}")
             return False
-        text = json.dumps(answer)
+        text = json.dumps(answer | {"at_a_time": self._runs_at_a_time(name)})
         self.results[name] = json.loads(text)  # as a later queue reads it
         self.finished.append(name)
         with atomic_write(self.folder / f"{name}.json") as out:

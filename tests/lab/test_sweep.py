@@ -59,6 +59,7 @@ def test_runs_of_both_optimizers_are_kept_and_skipped_afterwards(options: Option
     assert names == {"adamw", "cosmos"} and len(queue.finished) >= 6
     one = json.loads((options.out / "runs" / f"{queue.finished[0]}.json").read_text())
     assert one["clip"] == 1.0 and one["config"]["warmup"] == 0.1 and one["commit"] == "abc" and one["settings"]
+    assert one["at_a_time"] == 1
     assert len(one["curve"]) == 4 and one["test_tokens"] == 448 and len(one["test_blocks"]) == 7
     assert one["settings"]["adam.lr"] == [2e-3, 1e-3]  # AdamW has both rates
 
@@ -356,6 +357,18 @@ def test_slow_variants_and_the_runs_of_a_fuller_gpu_do_not_count_in_the_expected
         queue.results[f"slow {i}"] = {**one, "id": f"slow {i}", "train_s": 9999.0, **change}
     assert queue.estimate(run) == before
     assert Queue(Protocol(), dataclasses.replace(options, parallel=2, beside=3)).options.at_a_time == 5
+
+
+@pytest.mark.parametrize(("run_seconds", "beside", "expected"), [(100, 0, 1), (112, 0, 1), (190, 0, 2), (0, 3, 4)])
+def test_a_result_says_how_many_runs_there_were_at_a_time_not_how_many_were_allowed(
+    options: Options, monkeypatch: pytest.MonkeyPatch, run_seconds: float, beside: int, expected: int
+) -> None:
+    """The last run of a queue is alone, and takes half of the time that it would take beside another one."""
+    queue = Queue(TINY, dataclasses.replace(options, parallel=2, beside=beside))
+    queue.started["one"] = 1000.0, 50.0
+    queue.run_seconds = 50.0 + run_seconds
+    monkeypatch.setattr(time, "monotonic", lambda: 1100.0)
+    assert queue._runs_at_a_time("one") == expected
 
 
 def test_a_diverged_run_does_not_count_in_the_expected_time(options: Options) -> None:

@@ -285,6 +285,9 @@ def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
         others = f" (the rules {having} have {meant!r})" if having and meant not in defaults else ""
         if meant == "two_sided" and two_sided_name(rule.name) in RULES:
             others = f" (its two-sided form is rule {two_sided_name(rule.name)!r})"
+        if meant in ONLY_ARGUMENTS:
+            instead = "; in a group, lr is AdamW's rate" if meant == "adam_lr" else ""
+            others = f" ({meant!r} is an argument of the optimizer{instead})"
         raise ValueError(f"rule {rule.name!r} has no hyper-parameter {key!r}{hint}; it has {sorted(defaults)}{others}")
 
 

@@ -158,6 +158,10 @@ def test_a_wrong_group_is_refused_with_the_reason() -> None:
         Muon([{"params": [p], "rule": "muon-norm"}])
     with pytest.raises(ValueError, match="no hyper-parameter 'rank'"):
         Cosmos([{"params": [p], "rule": "adam", "rank": 3}])
+    with pytest.raises(ValueError, match="'adam_lr' is an argument of the optimizer; in a group, lr is AdamW's rate"):
+        Cosmos([{"params": [p], "adam_lr": 2e-3}])
+    with pytest.raises(ValueError, match="'offload' is an argument of the optimizer.$"):
+        Cosmos([{"params": [p], "offload": "cpu"}])
     with pytest.raises(ValueError, match=r"param_groups\(model\)"):
         Cosmos(decoder().parameters())
     with pytest.raises(ValueError, match=r"parameter 'bias' has shape \(4,\) and is not a matrix"):

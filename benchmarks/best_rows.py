@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.comparison import Run
+from benchmarks.comparison import Run, id_prefix
 from benchmarks.kept_runs import Result, losses, run_of
 from benchmarks.protocol import Protocol
 from benchmarks.student import half_width
 from benchmarks.variants import VARIANTS
+
+LEAST_POINTS = 20  # of a curve; a coarser one is refused
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def best_rows(protocol: Protocol, regime: str, results: Mapping[str, Result]) ->
 def _row(protocol: Protocol, regime: str, entry: str, results: Mapping[str, Result]) -> Row | None:
     """Return the best point of an entry's search, or None without a finished run there."""
     point, unfinished, at_the_end = protocol.best(regime, entry, losses(results))
-    begin = f"{protocol.model}-{regime}-{entry}-lr"
+    begin = id_prefix(protocol.model, regime, entry)
     mine = [r for name, r in results.items() if name.startswith(begin) and not r.get("variant")]
     tuned = sum(r["seed"] == 0 and r["share"] == 1 for r in mine)
     seeds = [results[i] for s in (*protocol.seeds, *protocol.more_seeds)
@@ -149,4 +151,34 @@ def token_shares(
             share, slope = at
             gaps = gaps_between(rows[target], row)
             found[entry] = TokenShare(share, share * half_width(gaps) / slope if len(gaps) > 1 else None)
+    return found
+
+
+def curve_on_test_text(result: Result) -> list[tuple[int, float]]:
+    """Return (tokens, test loss) of a run; a ValueError says what the next run must store."""
+    columns = result["curve_columns"]
+    tokens, loss = columns.index("tokens"), columns.index("test_loss")
+    points = [(int(p[tokens]), float(p[loss])) for p in result["curve"] if p[loss] is not None]
+    if len(points) < LEAST_POINTS:
+        raise ValueError(
+            f"{result['id']}: its curve has {len(points)} points of test loss, {LEAST_POINTS} are needed: run it again "
+            "with POINTS of benchmarks/comparison.py at that number or more"
+        )
+    return points
+
+
+def curve_shares(rows: Mapping[str, Row]) -> dict[str, float]:
+    """Return the share of AdamW's tokens at which each optimizer's curves fall to AdamW's last test loss, by entry.
+
+    It is the mean over seeds. Optimizers of which a run never falls that low are left out.
+    """
+    if "adamw" not in rows:
+        return {}
+    ends = [curve_on_test_text(r)[-1] for r in rows["adamw"].seeds]
+    goal, tokens = statistics.fmean(loss for _, loss in ends), ends[0][0]
+    found = {}
+    for entry, row in rows.items():
+        at = [crossing(curve_on_test_text(r), goal) for r in row.seeds]
+        if entry != "adamw" and None not in at:
+            found[entry] = statistics.fmean(one[0] / tokens for one in at if one is not None)
     return found

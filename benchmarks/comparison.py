@@ -56,7 +56,8 @@ class Run:
     @property
     def id(self) -> str:
         """Return the name of the result file."""
-        name = f"{self.model}-{self.regime}-{self.entry}-lr{self.lr:g}-emb{self.adam_lr:g}-b{self.beta2:g}-s{self.seed}"
+        name = id_prefix(self.model, self.regime, self.entry)
+        name += f"{self.lr:g}-emb{self.adam_lr:g}-b{self.beta2:g}-s{self.seed}"
         name = name if self.share == 1 else f"{name}-share{self.share:g}"
         return f"{name}-{self.variant}" if self.variant else name
 
@@ -64,6 +65,11 @@ class Run:
     def plain(self) -> Run:
         """Return the same run without its variant."""
         return replace(self, variant="")
+
+
+def id_prefix(model: str, regime: str, entry: str) -> str:
+    """Return how the ids of an entry's runs begin; "lr" tells "soap-f1" from "soap-f10"."""
+    return f"{model}-{regime}-{entry}-lr"
 
 
 # The first searches, in regime B, began at an outer rate of 2e-3 and found the best at 1.6e-2 or 3.2e-2. Others begin

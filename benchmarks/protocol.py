@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from benchmarks.comparison import BETA2, Comparison, Run
+from benchmarks.comparison import BETA2, Comparison, Run, id_prefix
 from benchmarks.kept_runs import Losses
 from benchmarks.variants import LEVERS, MEMORY
 
@@ -175,7 +175,7 @@ class Protocol(Comparison):
             for entry in entries:
                 if not self.has_source(regime, entry, loss):
                     continue
-                begin = f"{self.model}-{regime}-{entry}-lr"
+                begin = id_prefix(self.model, regime, entry)
                 done = sum(name.startswith(begin) for name in (*loss, *pending))
                 runs = [run for run in self.wanted(regime, entry, stages, loss) if run.id not in pending]
                 offers += [(done + i, run) for i, run in enumerate(runs)]

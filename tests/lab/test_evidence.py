@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import evidence
-from benchmarks.best_rows import Row, best_rows, token_shares
-from benchmarks.kept_runs import Result, losses
+from benchmarks import evidence, evidence_costs, evidence_pictures
+from benchmarks.best_rows import Row, best_rows, curve_on_test_text, curve_shares, token_shares
+from benchmarks.kept_runs import Result, losses, read_results
 from benchmarks.protocol import Protocol
 from benchmarks.student import half_width, quantile
 from cosmos_lab.report.style import KNOWN
@@ -38,7 +38,7 @@ def rows_of(*runs: Result) -> tuple[dict[str, Row], dict[str, Result]]:
 
 def test_a_curve_lower_by_log10_of_2_crosses_at_half_of_the_tokens() -> None:
     rows, _ = rows_of(invented("adamw", 0, 0.0), *(invented("cosmos", s, math.log10(2)) for s in (0, 1, 2)))
-    assert evidence.curve_shares(rows) == {"cosmos": pytest.approx(0.5, rel=1e-6)}
+    assert curve_shares(rows) == {"cosmos": pytest.approx(0.5, rel=1e-6)}
 
 
 def test_shorter_runs_give_the_share_and_paired_seeds_its_interval() -> None:
@@ -64,30 +64,30 @@ def test_a_share_outside_of_the_lengths_that_ran_is_called_so() -> None:
 
 def test_an_optimizer_that_never_reaches_the_loss_has_no_share_by_its_curve() -> None:
     rows, _ = rows_of(invented("adamw", 0, 0.0), invented("muon", 0, -0.1))
-    assert evidence.curve_shares(rows) == {}
+    assert curve_shares(rows) == {}
 
 
 def test_a_coarse_curve_is_refused_with_what_to_store() -> None:
     run = invented("adamw", 0, 0.0)
     run["curve"] = run["curve"][::2]
     with pytest.raises(ValueError, match="13 points of test loss, 20 are needed"):
-        evidence.test_curve(run)
+        curve_on_test_text(run)
 
 
 def test_every_kept_run_of_the_comparison_has_a_curve_that_is_fine_enough() -> None:
-    runs = evidence.read_results(sorted(KEPT.parent.glob("protocol-*.json"))).values()
+    runs = read_results(sorted(KEPT.parent.glob("protocol-*.json"))).values()
     compared = [run for run in runs if run["regime"] in Protocol().regimes]
     assert {run["model"] for run in compared} == {"llama-60m", "llama-130m"}
     for run in compared:
-        assert evidence.test_curve(run)[-1][0] == run["tokens"]
+        assert curve_on_test_text(run)[-1][0] == run["tokens"]
 
 
 def test_shares_by_curves_are_called_bounds_and_costs_are_those_of_the_profiles() -> None:
-    results = evidence.read_results([KEPT])
+    results = read_results([KEPT])
     page = evidence.report({name: r for name, r in results.items() if r["entry"] != "muon" or r["share"] == 1})
     assert re.search(r"\| COSMOS \|.*\| 0\.\d\d \+- 0\.\d\d \|", page)
     assert re.search(r"\| Muon \|.*\| at most 0\.\d\d \|", page)
-    cost = evidence.costs()
+    cost = evidence_costs.costs()
     assert cost["adamw"].step_s < cost["cosmos"].step_s < cost["soap-f10"].step_s
     assert cost["cosmos"].state_gib == pytest.approx(5.59, abs=0.01)
 
@@ -98,11 +98,11 @@ def test_the_ratio_of_steps_reads_full_runs_of_one_regime_without_variants() -> 
 
     others = [run("cosmos", 99.0, share=0.6), run("cosmos", 99.0, regime="A"), run("cosmos", 99.0, variant="heads")]
     runs = [run("adamw", 20.0), run("cosmos", 21.0), run("cosmos", 22.0), run("cosmos", 90.0), *others]
-    assert evidence.step_ratio({str(i): r for i, r in enumerate(runs)}, "B") == pytest.approx(1.1)
+    assert evidence_costs.step_ratio({str(i): r for i, r in enumerate(runs)}, "llama-60m", "B") == pytest.approx(1.1)
 
 
 def test_step_times_tell_the_defaults_from_the_papers_settings() -> None:
-    times = evidence.step_times()
+    times = evidence_costs.step_times()
     assert len(times["cosmos"]) >= 4 and len(times["cosmos-paper"]) >= 3
     state: dict[str, set[int]] = {}
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
@@ -111,18 +111,18 @@ def test_step_times_tell_the_defaults_from_the_papers_settings() -> None:
         for row in rows:
             state.setdefault(row["name"], set()).add(row["state_bytes"])
     assert len(state["cosmos"]) == len(state["cosmos-paper"]) == 1  # every row is called what it is
-    assert evidence.described([3.0, 1.0, 2.0]) == "2.0 (1.0 to 3.0, 3 runs)"
+    assert evidence_costs.described([3.0, 1.0, 2.0]) == "2.0 (1.0 to 3.0, 3 runs)"
 
 
 def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path: Path) -> None:
-    evidence.main(["--page", str(tmp_path / "page.md"), "--picture", str(tmp_path / "picture.svg")])
+    evidence.main(["--page", str(tmp_path / "page.md"), "--pictures", str(tmp_path)])
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "results" / "evidence.md").read_text()
-    assert all("<svg" in (tmp_path / f"{name}.svg").read_text() for name in ("picture", "outer-rates", "long-run"))
+    assert all("<svg" in (tmp_path / f"{name}.svg").read_text() for name in ("evidence", "outer-rates", "long-run"))
 
 
 @pytest.mark.parametrize(("regime", "row"), [("B", 0), ("A", 1)])
 def test_the_readme_has_the_perplexities_and_shares_of_the_kept_results(regime: str, row: int) -> None:
-    results = evidence.read_results([KEPT])
+    results = read_results([KEPT])
     rows = best_rows(Protocol(), regime, results)
     shares = token_shares(Protocol(), regime, rows, results)
     readme = (ROOT / "README.md").read_text().replace("**", "")
@@ -134,7 +134,7 @@ def test_the_readme_has_the_perplexities_and_shares_of_the_kept_results(regime: 
 
 def complete(protocol: Protocol, regime: str, entries: tuple[str, ...]) -> dict[str, Result]:
     """Return made-up results of every run that the protocol asks for in a regime: search, five seeds, shorter runs."""
-    sample = next(iter(evidence.read_results([KEPT]).values()))
+    sample = next(iter(read_results([KEPT]).values()))
     stages = ("lr", "adam_lr", "beta2", "seeds", "more-seeds", "short")
     found: dict[str, Result] = {}
     for order, entry in enumerate(entries):
@@ -233,11 +233,11 @@ def test_a_diverged_run_is_shown_in_the_search() -> None:
 
 
 def test_an_optimizer_looks_as_in_reports() -> None:
-    assert evidence.LOOKS["cosmos"] == KNOWN["cosmos"] and evidence.LOOKS["adamw"] == KNOWN["adam"]
+    assert evidence_pictures.LOOKS["cosmos"] == KNOWN["cosmos"] and evidence_pictures.LOOKS["adamw"] == KNOWN["adam"]
 
 
 def test_the_results_are_not_changed_by_reading_them() -> None:
-    results = evidence.read_results([KEPT])
+    results = read_results([KEPT])
     before = copy.deepcopy(results)
     evidence.report(results)
     assert results == before

@@ -10,11 +10,11 @@ The same call continues after a stop. Runs that the file has already are not tra
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,4 +140,8 @@ def _row(run: RunConfig) -> tuple[Row, Mapping[str, Any]]:
 
 
 if __name__ == "__main__":
-    tune(sys.argv[1], Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description="Find the rates of cosmos-lab demo.")
+    parser.add_argument("runs", help="folder for the runs")
+    parser.add_argument("target", type=Path, help="file of the results")
+    asked = parser.parse_args()
+    tune(asked.runs, asked.target)

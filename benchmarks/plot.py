@@ -7,8 +7,8 @@ time of the step itself.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 
@@ -47,5 +47,8 @@ def main(sources: list[Path], target: Path, names: tuple[str, ...] = ("cosmos", 
 
 
 if __name__ == "__main__":
-    *files, picture = map(Path, sys.argv[1:])
-    main(files, picture)
+    parser = argparse.ArgumentParser(description="Plot the device time of a step by kind of kernel.")
+    parser.add_argument("files", nargs="+", type=Path, help="of benchmarks.step --profile; the last is the newest")
+    parser.add_argument("target", type=Path, help="the picture")
+    asked = parser.parse_args()
+    main(asked.files, asked.target)

@@ -1,21 +1,23 @@
 """Compare on a small model on a CPU: hints which rows and which changes deserve time on a GPU.
 
-    python -m benchmarks.small_model levers DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
-    python -m benchmarks.small_model rows DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
-    python -m benchmarks.small_model muon,soap-f1 DATA OUT [SECONDS [PARALLEL [KNOWN...]]]
+    python -m benchmarks.small_model levers DATA OUT --seconds 3600
+    python -m benchmarks.small_model rows DATA OUT
+    python -m benchmarks.small_model muon,soap-f1 DATA OUT --known results/small-model-rows.json
 
 A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them, as in LLaMA-60M. "levers" are the
 changes of benchmarks/variants.py: first come the runs that show that COSMOS's rates are the best of those around them,
 then each change with several seeds. "rows" is the search of docs/protocol.md for every optimizer; names of optimizers
-are the search for these. The same command continues; OUT/bundle.json has the results, those of KNOWN included. PARALLEL
-processes (2) share the CPU. DATA was made from 19,309 articles of English Wikipedia for results/small-model.json, and
-from another selection of 19,279 for small-model-norms.json and small-model-rows.json:
+are the search for these. The same command continues; OUT/bundle.json has the results, those of --known included. DATA
+was made from 19,309 articles of English Wikipedia for results/small-model.json, and from another selection of 19,279
+for small-model-norms.json and small-model-rows.json:
 
     cosmos-lab data prepare wiki.jsonl --tokenizer train:4096 --prefix wiki4k --val-fraction 0.1 --max-val-tokens 700000
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -52,17 +54,25 @@ def levers() -> tuple[Run, ...]:
     return *rates, *betas, *with_changes
 
 
-def main(what: str, data: str, out: str, seconds: str = "inf", parallel: str = "2", *known: str) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run what is missing, print the table, and return 1 if a run failed."""
+    p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    p.add_argument("what", help='"levers", "rows", or names of optimizers with commas between them')
+    p.add_argument("data", help="folder or prefix of the shards")
+    p.add_argument("out", type=Path, help="folder for results")
+    p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
+    p.add_argument("--seconds", type=float, default=math.inf, help="end after this time")
+    p.add_argument("--parallel", type=int, default=2, help="processes that share the CPU")
+    a = p.parse_args(arguments)
     trials.register()
-    runs = levers() if what == "levers" else ()
-    rows = tuple(ROWS) if what in ("levers", "rows") else tuple(what.split(","))
+    rows = tuple(ROWS) if a.what in ("levers", "rows") else tuple(a.what.split(","))
     if unknown := set(rows) - set(ROWS):
-        raise SystemExit(f"no such optimizer: {', '.join(sorted(unknown))}; known are {', '.join(ROWS)}")
+        p.error(f"no such optimizer: {', '.join(sorted(unknown))}; known are {', '.join(ROWS)}")
     protocol = replace(PROTOCOL, phases=[(REGIME, rows, stages) for stages in (RATES, SEARCH)])
     options = Options(
-        data, Path(out), tuple(map(Path, known)), float(seconds), int(parallel), device="cpu", compile="off", runs=runs
-    )
+        a.data, a.out, tuple(a.known), a.seconds, a.parallel, device="cpu", compile="off",
+        runs=levers() if a.what == "levers" else (),
+    )  # fmt: skip
     queue = Queue(protocol, options, BEGAN)
     good = queue.work()
     print(table(protocol, queue.results))
@@ -70,4 +80,4 @@ def main(what: str, data: str, out: str, seconds: str = "inf", parallel: str = "
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

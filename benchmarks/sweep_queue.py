@@ -113,10 +113,10 @@ class Queue:
                 worker.process.join(max(0.0, until - time.monotonic()))
         for worker in workers:
             if worker.run:
-                later = "; the next command continues it" if self._begun(worker.run) else ""
+                later = "; the next command continues it" if self._has_checkpoint(worker.run) else ""
                 self._say(f"cut off: {worker.run.id}{later}")
 
-    def _begun(self, run: Run) -> bool:
+    def _has_checkpoint(self, run: Run) -> bool:
         """Return whether there is a checkpoint of a run."""
         return checkpoint.latest(self.options.unfinished / run.id / "checkpoints") is not None
 
@@ -157,7 +157,7 @@ class Queue:
         runs, left = self.next(busy), self._left()
         if not self.options.checkpoints:
             return next((run for run in runs if self.estimate(run, cold) < left), None)
-        late = {run: (not self._begun(run), self.estimate(run, cold) >= left) for run in runs}
+        late = {run: (not self._has_checkpoint(run), self.estimate(run, cold) >= left) for run in runs}
         return min(runs, key=late.__getitem__, default=None) if left > SAVING else None
 
     def plan(self) -> str:

@@ -223,7 +223,7 @@ def test_runs_that_do_not_fit_begin_and_are_continued_if_there_is_a_folder_for_c
     with pytest.raises(SystemExit) if signalled else nullcontext():
         assert queue.work()
     assert queue.finished == [] and len(begun) == 2
-    assert all(queue._begun(run) for run in endless.candidates({}))
+    assert all(queue._has_checkpoint(run) for run in endless.candidates({}))
     printed = capsys.readouterr().out
     assert all(f"cut off: {name}; the next command continues it" in printed for name in begun)
 

@@ -55,7 +55,7 @@ def test_a_run_that_was_cut_off_and_continued_equals_the_unbroken_one(
         with pytest.raises(Stopped):
             train(TINY, kept, run)
     queue = Queue(TINY, kept)
-    assert queue._begun(run) and queue.next()[0] != run and queue._first_fitting([], cold=True) == run
+    assert queue._has_checkpoint(run) and queue.next()[0] != run and queue._first_fitting([], cold=True) == run
     continued = train(TINY, kept, run)
     assert (unbroken["continued_at"], continued["continued_at"]) == (0, 2)
     assert continued["wall_s"] >= continued["train_s"] > 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from benchmarks.comparison import BETA2, Comparison, Run, id_prefix
 from benchmarks.kept_runs import Losses
-from benchmarks.variants import LEVERS, MEMORY
+from benchmarks.variants import MEMORY, QUALITY
 
 BETA2S = (0.95, 0.98, 0.999)
 MOST = {"lr": 6, "adam_lr": 8}  # most values tried for each rate, including the starting value
@@ -23,7 +23,7 @@ RATES = ("lr", "adam_lr")
 TUNING = (*RATES, "lr", "beta2")  # The second "lr" is left out if the outer rate has not moved far.
 FAR = 1  # powers of 2 that the outer rate may move without tuning the hidden rate again
 SEARCH = (*RATES, "beta2", "seeds")  # the search of a row, and three seeds at its best setting
-STAGES = (*SEARCH, "more-seeds", "short", "levers", "memory")
+STAGES = (*SEARCH, "more-seeds", "short", "quality", "memory")
 
 Phase = tuple[str, tuple[str, ...], tuple[str, ...]]  # regime, entries, stages
 _MAIN = ("adamw", "cosmos", "muon", "normuon")
@@ -59,9 +59,9 @@ class Protocol(Comparison):
         ("B", _MAIN[1:], ("short",)),
         ("A", _MAIN[1:], ("short",)),
         ("B", ("muon-eq", "soap-polar"), RATES),
-        ("B", ("cosmos",), ("levers",)),
-        ("B", (*_MAIN, "soap-f10"), ("levers",)),
-        ("A", _MAIN, ("levers",)),
+        ("B", ("cosmos",), ("quality",)),
+        ("B", (*_MAIN, "soap-f10"), ("quality",)),
+        ("A", _MAIN, ("quality",)),
         ("B", ("soap-f1", "muon-eq", "soap-polar"), SEARCH),
         ("A", ("cosmos-paper", "soap-f10", "muon-eq", "soap-polar"), SEARCH),
         ("B", ("cosmos",), ("memory",)),
@@ -139,7 +139,7 @@ class Protocol(Comparison):
 
     def wanted(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
         """Return the runs that an entry can begin now; none if these stages are done or must wait."""
-        if "levers" in stages or "memory" in stages:
+        if "quality" in stages or "memory" in stages:
             return self.changed(regime, entry, stages, loss)
         found = list(self.search(regime, entry, loss))
         for one in found:
@@ -155,14 +155,14 @@ class Protocol(Comparison):
     def changed(self, regime: str, entry: str, stages: Collection[str], loss: Losses) -> list[Run]:
         """Return the variants of an entry that have not run at its best point so far; before its first run, that one.
 
-        Levers have one seed; what changes memory has all seeds, because there the question is whether nothing is lost.
+        Changes for quality have one seed. Those that save memory have all seeds, because they must lose nothing.
         """
         best = self.at(regime, entry, self.best(regime, entry, loss)[0])
         if best.id not in loss:
             return [best]
-        levers = [(v, best.seed) for v in LEVERS if "levers" in stages]
+        quality = [(v, best.seed) for v in QUALITY if "quality" in stages]
         memory = [(v, seed) for v in MEMORY for seed in self.seeds if "memory" in stages]
-        runs = [replace(best, seed=seed, variant=v.name) for v, seed in (*levers, *memory) if entry in v.rows]
+        runs = [replace(best, seed=seed, variant=v.name) for v, seed in (*quality, *memory) if entry in v.rows]
         if "memory" in stages:  # the seeds to compare with
             runs = [replace(best, seed=seed) for seed in self.seeds] + runs
         return [run for run in runs if run.id not in loss]

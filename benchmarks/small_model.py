@@ -1,10 +1,10 @@
 """Compare on a small model on a CPU: hints which rows and which changes deserve time on a GPU.
 
-    python -m benchmarks.small_model levers DATA OUT --seconds 3600
+    python -m benchmarks.small_model changes DATA OUT --seconds 3600
     python -m benchmarks.small_model rows DATA OUT
     python -m benchmarks.small_model muon,soap-f1 DATA OUT --known results/small-model-rows.json
 
-A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them, as in LLaMA-60M. "levers" are the
+A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them, as in LLaMA-60M. "changes" are the
 changes of benchmarks/variants.py: first come the runs that show that COSMOS's rates are the best of those around them,
 then each change with several seeds. "rows" is the search of docs/protocol.md for every optimizer; names of optimizers
 are the search for these. The same command continues; OUT/bundle.json has the results, those of --known included. DATA
@@ -28,7 +28,7 @@ from benchmarks.protocol import BETA2S, RATES, SEARCH, Protocol
 from benchmarks.sweep_options import Options
 from benchmarks.sweep_queue import Queue
 from benchmarks.sweep_table import table
-from benchmarks.variants import LEVERS
+from benchmarks.variants import QUALITY
 
 REGIME, SEEDS = "800x16", (0, 1, 2)
 TRIED_AT_60M = ("heads", "two-sided", "two-sided-half")  # so they need no hint
@@ -44,20 +44,20 @@ PROTOCOL = Protocol(
 )  # fmt: skip
 
 
-def levers() -> tuple[Run, ...]:
+def changes() -> tuple[Run, ...]:
     """Return the runs around COSMOS's best setting, and the changes there, seed by seed."""
     best = PROTOCOL.at(REGIME, "cosmos", {"lr": 0, "adam_lr": 0, "beta2": 0.98})
     rates = [replace(best, **{name: getattr(best, name) * factor}) for name in RATES for factor in (2, 0.5)]
     betas = [replace(best, beta2=beta2) for beta2 in BETA2S if beta2 != best.beta2]
-    changes = [lever.name for lever in LEVERS if "cosmos" in lever.rows and lever.name not in TRIED_AT_60M]
-    with_changes = [replace(best, seed=seed, variant=name) for seed in SEEDS for name in ("", *changes)]
+    names = [v.name for v in QUALITY if "cosmos" in v.rows and v.name not in TRIED_AT_60M]
+    with_changes = [replace(best, seed=seed, variant=name) for seed in SEEDS for name in ("", *names)]
     return *rates, *betas, *with_changes
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is missing, print the table, and return 1 if a run failed."""
     p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    p.add_argument("what", help='"levers", "rows", or names of optimizers with commas between them')
+    p.add_argument("what", help='"changes", "rows", or names of optimizers with commas between them')
     p.add_argument("data", help="folder or prefix of the shards")
     p.add_argument("out", type=Path, help="folder for results")
     p.add_argument("--known", nargs="*", type=Path, default=[], help="bundles of earlier results")
@@ -65,13 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--parallel", type=int, default=2, help="processes that share the CPU")
     a = p.parse_args(arguments)
     trials.register()
-    rows = tuple(ROWS) if a.what in ("levers", "rows") else tuple(a.what.split(","))
+    rows = tuple(ROWS) if a.what in ("changes", "rows") else tuple(a.what.split(","))
     if unknown := set(rows) - set(ROWS):
         p.error(f"no such optimizer: {', '.join(sorted(unknown))}; known are {', '.join(ROWS)}")
     protocol = replace(PROTOCOL, phases=[(REGIME, rows, stages) for stages in (RATES, SEARCH)])
     options = Options(
         a.data, a.out, tuple(a.known), a.seconds, a.parallel, device="cpu", compile="off",
-        runs=levers() if a.what == "levers" else (),
+        runs=changes() if a.what == "changes" else (),
     )  # fmt: skip
     queue = Queue(protocol, options, BEGAN)
     good = queue.work()

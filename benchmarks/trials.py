@@ -5,7 +5,7 @@ Baselines at any memory, to see what COSMOS's memory costs:
     MuonEq    Muon with rows of equal norm in the momentum before Newton-Schulz (arXiv 2603.28254)
     SoapPolar two-sided SOAP with an orthogonalized update: D = sqrt(max(m, n)) NS5(O P U')
 
-Changes ("levers"), as options of TrialCosmos, TrialMuon, TrialNorMuon, TrialSoap and TrialAdam: see `Levers`.
+Single changes, as options of TrialCosmos, TrialMuon, TrialNorMuon, TrialSoap and TrialAdam: see `TrialOptions`.
 
 Letters are those of the rules: G (m, n) gradient, M momentum, N Nesterov's momentum, U O bases, V second moment.
 `register()` enters everything by name, so that the lab finds it. Nothing here runs by kernels, unless a class keeps
@@ -195,7 +195,7 @@ ADAM_ROWS = Rule(
 )
 
 
-class Levers(MatrixOptimizer):
+class TrialOptions(MatrixOptimizer):
     """An optimizer with options that are only tried. Every default leaves it as it is.
 
     head_rule: True updates the output head as a hidden matrix, at the head's rate.
@@ -341,24 +341,24 @@ def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-class TrialCosmos(Levers, Cosmos):
-    """COSMOS with `Levers`."""
+class TrialCosmos(TrialOptions, Cosmos):
+    """COSMOS with `TrialOptions`."""
 
 
-class TrialMuon(Levers, Muon):
-    """Muon with `Levers`."""
+class TrialMuon(TrialOptions, Muon):
+    """Muon with `TrialOptions`."""
 
 
-class TrialNorMuon(Levers, NorMuon):
-    """NorMuon with `Levers`."""
+class TrialNorMuon(TrialOptions, NorMuon):
+    """NorMuon with `TrialOptions`."""
 
 
-class TrialSoap(Levers, SOAP):
-    """SOAP with `Levers`."""
+class TrialSoap(TrialOptions, SOAP):
+    """SOAP with `TrialOptions`."""
 
 
-class TrialAdam(Levers, Adam):
-    """AdamW with `Levers`."""
+class TrialAdam(TrialOptions, Adam):
+    """AdamW with `TrialOptions`."""
 
 
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {

@@ -95,8 +95,8 @@ def test_workers_start_when_a_second_run_can_begin(options: Options, monkeypatch
             self.run = run
 
     monkeypatch.setattr(sweep_queue, "Worker", FakeWorker)
-    levers = dataclasses.replace(TINY, phases=[("B", ("cosmos",), ("levers",))])
-    queue, workers = Queue(levers, dataclasses.replace(options, parallel=2)), list[Any]()
+    changes = dataclasses.replace(TINY, phases=[("B", ("cosmos",), ("quality",))])
+    queue, workers = Queue(changes, dataclasses.replace(options, parallel=2)), list[Any]()
     queue._begin_runs(workers)
     (first,) = (worker.run for worker in workers)
     assert not first.variant

@@ -11,7 +11,7 @@ import cosmos_optim
 from benchmarks import small_model, trials
 from benchmarks.comparison import Run
 from benchmarks.protocol import Protocol
-from benchmarks.variants import LEVERS, VARIANTS, Variant
+from benchmarks.variants import QUALITY, VARIANTS, Variant
 from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer
@@ -141,7 +141,7 @@ def losses_of(variant: Variant | None, row: str, steps: int = 6) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("variant", LEVERS, ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", QUALITY, ids=lambda v: v.name)
 def test_every_lever_trains_and_changes_something(variant: Variant) -> None:
     for row in variant.rows[:1] if variant.rows == ("cosmos",) else (variant.rows[0], variant.rows[-1]):
         with_it, without = losses_of(variant, row), losses_of(None, row)
@@ -168,7 +168,7 @@ def test_hidden_rates_are_factors_of_lr_and_leave_gamma() -> None:
 
 
 def test_the_small_comparison_compares_every_change_with_an_unchanged_run_of_its_seed() -> None:
-    runs = small_model.levers()
+    runs = small_model.changes()
     changed = [run for run in runs if run.variant]
     assert len(set(runs)) == len(runs)
     assert {run.plain for run in changed} < set(runs)
@@ -183,7 +183,7 @@ def test_every_row_trains(row: str) -> None:
     assert found[-1] < found[0] - 0.01
 
 
-def test_muon_keeps_its_momentum_under_levers() -> None:
+def test_muon_keeps_its_momentum_with_trial_options() -> None:
     run = Run("tiny", "B", "muon", 1e-3, 2e-3, variant="outer-rows")
     optimizer = build_optimizer(one_block(), Protocol().config(run).optimizer)
     rules = {group["rule"]: group for group in optimizer.param_groups}

@@ -30,8 +30,9 @@ from cosmos_optim.sharding.other_engines import refuse_flat
 if TYPE_CHECKING:
     from cosmos_optim.sharding.agreement import Description
 
-# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come.
-BUILD_S, STEP_S = 10.0, 600.0
+# Seconds that a rank waits for the others when it builds an optimizer, and at its first step if they had not come: half
+# of the time after which NCCL usually ends a job.
+BUILD_S, STEP_S = 10.0, 300.0
 
 
 def layout_of(name: str, p: Tensor, rule: Rule, group: dict[str, Any], *, offloads: bool = False) -> Layout:

@@ -12,9 +12,11 @@ import json
 import math
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import zip_longest
+from operator import and_
 from typing import Any
 
 import torch.distributed as dist
@@ -80,8 +82,9 @@ class Description:
         self.agreed = False
 
 
-# Descriptions that wait for other ranks, by those ranks. They are forgotten with their optimizers.
-_waiting: dict[tuple[int, ...], weakref.WeakSet[Description]] = defaultdict(weakref.WeakSet)
+# Descriptions that wait for other ranks, by those ranks, in the order in which they were built: several may be equal,
+# and the first of one rank belongs to the first of another. They are forgotten with their optimizers.
+_waiting: dict[tuple[int, ...], list[weakref.ref[Description]]] = defaultdict(list)
 # The round that this rank left, because another was missing. If that one came at the same moment, it counted this rank
 # too, and the round has a result.
 _left: dict[tuple[int, ...], int] = {}
@@ -91,47 +94,55 @@ def compare(mine: Description, ranks: Sequence[int], seconds: float) -> bool:
     """Raise ValueError on all ranks if they build different things. Return False if some rank has not come in time.
 
     A round ends when all ranks are in it. It settles the descriptions that every rank waits for: a rank that continued
-    without the others may wait for one more than they do. If there is no such description, the ranks differ.
+    without the others may wait for one more than they do. Of equal ones it settles as many as every rank has. If there
+    is no such description, the ranks differ.
     """
     if len(ranks) < 2 or mine.agreed or dist.get_backend() == "fake":  # a fake process group has no other ranks
         return True
     store = dist.PrefixStore(f"cosmos_optim/{_digest(str(list(ranks)))}", dist.distributed_c10d._get_default_store())
     team, end = tuple(ranks), time.monotonic() + seconds
     waiting = _waiting[team]
-    waiting.add(mine)
+    if mine not in _alive(waiting):
+        waiting.append(weakref.ref(mine))
     while not mine.agreed:
-        common: set[str] | None
+        common: Counter[str] | None
         left = _left.pop(team, None)
         if left is not None and store.check([f"{left}/result"]):
             round_, common = left, _result(store, left)
         else:
             round_ = store.add("round", 0)
-            common = _meet(store, round_, {x.digest for x in waiting}, ranks, end)
+            common = _meet(store, round_, [x.digest for x in _alive(waiting)], ranks, end)
         if common is None:
             _left[team] = round_
             return False
         if not common:
-            waiting.discard(mine)
+            waiting.remove(weakref.ref(mine))
             store.set(f"{round_}/text/{dist.get_rank()}", mine.text)
             texts = [json.loads(store.get(f"{round_}/text/{rank}")) for rank in ranks]
             raise ValueError(_difference(ranks, texts))
-        for x in [x for x in waiting if x.digest in common]:
-            x.agreed = True
-            waiting.discard(x)
+        for x in _alive(waiting):
+            if common[x.digest]:
+                common[x.digest] -= 1
+                x.agreed = True
+        waiting[:] = [weakref.ref(x) for x in _alive(waiting) if not x.agreed]
     return True
 
 
-def _meet(store: dist.Store, round_: int, digests: set[str], ranks: Sequence[int], end: float) -> set[str] | None:
+def _alive(waiting: Iterable[weakref.ref[Description]]) -> list[Description]:
+    return [x for reference in waiting if (x := reference()) is not None]
+
+
+def _meet(store: dist.Store, round_: int, digests: list[str], ranks: Sequence[int], end: float) -> Counter[str] | None:
     """Return the digests that all ranks bring to this round, or None if some of them do not come in time.
 
     The last rank to come reads those of all, opens the next round, and writes the result.
     """
     here, pause = f"{round_}/here", 0.001
-    store.set(f"{round_}/from/{dist.get_rank()}", json.dumps(sorted(digests)))
+    store.set(f"{round_}/from/{dist.get_rank()}", json.dumps(digests))
     if store.add(here, 1) == len(ranks):
-        common = set.intersection(*(set(json.loads(store.get(f"{round_}/from/{rank}"))) for rank in ranks))
+        common = reduce(and_, (Counter(json.loads(store.get(f"{round_}/from/{rank}"))) for rank in ranks))
         store.add("round", 1)
-        store.set(f"{round_}/result", json.dumps(sorted(common)))
+        store.set(f"{round_}/result", json.dumps(list(common.elements())))
         return common
     while not store.check([f"{round_}/result"]):
         if time.monotonic() > end:
@@ -144,9 +155,9 @@ def _meet(store: dist.Store, round_: int, digests: set[str], ranks: Sequence[int
     return _result(store, round_)
 
 
-def _result(store: dist.Store, round_: int) -> set[str]:
-    """Return the digests that all ranks brought to a finished round."""
-    return set(json.loads(store.get(f"{round_}/result")))
+def _result(store: dist.Store, round_: int) -> Counter[str]:
+    """Return the digests that all ranks brought to a finished round, as often as all have them."""
+    return Counter(json.loads(store.get(f"{round_}/result")))
 
 
 def _digest(text: str) -> str:

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
 # Dtypes of the state, and what a warning says of each. A checkpoint's values replace ours if our shards can hold them.
-DTYPES = {"momentum_dtype": "the momentum stays as it was saved", "adam_dtype": "both moments stay as they were saved"}
+_ROUNDED = "(torch.distributed.checkpoint may have rounded {} to this optimizer's dtype before)"
+DTYPES = {
+    "momentum_dtype": f"the momentum keeps the saved dtype {_ROUNDED.format('it')}",
+    "adam_dtype": f"both moments keep the saved dtype {_ROUNDED.format('them')}",
+}
 
 
 def differing(a: Settings, b: Settings, keys: Iterable[str]) -> list[str]:

@@ -238,7 +238,7 @@ def test_a_checkpoint_of_another_dtype_replaces_ours_with_a_warning(wrote: Any, 
     saved = old.state_dict()
     if older and wrote is None:
         del saved["param_groups"][0]["adam_dtype"]
-    with pytest.warns(UserWarning, match=f"saved with adam_dtype={wrote}, which replaces {reads}: both moments stay"):
+    with pytest.warns(UserWarning, match=f"saved with adam_dtype={wrote}, which replaces {reads}: both moments keep"):
         new.load_state_dict(saved)
     assert new.param_groups[0]["adam_dtype"] is wrote
     assert new.state[q].keys() == old.state[p].keys()

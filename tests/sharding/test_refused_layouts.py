@@ -30,6 +30,7 @@ def refused(rank: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2, 2))
     other = DeviceMesh("cpu", [2, 3])
     left, right = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [1, 2, 3])
+    descending = DeviceMesh("cpu", [[1, 0], [3, 2]])
     whole = torch.ones(8, 6)
 
     def cosmos(p: Any, **settings: Any) -> Any:
@@ -53,6 +54,8 @@ def refused(rank: int) -> dict[str, str]:
                 [("layer.weight", nn.Parameter(placed(whole, mesh, (Shard(0), Replicate()))))], offload="cpu"
             )
         ),
+        "descending": message(lambda: cosmos(placed(whole, descending, (Replicate(), Shard(0))))),
+        "descending replicas": message(lambda: cosmos(placed(whole, descending, (Shard(0), Replicate())))),
         "conv": message(lambda: cosmos(placed(torch.ones(4, 4, 2, 2), mesh, (Shard(1), Replicate())), layout="conv")),
         "flat": message(lambda: Cosmos([{"params": [("layer.weight", flat)], "rule": "adam"}])),
         "fsdp1": message(lambda: Cosmos(FullyShardedDataParallel(nn.Linear(6, 8), device_id=torch.device("cpu")))),
@@ -92,6 +95,8 @@ def test_layouts_that_cannot_run_are_refused_with_name_reason_and_remedy() -> No
         "strided": ("'layer.weight'", "_StridedShard", "interleaves 3 parts", "Supported are"),
         "parts": ("'layer.weight'", "(4, 3)", "(4, 6)"),
         "other mesh": ("'layer.weight'", "Shard(dim=0)", "does not contain this rank", "build its optimizer"),
+        "descending": ("'layer.weight'", "the ranks of its mesh do not ascend", "init_device_mesh"),
+        "descending replicas": ("no error",),
         "conv": ("'layer.weight'", "output channels", "Shard(0)"),
         "flat": ("'layer.weight'", "flat partition", "fully_shard"),
         "fsdp1": ("_flat_param", "flat p", "fully_shard"),

@@ -91,7 +91,15 @@ class ShardedLayout(Layout):
             raise self._with_placements(error) from None
 
     def _check_local_part(self, p: DTensor) -> None:
-        """Raise ValueError if this rank's part has another shape than its cuts, or is where the mesh sends nothing."""
+        """Raise ValueError if this rank's part is not where its cuts say, or is where the mesh sends nothing."""
+        coordinate = self.mesh.get_coordinate() or ()
+        for dim in sorted({dim for cut in self.cuts for dim in cut.mesh_dims}):
+            # FSDP2 numbers the parts by the ranks of a process group, which torch sorts; DTensor by the mesh.
+            if self.mesh.get_local_rank(dim) != coordinate[dim]:
+                raise ValueError(
+                    "the ranks of its mesh do not ascend along a dimension that cuts it, so torch itself is of two "
+                    "minds about which part is whose: build the mesh as init_device_mesh does"
+                )
         held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
         if held != expected:
             raise ValueError(

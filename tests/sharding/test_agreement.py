@@ -55,6 +55,35 @@ def test_a_nan_on_one_rank_changes_nothing_on_any_rank(nonfinite: str) -> None:
         assert third[0].isfinite().all()
 
 
+def other_matrices(rank: int, nonfinite: str) -> tuple[list[str], bool, float]:
+    """Take a step with the gradient of another matrix on each rank, between two with both."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p, q = matrix(mesh), matrix(mesh, 1)
+    bias = nn.Parameter(placed(torch.ones(4, dtype=torch.float64), mesh, (Shard(0),)))
+    groups = [{"params": [("p", p), ("q", q)]}, {"params": [("b", bias)], "rule": "adam"}]
+    opt, errors = Cosmos(groups, lr=0.01, rank=2, gamma=0.25, nonfinite=nonfinite), []
+    for step in range(3):
+        for i, x in enumerate((p, q, bias)):
+            x.grad = placed(gradient(i, x.shape, step, torch.float64), mesh, (Shard(0),))
+        before = [full(x).clone() for x in (p, q)]
+        if step == 1:
+            (p, q)[rank].grad = None
+        try:
+            opt.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+            unchanged = all(torch.equal(a, full(b)) for a, b in zip(before, (p, q), strict=True))
+    return errors, unchanged, float(opt.state[p]["step"])
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_gradients_of_different_matrices_are_an_error_on_all_ranks(nonfinite: str) -> None:
+    """Their shards have equal shapes, so a step would put rows of both into one matrix."""
+    for errors, unchanged, steps in run_ranks(2, other_matrices, nonfinite):
+        assert len(errors) == 1 and "gradients of different matrices" in errors[0] and "missing='zero'" in errors[0]
+        assert unchanged and steps == 2.0
+
+
 def skips_of_a_stage(rank: int, bad: int) -> int | None:
     """Take a step on a mesh of 2 x 2 of 5 ranks, with a NaN on one of them; return the skipped steps."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])

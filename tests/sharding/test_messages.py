@@ -83,7 +83,7 @@ def test_a_step_sends_the_documented_messages_and_bytes(name: str) -> None:
             expected = formula(name, count, rank)
             assert sent["sum"] == pytest.approx(expected.sums)
             assert sent["exchange"] == expected.exchange
-            assert sent["max"] == pytest.approx(2 * (world - 1) / world * 8 * (1 + count))
+            assert sent["max"] == pytest.approx(2 * (world - 1) / world * 8 * (3 + count))
             assert iterated <= -(-count // team)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,9 +76,15 @@ def check_gradients(
     host_asks = may_raise or not all(had_started)  # which entry is not finite, or which has its first gradient
     max_of_entries = entry_max(entries, grad_max) if host_asks else None
     if max_over_ranks is not None:
-        any_bad, max_of_entries, grad_max = agree(
+        any_bad, max_of_entries, grad_max, others_differ = agree(
             entries, had_started, any_bad, max_of_entries, grad_max, max_over_ranks
         )
+        if on_host and bool(others_differ):
+            raise RuntimeError(
+                "the ranks have gradients of different matrices, so their shards cannot be put together; nothing was "
+                "changed. Use the same modules on every rank, or give a group missing='zero' (see docs/distributed.md)"
+            )
+        any_bad = any_bad | others_differ
     none = [False] * len(entries)
     if not on_host:
         return GradientCheck(
@@ -154,13 +161,18 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
 def agree(
     entries: Sequence[Entry], had_started: Sequence[bool], any_bad: Tensor, max_of_entries: Tensor | None,
     grad_max: Tensor, max_over_ranks: MaxOverRanks,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Return the three results as all processes that share an entry see them: the maximum over these processes.
 
-    `any_bad` is over all processes; `max_of_entries` and `grad_max` change only for shards. There is one message for
+    `any_bad` is over all processes; `max_of_entries` and `grad_max` change only for shards. The fourth result is
+    whether processes have gradients of different matrices, of those that all of them share. There is one message for
     each item of `max_over_ranks`, a vector of which the processes get the maximum:
 
         [any_bad | max_of_entries, of the entries in `asked` | grad_max, of the blocks of the entries in `shared`]
+
+    The first one begins with h and -h, a hash of the names of its matrices: if the names differ, the maxima do not add
+    up to 0, except for one in 17 million pairs of lists. If the lists differ in length, messages may not fit together,
+    and the backend ends or waits.
 
     asked: all entries of the message if the host asks for the maximum of one of them, as in `check_gradients`; else
         none.
@@ -173,6 +185,7 @@ def agree(
     maxima = [] if max_of_entries is None else list(max_of_entries.split(1))
     parts = list(grad_max.split([layout.count for layout in layouts]))
     flag = any_bad.to(grad_max.dtype).view(1)
+    others_differ = flag.new_zeros((), dtype=torch.bool)
     for number, (members, maximum) in enumerate(max_over_ranks):
         host_asks = any(not had_started[i] or entries[i].group["nonfinite"] == "raise" for i in members)
         asked = members if host_asks else []
@@ -182,13 +195,20 @@ def agree(
             continue
         blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
         message = [flag, *(maxima[i] for i in asked), *blocks]
+        if is_to_all:
+            matrices = "\n".join(layouts[i].name for i in members if not entries[i].rule.elementwise)
+            names = float(zlib.crc32(matrices.encode()) >> 8)  # 24 bits, which float32 holds
+            message = [flag.new_full((1,), names), flag.new_full((1,), -names), *message]
         vector = torch.cat(message).to(max_dtype(entries[i] for i in members))
-        flag, *agreed = maximum(vector).split([len(x) for x in message])
+        answer = list(maximum(vector).split([len(x) for x in message]))
+        if is_to_all:
+            others_differ = (answer.pop(0) + answer.pop(0)).view(()) != 0
+        flag, *agreed = answer
         for i, value in zip(asked, agreed[: len(asked)], strict=True):
             maxima[i] = value
         for i, value in zip(shared, agreed[len(asked) :], strict=True):
             parts[i] = layouts[i].select_local_blocks(value)
-    return flag.view(()) > 0, torch.cat(maxima) if maxima else max_of_entries, torch.cat(parts)
+    return flag.view(()) > 0, torch.cat(maxima) if maxima else max_of_entries, torch.cat(parts), others_differ
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

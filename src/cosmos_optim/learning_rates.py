@@ -90,7 +90,7 @@ def _positive(name: str, value: float) -> int:
 
 
 def _width(model: nn.Module) -> int:
-    """Return the most common size of the hidden matrices; if several are, the smallest of them."""
+    """Return the most common size of the hidden matrices and of their blocks; if several are, the smallest of them."""
     try:
         routed = routes(model, frozen=True)
     except ValueError as error:  # it advises on other functions
@@ -99,8 +99,13 @@ def _width(model: nn.Module) -> int:
     sizes: Counter[int] = Counter()
     for parameter, route in routed:
         if route.rule == "cosmos":
-            p, is_conv = parameter.p, route.settings.get("layout") == "conv"
-            sizes.update((p.shape[0], math.prod(p.shape[1:])) if is_conv else p.shape[-2:])
+            p, layout = parameter.p, route.settings.get("layout", "matrix")
+            rows, columns = (p.shape[0], math.prod(p.shape[1:])) if "conv" in layout else p.shape[-2:]
+            if "in_out" in layout:
+                rows, columns = columns, rows
+            # An LSTM with four gates has four blocks, each as wide as its state.
+            blocks = route.settings.get("split_sizes", ()) if "split_side" not in route.settings else ()
+            sizes.update(size for block in blocks or (rows,) for size in (block, columns))
     if not sizes:
         raise ValueError("the model has no hidden matrix: give its width, as in rates(512, steps, tokens_per_step)")
     return min(sizes, key=lambda size: (-sizes[size], size))

@@ -313,6 +313,11 @@ def test_the_width_of_convolutions_is_a_number_of_channels() -> None:
     assert rates(model, 1600, 8192) == rates(384, 1600, 8192)
 
 
+def test_the_width_of_a_recurrent_layer_is_that_of_its_state() -> None:
+    for model in (nn.LSTM(256, 512, 2, bidirectional=True), nn.GRU(512, 512, 2), nn.ConvTranspose1d(512, 512, 3)):
+        assert rates(model, 1600, 8192) == rates(512, 1600, 8192)
+
+
 def test_numbers_of_any_type_give_the_same_rates() -> None:
     """The product of two int32 of numpy would overflow, and become negative."""
     with pytest.warns(UserWarning, match="tokens in all 19,660,800,000"):

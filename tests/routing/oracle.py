@@ -35,7 +35,8 @@ def wrong_routes(
             if name not in rules:
                 continue
             is_output = id(p) in outputs | tied or any(fnmatch.fnmatchcase(name, x) for x in (*named_heads, *tables))
-            is_matrix = _is_matrix(module, attribute, p) or any(fnmatch.fnmatchcase(name, x) for x in hidden)
+            is_listed = p.shape[:1] != (1,) and any(fnmatch.fnmatchcase(name, x) for x in hidden)  # one row is a vector
+            is_matrix = _is_matrix(module, attribute, p) or is_listed
             expected = "cosmos" if is_matrix and not is_output and (not labels or p.shape[0] != labels) else "adam"
             if rules[name] != expected:
                 wrong.append(f"{name} {tuple(p.shape)} in {type(module).__name__}: {rules[name]}, not {expected}")
@@ -47,7 +48,7 @@ def _is_matrix(module: nn.Module, attribute: str, p: Tensor) -> bool:
     if p.dim() < 2 or p.numel() == max(p.shape):
         return False
     if isinstance(module, _ConvNd) and attribute == "weight":
-        return module.groups == 1 or (p.shape[1] > 1 and p.shape[0] > module.groups)
+        return p.shape[0] > module.groups and (module.groups == 1 or p.shape[1] > 1)
     return (isinstance(module, nn.Linear) and attribute == "weight") or (
         isinstance(module, MATRIX) and "weight" in attribute
     )

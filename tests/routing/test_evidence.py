@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -84,8 +86,10 @@ def test_parts_of_words_decide_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("in_features", "out_features"), ("input_size", "output_size"), ("in_dim", "out_dim")]
-)
+    "names",
+    [("in_features", "out_features"), ("input_size", "output_size"), ("in_dim", "out_dim"),
+     ("input_dim", "output_dim"), ("in_channels", "out_channels")],
+)  # fmt: skip
 def test_a_layer_that_declares_its_sizes_is_linear_also_in_parts(names: tuple[str, str]) -> None:
     sizes = dict(zip(names, (8, 12), strict=True))
     for shape in ((12, 8), (6, 8), (12, 4)):  # whole, a part of the rows, a part of the columns
@@ -96,6 +100,38 @@ def test_a_layer_that_declares_its_sizes_is_linear_also_in_parts(names: tuple[st
     }  # fmt: skip
     with pytest.raises(ValueError, match="is not known to be"):
         param_groups(holder("Any", {"weight": (5, 9)}, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("cluster_centers", (10, 8)), ("memory", (64, 8)), ("queries", (3, 8)), ("slots_mu", (7, 8)), ("per_out", (12, 3)),
+     ("weight_sigma", (12, 8)), ("weight_rho", (12, 8)), ("mask_scores", (12, 8)), ("square", (8, 8))],
+)  # fmt: skip
+def test_what_is_beside_a_layers_weight_is_unknown_unless_it_is_half_of_an_adapter(
+    name: str, shape: tuple[int, int]
+) -> None:
+    """A table with one row for each code has as many columns as the layer has inputs. So has the noise of a weight."""
+    model = holder("Any", {"weight": (12, 8), name: shape}, in_features=8, out_features=12)
+    for layer in (model, holder("Any", {name: shape, "mean": shape}, input_dim=8, output_dim=12)):
+        with pytest.raises(ValueError, match=f"'{name}'.*is not known to be"):
+            param_groups(layer)
+    assert kinds(model, overrides={name: "adam"})["weight"] == ("cosmos", "hidden")
+
+
+def test_a_square_layer_may_have_an_adapter_but_no_second_weight() -> None:
+    sizes = {"weight": (8, 8), "down": (2, 8), "up": (8, 2)}
+    found = kinds(holder("Any", sizes, in_features=8, out_features=8))
+    assert found == dict.fromkeys(sizes, ("cosmos", "hidden"))
+    with pytest.raises(ValueError, match="'weight_mu'.*neither is 1 other"):
+        param_groups(holder("Any", {"weight_mu": (8, 8), "weight_rho": (8, 8)}, in_features=8, out_features=8))
+
+
+def test_parts_of_a_normed_or_pruned_weight_stay_one() -> None:
+    for part in ("weight_orig", "weight_v"):
+        for model in (holder("Any", {part: (12, 8)}, in_dim=8, out_dim=12), nn.Linear(8, 12, bias=False)):
+            if isinstance(model, nn.Linear):
+                model.register_parameter(part, model._parameters.pop("weight"))
+            assert kinds(model) == {part: ("cosmos", "hidden")}
 
 
 def test_a_subclass_of_linear_may_hold_tables() -> None:
@@ -124,6 +160,17 @@ def test_gates_and_kernels_with_one_row_are_vectors() -> None:
     model = nn.ModuleDict({"shared_expert_gate": nn.Linear(16, 1, bias=False), "eca": nn.Conv1d(1, 1, 3, bias=False),
                            "inputs": nn.Linear(1, 16, bias=False)})  # fmt: skip
     assert set(kinds(model).values()) == {("adam", "vector")}
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_a_convolution_with_one_output_is_one_row(dim: int) -> None:
+    conv, kernel = getattr(nn, f"Conv{dim}d"), (3,) * dim
+    model = nn.ModuleDict({"to_one": conv(8, 1, kernel), "from_one": conv(1, 8, kernel), "between": conv(8, 8, kernel)})
+    found = {name: kind for name, kind in kinds(model).items() if name.endswith("weight")}
+    assert found == {
+        "to_one.weight": ("adam", "vector"), "from_one.weight": ("cosmos", "hidden"),
+        "between.weight": ("cosmos", "hidden"),
+    }  # fmt: skip
 
 
 def test_a_linear_layer_of_relative_biases_is_a_table() -> None:
@@ -155,6 +202,14 @@ def test_a_table_for_the_whole_batch_and_single_columns_get_adam_without_a_name(
     assert kinds(holder("Any", {"mixing": size})) == {"mixing": ("adam", kind)}
 
 
+def test_a_kernel_for_each_sample_is_not_a_table_for_the_whole_batch() -> None:
+    """StyleGAN2's modulated convolution stores (1, out, in, k, k)."""
+    with pytest.raises(ValueError, match=r"'weight' of shape \(1, 8, 4, 3, 3\).*is not known to be"):
+        param_groups(holder("ModulatedConv2d", {"weight": (1, 8, 4, 3, 3)}))
+    tables = {"const": (1, 8, 4, 4), "prompt_pad": (1, 5, 3, 7, 9), "weight": (1, 7, 16)}
+    assert set(kinds(holder("Any", tables)).values()) == {("adam", "embedding")}
+
+
 def test_scales_and_state_space_matrices_are_not_decayed() -> None:
     """They are matrices by shape only: decay would pull A_log towards 0 over a long run."""
     model = holder("Mixer", {"A_log": (16, 4), "D": (2, 16), "layer_scale": (3, 16)})
@@ -162,3 +217,30 @@ def test_scales_and_state_space_matrices_are_not_decayed() -> None:
     assert (group["rule"], group["weight_decay"], len(group["params"])) == ("adam", 0.0, 3)
     (group,) = param_groups(model, decay="all")
     assert "weight_decay" not in group
+
+
+# -- the advice in the error -------------------------------------------------------------------------------------------
+
+
+def raw(rows: int = 8) -> nn.Module:
+    """Return a layer of its own kind, which is not recognized."""
+    return holder("EqualLinear", {"weight": (rows, 8), "bias": (rows,)})
+
+
+@pytest.mark.parametrize(
+    ("model", "advised"),
+    [(nn.Sequential(raw(), nn.Linear(8, 8), nn.Linear(8, 3)), ["0.weight"]),
+     (nn.Sequential(raw(), nn.Linear(8, 8), raw()), ["0.weight", "2.weight"]),
+     (nn.Sequential(raw(), raw()), ["*.weight"]),
+     (nn.Sequential(raw(), nn.Sequential(nn.Linear(8, 8)), raw()), ["0.weight", "2.weight"]),
+     (nn.ModuleDict({"layers": nn.ModuleList([raw(), nn.ModuleDict({"up": nn.Linear(8, 8)})])}), ["layers.0.weight"]),
+     (nn.ModuleDict({"a": nn.ModuleList([raw(), raw()]), "up": nn.Linear(8, 8)}), ["a.*.weight"])],
+)  # fmt: skip
+def test_the_advice_of_the_error_changes_no_parameter_that_is_known(model: nn.Module, advised: list[str]) -> None:
+    """A `*` matches dots too, so a pattern for all layers may match layers of another kind."""
+    with pytest.raises(ValueError, match="is not known to be") as error:
+        param_groups(model)
+    (text,) = re.findall(r"overrides=(\{.*?\})\)", str(error.value))
+    assert list(eval(text)) == advised
+    linear = {f"{path}.weight" for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {name for name, kind in kinds(model, overrides=eval(text)).items() if kind == ("cosmos", "hidden")} == linear

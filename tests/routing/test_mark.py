@@ -215,6 +215,17 @@ def test_named_embeddings_and_heads_without_a_rule_warn() -> None:
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
+def test_stacked_biases_and_norms_without_a_rule_warn() -> None:
+    """`torch.func.stack_module_state` makes matrices of them."""
+    models = [nn.ModuleDict({"up": nn.Linear(8, 6), "norm": nn.LayerNorm(6)}) for _ in range(3)]
+    stacked, _ = torch.func.stack_module_state(models)
+    with pytest.warns(UserWarning, match="of AdamW: 'up.bias', 'norm.weight', 'norm.bias'. Call mark"):
+        Cosmos(stacked.items(), rank=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Cosmos([("norm_proj.weight", stacked["up.weight"]), ("biased.weight", matrix((4, 6)))], rank=4)
+
+
 def test_a_group_added_later_follows_its_marks_or_warns() -> None:
     model = mark(decoder())
     opt = Cosmos([model.up.weight], rank=2)

@@ -42,6 +42,8 @@ COSMOS: list[tuple[tuple[int, ...], dict[str, Any], tuple[Any, Any]]] = [
     ((2, 8, 6), {}, (S(1), S(1))),
     ((3, 8, 6), {}, (TENSOR_FIRST, S(0))),
     ((5, 2, 2, 2), {"layout": "conv"}, (S(0), S(0))),
+    ((8, 3, 2), {"layout": "conv_in_out"}, (S(0), R)),
+    ((12, 3, 2), {"layout": "conv_in_out", "split_sizes": (6, 6), "split_side": "input"}, (S(0), S(0))),
     ((40, 4), {}, (S(0), S(0))),  # so long that Gram matrices are summed
     ((4, 40), {}, (S(1), S(1))),
     ((12, 5), {"split_sizes": 4}, (TENSOR_FIRST, S(0))),

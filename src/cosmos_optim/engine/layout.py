@@ -8,6 +8,7 @@ for. A `Location` says where the matrices of a stack are, and runs a rule there.
     (6, 8)                                               (6, 8)                (6, 8)
     (4, 6, 8)       (a stack, such as experts)           4 of (6, 8)           4 of (6, 8)
     (6, 2, 3, 3)    layout="conv"                        (6, 18)               (6, 18)
+    (2, 6, 3, 3)    layout="conv_in_out"                 (2, 54), stored       (54, 2), transposed ("flipped")
     (8, 6)          layout="in_out"                      (6, 8)                (6, 8)
     (6, 8)          split_sizes=(3, 2, 1)                (6, 8)                (3, 8), (2, 8), (1, 8)
     (6, 8)          split_sizes=4, split_side="input"    (6, 8)                2 of (6, 4)
@@ -29,7 +30,7 @@ from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.rules.rule import M_SCALE, Rule, Settings, Slot
 
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LAYOUTS = ("matrix", "conv", "in_out")
+LAYOUTS = ("matrix", "conv", "in_out", "conv_in_out")
 SPLIT_SIDES = ("output", "input")
 CORRECTION = "correction"  # the state that `weight_correction` adds
 
@@ -80,16 +81,18 @@ class Layout:
 
     Settings:
         layout: "matrix" (out, in), with any batch in the dimensions before these; "conv", which is flattened to
-            (out, in * kernel); or "in_out", which stores the transpose.
+            (out, in * kernel); "in_out", which stores the transpose; or "conv_in_out", a transposed convolution
+            (in, out, kernel), which is flattened to (in, out * kernel) and is also the transpose.
         side: the side of the tracked basis: "input" (columns), "smaller" (the shorter side), or "auto" (see `flips`).
         split_sizes: the size of each block of a fused weight, or one number for blocks of equal size (heads).
         split_side: the side that `split_sizes` cuts, in any `layout`: "output" (rows) or "input" (columns).
 
-    Attributes, of which an elementwise rule has only `flipped`:
+    Attributes, of which an elementwise rule has only `flipped` and `is_transposed`:
+        is_transposed: whether this is a transposed convolution. Where others have (out, in), it has (in, out * kernel).
         batch: the number of (out, in) matrices.
         splits: the size of each block; None if a matrix is one block.
         split_dim: the dimension of the (out, in) matrix that `splits` cuts: 0 or 1.
-        flipped: whether the rule gets each block transposed, because of `side`.
+        flipped: whether the rule gets each block transposed, because of `side` or `is_transposed`, but not of both.
         split_axis: the side that `splits` cuts in the blocks that the rule gets, "m" or "n".
         sizes_mn: (m, n) of each block of one matrix, as the rule gets it.
         blocks_mn: (m, n) of each block of all matrices on this process.
@@ -104,6 +107,9 @@ class Layout:
     def __init__(self, name: str, p: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         self.name, self.rule, self.shape, self.dtype = name, rule, tuple(p.shape), p.dtype
         self.kind: str = group.get("layout", "matrix")
+        self.is_transposed = self.kind == "conv_in_out"
+        if self.is_transposed:
+            self.kind = "conv"
         check_trainable(name, p)
         check_correction(name, p, group)
         if rule.elementwise:
@@ -116,7 +122,7 @@ class Layout:
                 "group with rule='adam'"
             )
         self.batch = 1 if self.kind == "conv" else math.prod(self.shape[:-2])
-        self.split_dim = int(group.get("split_side", "output") == "input")
+        self.split_dim = int((group.get("split_side", "output") == "input") != self.is_transposed)
         self.splits = self._check_splits(group.get("split_sizes"), self._matrix_shape()[self.split_dim])
         self.flipped = self.flips(group)
         self.split_axis = self._as_rule_sees("n" if self.split_dim else "m")
@@ -125,19 +131,23 @@ class Layout:
         self.blocks_mn = self.sizes_mn * self.batch
 
     def flips(self, group: Settings) -> bool:
-        """Return whether a group's `side` gives the rule the transposed matrix, with the basis on the side of the rows.
+        """Return whether the rule gets the transpose of what is stored, because of a group's `side` or `is_transposed`.
 
-        "auto" does if there are fewer rows than the basis would have columns, and the rule asks for it
-        (`Rule.transposes_few_rows`). A rule that does not track one side never gets the transpose, nor do blocks of
-        different sizes, because their bases could differ in width.
+        A `side` other than "input" may put the basis on the side of the rows. "auto" does if there are fewer rows than
+        the basis would have columns, and the rule asks for it (`Rule.transposes_few_rows`). A rule that does not track
+        one side never gets the transpose, nor do blocks of different sizes, because their bases could differ in width.
         """
         if not self.rule.one_sided or len(set(self._block_sizes())) > 1:
-            return False
+            return self.is_transposed
         rows, columns = self._block_sizes()[0]
+        if self.is_transposed:
+            rows, columns = columns, rows
         side = group.get("side", "auto")
         if side == "auto":
-            return self.rule.transposes_few_rows and rows < min(group["rank"], columns)
-        return side == "smaller" and rows < columns
+            side_flips = self.rule.transposes_few_rows and rows < min(group["rank"], columns)
+        else:
+            side_flips = side == "smaller" and rows < columns
+        return side_flips != self.is_transposed
 
     def _as_rule_sees(self, axes: str) -> str:
         """Return axes of an (out, in) matrix, "m" for rows and "n" for columns, as axes of what the rule gets."""
@@ -157,7 +167,7 @@ class Layout:
         return [(rows, size) if self.split_dim else (size, columns) for size in self.splits]
 
     def _check_splits(self, sizes: int | Sequence[int] | None, length: int) -> tuple[int, ...] | None:
-        side = "input columns" if self.split_dim else "output rows"
+        side = "input columns" if self.split_dim != self.is_transposed else "output rows"
         if isinstance(sizes, (int, Integral)):  # Integral: also numpy's
             if sizes < 1 or length % sizes:
                 raise ValueError(

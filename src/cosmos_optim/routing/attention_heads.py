@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from cosmos_optim.routing.fused_weights import FUSED
-from cosmos_optim.routing.route import ModelParameter, Route
+from cosmos_optim.routing.route import ModelParameter, Route, declared, read
 from cosmos_optim.routing.words import KEY, QUERY
 
 # Whole names of layers. In all fused forms, a head has neighbouring rows, so fused weights are cut like the others.
@@ -126,30 +126,29 @@ def _size(model: nn.Module, owner: str, query_rows: int, split_heads: bool | int
     """Return the size of a head in the module that owns the queries: declared there or above, or else the given one."""
     parts = owner.split(".") if owner else []
     above = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts), -1, -1))
-    holders = (holder for module in above for holder in (module, getattr(module, "config", None)))
-    declared = next((size for size in (_declared(holder, query_rows) for holder in holders) if size), None)
+    holders = (holder for module in above for holder in (module, read(module, "config")))
+    found = next((size for size in (_declared_size(holder, query_rows) for holder in holders) if size), None)
     called = repr(owner) if owner else "the model"
     if split_heads is True:
-        if declared is None:
+        if found is None:
             raise ValueError(
                 f"split_heads=True: neither {called} nor a config above it declares the size of a head "
                 f"({', '.join(HEAD_SIZES)}): give the number, split_heads=64"
             )
-        return declared
-    if declared not in (None, split_heads):
+        return found
+    if found not in (None, split_heads):
         raise ValueError(
             f"split_heads={split_heads} is the size of one head, but {called} or a config above it declares "
-            f"{declared}: give split_heads=True. Overrides with split_sizes can cut any other size"
+            f"{found}: give split_heads=True. Overrides with split_sizes can cut any other size"
         )
     return split_heads
 
 
-def _declared(holder: object, query_rows: int) -> int | None:
+def _declared_size(holder: object, query_rows: int) -> int | None:
     """Return the size of a head that a module or config declares, or that follows from its number of heads, or None."""
 
     def number(names: Sequence[str]) -> int | None:
-        values = (getattr(holder, name, None) for name in names)
-        return next((x for x in values if isinstance(x, int) and x > 0), None)
+        return next((x for x in (declared(holder, name) for name in names) if x is not None and x > 0), None)
 
     if (size := number(HEAD_SIZES)) is not None:
         return size

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cosmos_optim.routing.output_head import is_head_name
-from cosmos_optim.routing.words import holds_table
+from cosmos_optim.routing.words import BIAS, NORM, holds_table, words
 
 ATTRIBUTE = "_cosmos_mark"
 Mark = dict[str, Any]
@@ -107,19 +107,26 @@ def _named(group: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def warn_unrouted(groups: list[dict[str, Any]], stacklevel: int) -> None:
-    """Warn if groups without a rule have unnamed matrices, or matrices with names of embeddings or heads."""
+    """Warn if groups without a rule have unnamed matrices, or matrices named as embeddings, heads, norms or biases."""
     items = [item for group in groups if "rule" not in group for item in group["params"]]
     unnamed = [item for item in items if isinstance(item, Tensor)]
     names = [item[0] for item in items if isinstance(item, tuple)]
-    outer = [name for name in names if holds_table(path := name.rpartition(".")[0]) or is_head_name(path)]
+    outer = [name for name in names if _is_for_adam(name)]
     if unnamed:
         largest = max(unnamed, key=lambda p: p.numel())
         what = f"unnamed matrices ({len(unnamed)}, the largest of shape {tuple(largest.shape)}) all get the optimizer's"
         what += " rule: embeddings and output heads among them cannot be recognized"
     elif outer:
-        what = "embeddings or output heads, by their names, get the optimizer's rule instead of AdamW: "
+        what = "embeddings, output heads, norms or biases, by their names, get the optimizer's rule instead of AdamW: "
         what += ", ".join([*map(repr, outer[:3]), *(["..."] if outer[3:] else [])])
     else:
         return
     remedy = "Call mark(model) first, or give param_groups(model). A group with a 'rule' does not warn"
     warnings.warn(f"{what}. {remedy}", stacklevel=stacklevel)
+
+
+def _is_for_adam(name: str) -> bool:
+    """Return whether a parameter's name alone says that AdamW should train it."""
+    path, _, own = name.rpartition(".")
+    is_norm_or_bias = not NORM.isdisjoint(words(path)[-1:]) or not BIAS.isdisjoint(words(own))
+    return holds_table(path) or is_head_name(path) or is_norm_or_bias

@@ -2,19 +2,21 @@
 
 A head is what the model declares (`get_output_embeddings`, `get_classifier`), a layer with as many outputs as the model
 declares classes, a module with a head's word in its name, or a layer with the embedding's shape; or the user names it.
-Blocks that occur several times hold no heads.
+Blocks that occur several times hold no heads, but several models, each with its own embedding, do.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from cosmos_optim.routing.words import POSITION, words
+from cosmos_optim.routing.route import declared, read
+from cosmos_optim.routing.words import BIAS, NUMBER, POSITION, words
 
 # Whole words of a module's name. With one of EXCLUDED beside it, the module computes something else: pre_classifier.
 WORDS = frozenset({
@@ -22,7 +24,8 @@ WORDS = frozenset({
     "predictions", "predict", "pred", "preds", "objective", "criterion",
 })  # fmt: skip
 EXCLUDED = frozenset({
-    "pre", "pos", "query", "ref", "reference", "multi", "attn", "attention", "norm", "embed", "embedding", "embeddings",
+    "pre", "pos", "query", "ref", "reference", "multi", "attn", "attention", "sa", "norm", "embed", "embedding",
+    "embeddings",
 })  # fmt: skip
 # Whole names, or whole words at the end of a name.
 NAMES = (
@@ -32,7 +35,9 @@ NAMES = (
 # Names that hidden layers have too: they count only for the last layer of a model.
 LAST_NAMES = frozenset({"output", "output_layer", "out", "fc", "linear", "last_linear"})
 # Modules with only hidden parts, under any name.
-HIDDEN = frozenset({"attn", "attention", "mlp", "ffn"})
+HIDDEN = frozenset({"attn", "attention", "sa", "mha", "mlp", "ffn"})
+# Containers of torch, which say nothing about what they hold.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Names under which a model, or its `config`, declares the number of classes.
 CLASSES = ("num_classes", "num_labels")
 # Wrappers that do not change what a module is: parametrizations, and the copies that adapters make.
@@ -60,7 +65,8 @@ def find_output_heads(model: nn.Module, head: Head | None) -> set[str]:
 
 def _search_heads(modules: Modules) -> set[str]:
     """Return the declared heads, those found by name, and those with the embedding's shape."""
-    once = {path: module for path, module in modules.items() if not _is_repeated(path, modules)}
+    repeated = _inside_blocks(modules)
+    once = {path: module for path, module in modules.items() if path not in repeated}
     found = _declared_heads(once, modules) | _class_layers(once) | _adaptive_softmax_layers(once)
     found |= _named_heads(once, modules, found)
     found |= _embedding_shaped_layers(once, modules)
@@ -92,7 +98,7 @@ def _ask(module: nn.Module, method: str) -> Iterable[nn.Module]:
     """Return the modules that a method without arguments returns; none if it is missing or fails."""
     try:
         found = getattr(module, method)()
-    except (AttributeError, NotImplementedError, TypeError):  # some have the method but no head
+    except Exception:  # Some have the method but no head, and raise any kind of error.
         return ()
     several = found if isinstance(found, (tuple, list)) else (found,)
     return [m for m in several if isinstance(m, nn.Module)]
@@ -107,9 +113,8 @@ def _class_layers(once: Modules) -> set[str]:
     for path, module in once.items():
         if hasattr(module, "get_classifier"):
             continue
-        holders = (module, getattr(module, "config", None))
-        declared = [getattr(holder, name, None) for holder in holders for name in CLASSES]
-        counts = {count for count in declared if isinstance(count, int) and count > 1}
+        numbers = (declared(holder, name) for holder in (module, read(module, "config")) for name in CLASSES)
+        counts = {count for count in numbers if count is not None and count > 1}
         prefix = f"{path}." if path else ""
         for inner, layer in once.items() if counts else ():
             n, m = _widths(layer) if isinstance(layer, nn.Linear) and inner.startswith(prefix) else (0, 0)
@@ -137,17 +142,22 @@ def _adaptive_softmax_layers(once: Modules) -> set[str]:
 def _embedding_shaped_layers(once: Modules, modules: Modules) -> set[str]:
     """Return the linear layers with the embedding's shape: the only one, or several if their output is not used inside.
 
-    Several such layers may be hidden, as in an MLP that is as wide as the table is long. So they are heads only if no
-    layer takes as many features, and if the table is not one of positions. Items of a list of such layers count.
+    Such a layer may be hidden, as in an MLP that is as wide as the table is long. So the only one must not be consumed,
+    and several are heads only if no layer takes as many features. Items of a list of such layers count.
     """
-    tables = {path: m for path, m in modules.items() if isinstance(m, nn.Embedding)}
-    alone = [path for path, m in once.items() if _is_transposed_table(m, tables.values())]
+    tables = [m for path, m in modules.items() if _is_vocabulary(m, path)]
+    alone = [path for path, m in once.items()
+             if _is_transposed_table(m, tables) and not _is_consumed(path, {path}, modules)]  # fmt: skip
     taken = {_widths(m)[0] for m in modules.values()}
-    vocabularies = [m for path, m in tables.items()
-                    if POSITION.isdisjoint(words(path)) and m.num_embeddings not in taken]  # fmt: skip
-    several = {path for path, m in modules.items() if _is_transposed_table(m, vocabularies)
-               and (path in once or _is_in_list_of_heads(path, modules, vocabularies))}  # fmt: skip
+    unused = [m for m in tables if m.num_embeddings not in taken]
+    several = {path for path, m in modules.items() if _is_transposed_table(m, unused)
+               and (path in once or _is_in_list_of_heads(path, once, modules, unused))}  # fmt: skip
     return several | set(alone if len(alone) == 1 else ())
+
+
+def _is_vocabulary(module: nn.Module, path: str) -> TypeGuard[nn.Embedding]:
+    """Return whether a module is an embedding, and by its name not one of positions or of biases."""
+    return isinstance(module, nn.Embedding) and (POSITION | BIAS).isdisjoint(words(path))
 
 
 def _is_transposed_table(module: nn.Module | None, tables: Collection[nn.Embedding]) -> bool:
@@ -157,12 +167,12 @@ def _is_transposed_table(module: nn.Module | None, tables: Collection[nn.Embeddi
     )  # fmt: skip
 
 
-def _is_in_list_of_heads(path: str, modules: Modules, tables: Collection[nn.Embedding]) -> bool:
+def _is_in_list_of_heads(path: str, once: Modules, modules: Modules, tables: Collection[nn.Embedding]) -> bool:
     """Return whether a layer is, or ends, an item of a list whose items all are, or end in, layers of this shape."""
     parent = path.rpartition(".")[0]
     item = parent if isinstance(modules[parent], nn.Sequential) else path
     holder = item.rpartition(".")[0]
-    if not isinstance(modules[holder], nn.ModuleList) or _is_repeated(holder, modules):
+    if not isinstance(modules[holder], nn.ModuleList) or holder not in once:
         return False
     ends = [child[-1] if isinstance(child, nn.Sequential) and len(child) else child
             for child in modules[holder].children()]  # fmt: skip
@@ -214,7 +224,9 @@ def _is_last_layer(path: str, module: nn.Module, modules: Modules) -> bool:
     siblings = [child for child in parent.children() if _has_matrices(child)]
     if not siblings or siblings[-1] is not module or not n or n == m:
         return False
-    if parent is not _unwrapped(modules[""]) and not any(isinstance(child, nn.Embedding) for child in siblings):
+    place = path.rpartition(".")[0]
+    has_vocabulary = any(_is_vocabulary(child, f"{place}.{name}") for name, child in parent.named_children())
+    if parent is not _unwrapped(modules[""]) and not has_vocabulary:
         return False
     return any(isinstance(part, (nn.Embedding, _ConvNd)) or _is_block_list(part)
                for child in siblings[:-1] for part in child.modules())  # fmt: skip
@@ -241,18 +253,17 @@ def _output_layers(path: str, module: nn.Module) -> set[str]:
     return {WRAPPERS.sub("", f"{path}.{name}") for name in returned[:1]}
 
 
-def _is_consumed(path: str, layers: set[str], modules: Modules, heads: set[str]) -> bool:
-    """Return whether a later module beside this one is a head that takes as many features as this one returns."""
-    parent = path.rpartition(".")[0]
+def _is_consumed(path: str, layers: set[str], modules: Modules, heads: Collection[str] = ()) -> bool:
+    """Return whether the next module beside this one, or a later head, takes as many features as this one returns."""
     outputs = {_widths(modules[layer])[1] for layer in layers} - {0}
-    later = False
-    for name, sibling in modules[parent].named_children():
-        sibling_path = f"{parent}.{name}".lstrip(".")
-        if later and any(head == sibling_path or head.startswith(f"{sibling_path}.") for head in heads):
-            first = next((m for m in sibling.modules() if _widths(m)[0]), None)
-            if first is not None and _widths(first)[0] in outputs:
-                return True
-        later = later or sibling_path == path
+    beside = [item for item in _children(path.rpartition(".")[0], modules) if _has_matrices(item[1])]
+    position = next((i for i, (name, _) in enumerate(beside) if name == path), len(beside))
+    for i, (name, sibling) in enumerate(beside[position + 1 :]):
+        taken = next((width for m in sibling.modules() if (width := _widths(m)[0])), 0)
+        is_head = any(head == name or head.startswith(f"{name}.") for head in heads)
+        is_trunk = i == 0 and not is_head_name(name)  # two heads may be parallel
+        if taken in outputs and (is_trunk or is_head):
+            return True
     return False
 
 
@@ -288,15 +299,38 @@ def _is_block_list(module: Any) -> bool:
     return len(kinds) > len(set(kinds))
 
 
-def _is_repeated(path: str, modules: Modules) -> bool:
-    """Return whether a module is inside a block that occurs several times."""
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        holder = modules[".".join(parts[:i])] if part.isdigit() else None
-        if isinstance(holder, nn.ModuleList):
-            return True
-        if holder is not None and i < len(parts) - 1:
-            kind = type(modules[".".join(parts[: i + 1])])
-            if sum(type(child) is kind for child in holder.children()) > 1:
-                return True
-    return False
+def _children(path: str, modules: Modules) -> list[tuple[str, nn.Module]]:
+    """Return the path and the module of each direct part of a module."""
+    return [(f"{path}.{name}".lstrip("."), child) for name, child in modules[path].named_children()]
+
+
+def _inside_blocks(modules: Modules) -> set[str]:
+    """Return the paths of all modules that are an item of a list, or inside a block that occurs several times.
+
+    A block with its own vocabulary is a model. So is the only item of a list that holds everything.
+    """
+    vocabularies = [path.split(".") for path, m in modules.items() if _is_vocabulary(m, path)]
+    models = {".".join(parts[:i]) for parts in vocabularies for i in range(len(parts))}
+    blocks = {block for path in modules for block in _blocks_in(path, modules)} - models
+    inside: set[str] = set()
+    for path in modules:  # a module comes before its parts
+        parent = path.rpartition(".")[0]
+        is_item = path in blocks and isinstance(modules[parent], nn.ModuleList)
+        if is_item or parent in blocks or parent in inside:
+            inside.add(path)
+    return inside
+
+
+def _blocks_in(path: str, modules: Modules) -> set[str]:
+    """Return the parts of a module that are blocks: items of a list, or of one class and with one name but its number.
+
+    For example block0 and block1, or items of an nn.Sequential. Names of heads are left out, and torch's containers,
+    because fc1 and fc2 may be two of those.
+    """
+    holder, children = modules[path], _children(path, modules)
+    if isinstance(holder, nn.ModuleList):
+        return {name for name, _ in children} if path or len(children) > 1 else set()
+    stems = {name: NUMBER.sub("", name.rpartition(".")[2]) for name, _ in children}
+    count = Counter((stems[name], type(child)) for name, child in children)
+    return {name for name, child in children if count[stems[name], type(child)] > 1
+            and not (stems[name] and (type(child) in CONTAINERS or is_head_name(name)))}  # fmt: skip

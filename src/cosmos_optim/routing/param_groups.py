@@ -151,7 +151,7 @@ def routes(
         elif parameter.p.requires_grad:
             unknown.append(parameter)
     _refuse_unused(taken, [parameter.name for parameter in parameters][:3])
-    _refuse_unknown(unknown, rule)
+    _refuse_unknown(unknown, rule, [name for known, _ in found for name in (known.name, *known.aliases)])
     return found
 
 
@@ -196,15 +196,18 @@ def _overridden(parameter: ModelParameter, route: Route | None, pattern: str, as
     return Route(rule, f"override {pattern!r}", settings, route.kind if route else "")
 
 
-def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str) -> None:
-    """Raise one error for all parameters without a route, with one pattern for the same parameter of many layers."""
+def _refuse_unknown(parameters: Sequence[ModelParameter], rule: str, known: Sequence[str]) -> None:
+    """Raise one error for all parameters without a route, with one pattern for the same parameter of many layers.
+
+    known: the names of the parameters with a route; no pattern matches one of these.
+    """
     if not parameters:
         return
     first = parameters[0]
     patterns: list[str] = []
     for parameter in parameters:
         if not any(matches(parameter.name, pattern) for pattern in patterns):
-            patterns.append(layer_pattern(parameter.name))
+            patterns.append(layer_pattern(parameter.name, known))
     more = len(parameters) - 1
     others = f", and neither {'is 1 other' if more == 1 else f'are {more} others'}" if more else ""
     own = "" if rule == "cosmos" else f"{rule!r}, "

@@ -8,7 +8,7 @@ searched; a few classes of transformers are known by their whole name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from cosmos_optim.routing.words import BIAS, EXPERT, KEY, NORM, QUERY, ROUTER, S
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 # Names under which linear layers declare the sizes of their input and output: torch and its quantized layers;
-# Megatron, vLLM and JetMoE; torchtune; others.
+# Megatron, vLLM and JetMoE; torchtune; others; libraries for graphs.
 SIZES = (
     ("in_features", "out_features"), ("input_size", "output_size"), ("in_dim", "out_dim"), ("input_dim", "output_dim"),
+    ("in_channels", "out_channels"),
 )  # fmt: skip
 # Names under which mixtures declare how many experts they have.
 EXPERTS = (
@@ -131,7 +132,8 @@ def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head
         return ""
     if _has_word(own, SCALE):
         return "scale"
-    is_for_whole_batch = p.dim() > 2 and p.shape[0] == 1
+    is_kernel = p.dim() > 3 and words(own)[-1:] == ("weight",)  # StyleGAN2 stores (1, out, in, k, k)
+    is_for_whole_batch = p.dim() > 2 and p.shape[0] == 1 and not is_kernel
     return "embedding" if is_for_whole_batch or holds_table(_owner_path(parameter)) else ""
 
 
@@ -193,11 +195,11 @@ def _is_weight_of(parameter: ModelParameter, *kinds: type[nn.Module]) -> bool:
 def _is_vector_in_effect(p: Tensor, form: str) -> bool:
     """Return whether a parameter with several dimensions is one vector, or has single rows or columns and no form.
 
-    For example, (1, 8) is a vector in effect; (4, 8, 1) is one only if its form is not known.
+    For example, (1, 8) is a vector in effect; (4, 8, 1) is one only if its form is not known, and (1, 8, 3, 3) only if
+    it is known to be a convolution, and so one row.
     """
     has_one_long_dimension = p.numel() == max(p.shape)
-    has_thin_matrices = 1 in p.shape[-2:]
-    return has_one_long_dimension or (has_thin_matrices and not form)
+    return has_one_long_dimension or (p.shape[0] == 1 if form else 1 in p.shape[-2:])
 
 
 def _is_state_space(parameter: ModelParameter) -> bool:
@@ -213,8 +215,8 @@ def _declares_embedding(parameter: ModelParameter) -> bool:
     module, p = parameter.module, parameter.p
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return True
-    rows, columns = getattr(module, "num_embeddings", None), getattr(module, "embedding_dim", None)
-    if not isinstance(rows, int) or p.dim() != 2 or p.shape[1] != columns:
+    rows, columns = declared(module, "num_embeddings"), declared(module, "embedding_dim")
+    if rows is None or p.dim() != 2 or p.shape[1] != columns:
         return False
     return rows % max(p.shape[0], 1) == 0  # all rows, or a part of them
 
@@ -223,7 +225,7 @@ def matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
     """Return the form of a hidden matrix and its settings; "" and {} if the parameter is not known to be one."""
     p, module = parameter.p, parameter.module
     if isinstance(module, _ConvNd) and p.dim() > 2:
-        return _convolution_form(p, module.groups)
+        return _convolution_form(p, module)
     is_in_out = not STORED_IN_OUT.isdisjoint(_class_names(module, qualified=True))
     if p.dim() == 3 and 1 not in p.shape and (is_in_out or _is_stack(parameter)):
         is_in_out = getattr(module, "is_transposed", is_in_out)
@@ -242,17 +244,20 @@ def matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
-def _convolution_form(p: Tensor, groups: int) -> tuple[str, dict[str, Any]]:
+def _convolution_form(p: Tensor, module: _ConvNd) -> tuple[str, dict[str, Any]]:
     """Return the form of a convolution, which is flattened to (out, in * kernel), one block for each group.
 
-    A depthwise convolution is not a matrix.
+    A transposed one is stored (in, out, kernel). It is the matrix (out * kernel, in), because it maps the features of a
+    place to those of several places. A depthwise convolution is not a matrix.
     """
-    settings = {"layout": "conv"}
+    groups, kind = module.groups, "transposed convolution" if module.transposed else "convolution"
+    settings = {"layout": "conv_in_out" if module.transposed else "conv"}
     if groups == 1:
-        return "convolution", settings
+        return kind, settings
     if p.shape[1] == 1 or p.shape[0] == groups:
         return "depthwise convolution", settings
-    return "grouped convolution", settings | _row_blocks(p, groups)
+    side = {"split_side": "input"} if module.transposed else {}
+    return f"grouped {kind}", settings | _row_blocks(p, groups) | side
 
 
 def _form_in_known_module(parameter: ModelParameter) -> tuple[str, dict[str, Any]] | None:
@@ -281,24 +286,34 @@ def _class_names(module: nn.Module, qualified: bool = False) -> set[str]:
 
 
 def _is_linear(parameter: ModelParameter) -> bool:
-    """Return whether a parameter with two dimensions is a linear layer's weight, or an adapter's matrix beside it.
+    """Return whether a parameter with two dimensions is a linear layer's weight, or a factor of an adapter beside it.
 
     The layer may hold a part of the rows or columns that it declares, as tensor-parallel layers do.
     """
     module, (rows, columns) = parameter.module, parameter.p.shape
-    is_weight = re.fullmatch(r"weight\d*", parameter.tensor_name) is not None
-    may_be_adapter = not is_weight and not _has_word(parameter.tensor_name, SCALE)
+    is_weight = re.fullmatch(r"weight\d*", WEIGHT_PART.sub("", parameter.tensor_name)) is not None
     if isinstance(module, nn.Linear) and is_weight:
         return True
     for input_name, output_name in SIZES:
-        n, m = getattr(module, input_name, None), getattr(module, output_name, None)
-        if not isinstance(m, int) or not isinstance(n, int):
+        n, m = declared(module, input_name), declared(module, output_name)
+        if m is None or n is None:
             continue
         if is_weight and m % max(rows, 1) == 0 and n % max(columns, 1) == 0:
             return True
-        if may_be_adapter and (rows == m or columns == n):
+        if not is_weight and _is_adapter(parameter, m, n):
             return True
     return False
+
+
+def _is_adapter(parameter: ModelParameter, m: int, n: int) -> bool:
+    """Return whether a parameter is (rank, n) beside one of (m, rank) in the same module, or the reverse.
+
+    A table or a second weight is alone there. What has the shape (m, n) of the layer's weight is not a factor.
+    """
+    (rows, columns), whole = parameter.p.shape, (m, n)
+    beside = {tuple(p.shape) for p in parameter.module.parameters(recurse=False)} - {whole}
+    is_factor = (columns == n and (m, rows) in beside) or (rows == m and (columns, n) in beside)
+    return is_factor and (rows, columns) != whole and not _has_word(parameter.tensor_name, SCALE)
 
 
 def _is_stack(parameter: ModelParameter) -> bool:
@@ -320,8 +335,22 @@ def _is_router(parameter: ModelParameter) -> bool:
 
 def _declared_experts(module: nn.Module) -> set[int]:
     """Return the numbers of experts that a module declares."""
-    found: Iterable[Any] = (getattr(module, name, None) for name in EXPERTS)
-    return {count for count in found if isinstance(count, int) and count > 1}
+    found = (declared(module, name) for name in EXPERTS)
+    return {count for count in found if count is not None and count > 1}
+
+
+def declared(holder: object, name: str) -> int | None:
+    """Return the whole number that a module or its config declares under a name; None if there is none."""
+    value = read(holder, name)
+    return value if isinstance(value, int) else None
+
+
+def read(holder: object, name: str) -> Any:
+    """Return an attribute of a module or config; None if there is none, or if it cannot be read now."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # A property may need what is not there yet, such as the trainer of Lightning.
+        return None
 
 
 def _adam_mini_route(parameter: ModelParameter, route: Route) -> Route:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from glob import escape
 
@@ -40,13 +41,18 @@ def words(name: str) -> tuple[str, ...]:
     return tuple(part for part in parts if part)
 
 
-def layer_pattern(name: str) -> str:
+def layer_pattern(name: str, others: Iterable[str] = ()) -> str:
     """Return a pattern that matches the same parameter in every layer: whole numbers become `*`.
+
+    A `*` also matches several parts of a name. If the pattern would match one of `others`, it matches this name only.
 
     >>> layer_pattern("blocks.12.attn.qkv2.weight"), layer_pattern("blocks.12.mix[1]")
     ('blocks.*.attn.qkv2.weight', 'blocks.*.mix[[]1]')
+    >>> layer_pattern("0.weight", others=["0.bias"]), layer_pattern("0.weight", others=["1.linear.weight"])
+    ('*.weight', '0.weight')
     """
-    return LAYER_NUMBER.sub(r"\1*", escape(name))
+    pattern = LAYER_NUMBER.sub(r"\1*", escape(name))
+    return escape(name) if any(matches(other, pattern) for other in others) else pattern
 
 
 def matches(name: str, pattern: str) -> bool:

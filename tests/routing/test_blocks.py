@@ -1,0 +1,216 @@
+"""Which modules are blocks, which are models, and which layers are no heads although a name or a shape says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cosmos_optim import param_groups, plan
+
+WIDTH, VOCABULARY = 16, 50
+
+
+def made(**parts: nn.Module) -> nn.Module:
+    """Return a module with these parts, in this order."""
+    module = nn.Module()
+    for name, part in parts.items():
+        module.add_module(name, part)
+    return module
+
+
+def on_adam(model: nn.Module, **options: Any) -> set[str]:
+    """Return the layers that AdamW trains, without embeddings."""
+    tables = {path for path, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    found = {name.removesuffix(".weight") for group in param_groups(model, **options) if group["rule"] == "adam"
+             for name, p in group["params"] if p.dim() > 1}  # fmt: skip
+    return found - tables
+
+
+class AttentionHead(nn.Module):
+    """One head of attention, as in Karpathy's lecture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(WIDTH, 4, bias=False) for _ in range(3))
+
+
+class Lecture(nn.Module):
+    """Attention of several heads, each a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.proj = nn.ModuleList(AttentionHead() for _ in range(4)), nn.Linear(WIDTH, WIDTH)
+
+
+class Block(nn.Module):
+    """A block with hidden layers that have names of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sa, self.score, self.down = Lecture(), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.predictor = nn.Linear(WIDTH, 3)
+
+
+class Net(nn.Module):
+    """A small language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+
+class ClassificationHead(nn.Module):
+    """Two layers, of which the last is an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.out_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+
+def language_model(**blocks: nn.Module) -> nn.Module:
+    return made(embed=nn.Embedding(VOCABULARY, WIDTH), **blocks, lm_head=nn.Linear(WIDTH, VOCABULARY))
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [{"blocks": nn.ModuleList([Block(), Block()])}, {"blocks": nn.Sequential(Block(), Block())},
+     {"blocks": nn.ModuleDict({"layer_0": Block(), "layer_1": Block()})}, {"block0": Block(), "block1": Block()},
+     {"stages": made(stage1=Block(), stage2=Block())}, {"blocks": nn.ModuleList([Block()])}],
+)  # fmt: skip
+def test_blocks_hold_no_heads_under_any_numbered_names(blocks: dict[str, nn.Module]) -> None:
+    assert on_adam(language_model(**blocks)) == {"lm_head"}
+
+
+def test_modules_of_one_class_under_other_names_may_be_heads() -> None:
+    for names in (("start", "end"), ("head1", "head2"), ("classifier_0", "classifier_1")):
+        heads = {name: ClassificationHead() for name in names}
+        found = on_adam(language_model(**heads))
+        assert found == {"lm_head"} | {f"{name}.out_proj" for name in names if name not in ("start", "end")}
+        found = on_adam(language_model(**heads), head=[heads[name].out_proj for name in names])
+        assert found == {"lm_head"} | {f"{name}.out_proj" for name in names}
+    towers = {name: made(body=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 3)) for name in ("actor", "critic")}
+    assert on_adam(nn.ModuleDict(towers)) == {"actor.head", "critic.head"}
+
+
+def test_the_last_of_several_numbered_containers_can_have_the_declared_classes() -> None:
+    model = made(conv=nn.Conv2d(3, 8, 3), fc1=nn.Sequential(nn.Linear(8, 16)), fc2=nn.Sequential(nn.Linear(16, 7)))
+    model.num_classes = 7
+    assert on_adam(model) == {"fc2.0"}
+
+
+@pytest.mark.parametrize("name", ["sa", "self_attn", "attention", "mha"])
+def test_heads_of_attention_are_hidden_in_a_single_block(name: str) -> None:
+    assert on_adam(language_model(blocks=nn.Sequential(made(**{name: Lecture()})))) == {"lm_head"}
+
+
+def test_heads_of_attention_are_hidden_without_a_block() -> None:
+    assert on_adam(language_model(sa_heads=Lecture(), ffwd=nn.Linear(WIDTH, WIDTH))) == {"lm_head"}
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [(nn.ModuleList([Net()]), {"0.head"}), (nn.ModuleList([Net(), Net()]), {"0.head", "1.head"}),
+     (nn.ModuleList([made(stem=nn.Conv2d(3, 8, 3), head=nn.Linear(8, 5))]), {"0.head"}),
+     (made(members=nn.ModuleList([Net(), Net()])), {"members.0.head", "members.1.head"}),
+     (made(members=nn.ModuleList([Net()]), head=nn.Linear(100, 3)), {"members.0.head", "head"}),
+     (made(net1=Net(), net2=Net()), {"net1.head", "net2.head"}),
+     (made(online=Net(), target=Net()), {"online.head", "target.head"}),
+     (nn.Sequential(Net(), Net()), {"0.head", "1.head"})],
+)  # fmt: skip
+def test_the_heads_of_several_models_are_found(model: nn.Module, heads: set[str]) -> None:
+    assert on_adam(model) == heads
+    assert "no output head" not in str(plan(model, lr=1e-3))
+
+
+def test_a_block_with_relative_positions_is_not_a_model() -> None:
+    """T5's first block has the table of all blocks."""
+    first, second = Block(), Block()
+    first.sa.relative_attention_bias = nn.Embedding(32, 4)
+    assert on_adam(language_model(block=nn.ModuleList([first, second]))) == {"lm_head"}
+
+
+def test_the_last_layer_of_attention_with_relative_positions_is_hidden() -> None:
+    layers = {name: nn.Linear(WIDTH, 24) for name in "qkv"}
+    for table in ({"rel": nn.Embedding(32, 4)}, {"position_bias": nn.Embedding(32, 4)}):
+        assert on_adam(language_model(cross=made(**layers, **table, out=nn.Linear(24, WIDTH)))) == {"lm_head"}
+
+
+# -- layers that another one takes -------------------------------------------------------------------------------------
+
+
+def test_a_layer_with_the_name_of_a_head_is_hidden_if_the_next_one_takes_its_output() -> None:
+    pool = made(score=nn.Linear(WIDTH, 24), fc=nn.Linear(24, WIDTH))
+    assert on_adam(language_model(pool=pool)) == {"lm_head"}
+    joint = made(pred=nn.Linear(WIDTH, 24), norm=nn.LayerNorm(24), out=nn.Linear(24, VOCABULARY))
+    assert "joint.pred" not in on_adam(made(embed=nn.Embedding(VOCABULARY, WIDTH), joint=joint))
+
+
+def test_heads_beside_each_other_are_heads() -> None:
+    """A layer between them, or a second head that returns as many features as it takes, takes none of the output."""
+    apart = language_model(score=nn.Linear(WIDTH, 24), other=nn.Linear(WIDTH, 8), mix=nn.Linear(24, WIDTH))
+    assert on_adam(apart) == {"score", "lm_head"}
+    image, text = made(proj=nn.Linear(24, WIDTH)), made(proj=nn.Linear(WIDTH, WIDTH))
+    assert on_adam(made(stem=nn.Conv2d(3, 24, 3), image_head=image, text_head=text)) == {"image_head.proj"}
+
+
+@pytest.mark.parametrize("name", ["pos", "time", "embed"])
+def test_a_hidden_layer_shaped_as_a_table_is_not_a_head(name: str) -> None:
+    mlp = {"up": nn.Linear(WIDTH, 64), "down": nn.Linear(64, WIDTH)}
+    table = nn.Embedding(64, WIDTH)
+    assert on_adam(made(**{name: table}, inputs=nn.Linear(12, WIDTH), **mlp, outputs=nn.Linear(WIDTH, 12))) == set()
+    assert on_adam(made(embed=table, block=made(**mlp), readout=nn.Linear(WIDTH, 64))) == {"readout"}
+
+
+def test_a_layer_shaped_as_a_table_of_positions_is_not_a_head() -> None:
+    assert on_adam(made(pos=nn.Embedding(64, WIDTH), up=nn.Linear(WIDTH, 64))) == set()
+    assert on_adam(made(tokens=nn.Embedding(64, WIDTH), up=nn.Linear(WIDTH, 64))) == {"up"}
+
+
+# -- attributes that cannot be read ------------------------------------------------------------------------------------
+
+
+class NotReady(nn.Module):
+    """A module like Lightning's, with properties and methods that need what is not there yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.weight = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.zeros(8, WIDTH))
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
+
+    @property
+    def num_classes(self) -> int:
+        raise RuntimeError("it is not attached to a trainer")
+
+    config = in_features = num_embeddings = num_experts = head_dim = num_classes
+
+    def get_output_embeddings(self) -> nn.Module:
+        raise RuntimeError("call setup() first")
+
+    get_classifier = get_output_embeddings
+
+
+class WithoutClassifier(NotReady):
+    """The same, and it is asked for the number of classes."""
+
+    get_classifier = property(lambda self: self.missing)
+
+
+@pytest.mark.parametrize("kind", [NotReady, WithoutClassifier])
+def test_attributes_that_raise_do_not_end_routing(kind: type[nn.Module]) -> None:
+    model = kind()
+    assert on_adam(model, overrides={"weight": "cosmos"}) == {"lm_head"}
+    with pytest.raises(ValueError, match="is not known to be"):
+        param_groups(model)
+    attention = made(model=model, **{name: nn.Linear(WIDTH, WIDTH) for name in ("q_proj", "k_proj", "v_proj")})
+    param_groups(attention, overrides={"model.weight": "cosmos"}, split_heads=4)

@@ -153,6 +153,17 @@ def test_marks_survive_distribution(kind: str) -> None:
         assert not got or got == pytest.approx(losses, rel=1e-4)
 
 
+def test_a_marked_model_itself_does_not_follow_its_marks_and_says_so() -> None:
+    model = mark(decoder(), overrides={"up.weight": "adam"})
+    with pytest.warns(UserWarning, match=r"1 parameters, such as 'up.weight', were marked.*give .*model.parameters\(\)"):
+        Cosmos(model, rank=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Cosmos(model.parameters(), rank=4)
+        Adam(model)
+        Cosmos(nn.Sequential(mark(decoder())), rank=4)
+
+
 def test_groups_without_a_rule_are_split_and_keep_their_settings() -> None:
     model = mark(decoder())
     decayed = [p for p in model.parameters() if p.dim() > 1]

@@ -75,6 +75,22 @@ def apply_marks(groups: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]
     return found
 
 
+def warn_marked_otherwise(groups: list[dict[str, Any]], stacklevel: int) -> None:
+    """Warn if the groups of a model, which do not follow its marks, differ from these."""
+    differ = []
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for name, p in group["params"]:
+            marked = mark_of(p)  # its name may lack what a wrapper adds
+            differ += [name] if marked and {**marked, "name": ""} != {**settings, "name": ""} else []
+    if differ:
+        warnings.warn(
+            f"{len(differ)} parameters, such as {differ[0]!r}, were marked with another rule or other settings than "
+            "they get from the model alone: give the optimizer model.parameters() to follow the marks",
+            stacklevel=stacklevel,
+        )
+
+
 def _tensor(item: Any) -> Any:
     """Return the tensor of a (name, tensor) pair or of a bare tensor."""
     return item[1] if isinstance(item, tuple) else item

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cosmos_optim.routing.attention_heads import find_attention_heads, with_heads
-from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_unrouted
+from cosmos_optim.routing.mark import apply_marks, leave_mark, warn_marked_otherwise, warn_unrouted
 from cosmos_optim.routing.output_head import Head, find_output_heads
 from cosmos_optim.routing.route import ModelParameter, Route, matrix_form, route_of
 from cosmos_optim.routing.words import layer_pattern, matches
@@ -273,6 +273,8 @@ def as_groups(params: nn.Module | Iterable[Any], rule: str, stacklevel: int = 4)
         groups = param_groups(params, rule)
         if not groups:
             raise ValueError(f"this {type(params).__name__} has no parameter to train: all are frozen, or it has none")
+        if rule != "adam":
+            warn_marked_otherwise(groups, stacklevel + 1)
         return groups
     if isinstance(params, (Tensor, dict)) or not isinstance(params, Iterable):
         got = "one tensor: put it in a list" if isinstance(params, Tensor) else f"{params!r}"

@@ -45,9 +45,9 @@ def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
     status = NOT_STARTED if run.status == "empty" else run.status
     if asked.run_name in failures and not run.finished:  # another comparison may have finished it meanwhile
         status = FAILED
-    about = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
-    config = {**run.config, "config": asked.flat()}
-    return replace(run, name=asked.run_name, status=status, config=config, **about)  # type: ignore[arg-type]
+    about = {**run.about, "config": asked.flat()}
+    setting = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
+    return replace(run, name=asked.run_name, status=status, about=about, **setting)  # type: ignore[arg-type]
 
 
 def _common(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -57,20 +57,20 @@ def _common(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _made_with(runs: Sequence[Run]) -> dict[str, Any]:
     """Return data, date, commit and versions from the run folders, maybe older than this call; lists if several."""
-    about = [{**run.config, "data": data} for run, data in zip(runs, _data_of(runs), strict=True)]
+    abouts = [{**run.about, "data": data} for run, data in zip(runs, _data_of(runs), strict=True)]
     found: dict[str, Any] = {}
     for name in ("data", "date", "commit", "versions"):
         values: list[Any] = []
-        for own in about:
-            if own.get(name) is not None and own[name] not in values:
-                values.append(own[name])
+        for about in abouts:
+            if about.get(name) is not None and about[name] not in values:
+                values.append(about[name])
         found[name] = values[0] if len(values) == 1 else values or None
     return found
 
 
 def _data_of(runs: Sequence[Run]) -> list[Any]:
     """Return the data of each run, without the hash of the validation text if older runs do not have it."""
-    data = [run.config.get("data") for run in runs]
+    data = [run.about.get("data") for run in runs]
     if all("val_fingerprint" in own for own in data if isinstance(own, Mapping)):
         return data
     return [
@@ -87,7 +87,7 @@ def _edge(group: Group, groups: Sequence[Group]) -> str | None:
 
 def _label(group: Group) -> str:
     """Name a row: optimizer, rate, the fields in which it differs from others, and its options if they differ."""
-    config = group.runs[0].config["config"]
+    config = group.runs[0].config
     differing = [(name, config[name]) for name in group.differs if name in config]
     fields = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in differing]
     options = config["options"] if any(name not in config for name in group.differs) else ()
@@ -97,7 +97,7 @@ def _label(group: Group) -> str:
 
 def _row(group: Group, metric: str, failures: Mapping[str, str]) -> dict[str, Any]:
     """Return one variant's row of compare.json; lists have one entry per seed, and the mean needs all of them."""
-    runs, config = group.runs, group.runs[0].config["config"]
+    runs, config = group.runs, group.runs[0].config
     finished = [run.stats if run.finished else {} for run in runs]
     values = [stats.get(metric) for stats in finished]
     spread = group.stat(metric)
@@ -136,7 +136,7 @@ def format_result(result: Mapping[str, Any]) -> str:
         lines.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}: {advice}")
     texts = result.get("data")
     if isinstance(texts, list):
-        sizes = " and ".join(_text(about) for about in texts)
+        sizes = " and ".join(_text(data) for data in texts)
         lines.append(f"These runs cannot be compared: they were trained on different data, {sizes}")
     return "\n".join(lines)
 
@@ -159,10 +159,10 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _text(about: Mapping[str, Any]) -> str:
+def _text(data: Mapping[str, Any]) -> str:
     """Describe a text by its size and hash, and the hash of its validation part."""
-    val = f", validated on {about['val_fingerprint']}" if "val_fingerprint" in about else ""
-    return f"{about['tokens']:,} tokens (hash {about['fingerprint']}{val})"
+    val = f", validated on {data['val_fingerprint']}" if "val_fingerprint" in data else ""
+    return f"{data['tokens']:,} tokens (hash {data['fingerprint']}{val})"
 
 
 def _average(values: Sequence[float | None], form: str = ",.1f") -> str:

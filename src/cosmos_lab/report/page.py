@@ -82,7 +82,7 @@ def _facts(tasks: Sequence[Task]) -> list[str]:
         facts.append(tasks[0].title)
     if parameters := sorted({run.stats["parameters"] for run in runs if "parameters" in run.stats}):
         facts.append(" / ".join(map(count, parameters)) + " parameters")
-    versions = [run.config.get("versions") for run in runs]
+    versions = [run.about.get("versions") for run in runs]
     return facts + sorted({v["gpu"] for v in versions if isinstance(v, Mapping) and isinstance(v.get("gpu"), str)})
 
 

@@ -20,12 +20,6 @@ _NOT_SETTINGS = {
 _UNSET = "null"  # a field left at None, as JSON
 
 
-def config_of(run: Run) -> Mapping[str, Any]:
-    """Return the fields of a run's ``RunConfig``, which config.json has under "config"."""
-    config = run.config.get("config")
-    return config if isinstance(config, Mapping) else {}
-
-
 def as_json(value: Any) -> str:
     return json.dumps(value, default=str)
 
@@ -35,9 +29,8 @@ def settings_of(run: Run) -> dict[str, str]:
 
     Fields are JSON, options are as the user wrote them: ``{"rank": "64", "gamma": "null", "nesterov": "True"}``.
     """
-    config = config_of(run)
-    settings = {key: as_json(value) for key, value in config.items() if key not in _NOT_SETTINGS}
-    options = config.get("options")
+    settings = {key: as_json(value) for key, value in run.config.items() if key not in _NOT_SETTINGS}
+    options = run.config.get("options")
     if isinstance(options, list | tuple):
         for option in options:  # for example "nesterov=True"
             name, _, value = str(option).partition("=")
@@ -51,12 +44,12 @@ def is_set(settings: Mapping[str, str], key: str) -> bool:
 
 def resolved(run: Run, key: str) -> Any:
     """Return a field of a run's config; for one left at None, the value that the run used, if its folder tells."""
-    value = config_of(run).get(key)
+    value = run.config.get(key)
     if value is not None:
         return value
     if key in ("width", "depth", "mlp", "vocab_size"):
         return _size(run, key)
-    used = run.config.get("settings")  # with the rule before each name: {"adam.eps": 1e-8, "cosmos.rank": 64}
+    used = run.about.get("settings")  # with the rule before each name: {"adam.eps": 1e-8, "cosmos.rank": 64}
     if isinstance(used, Mapping):
         for full_name, value in used.items():
             rule, _, name = full_name.partition(".")
@@ -69,8 +62,8 @@ def _size(run: Run, key: str) -> int | None:
     """Return a size of the model that its config leaves to the preset, or to the data."""
     from cosmos_lab.models import resolve  # brings torch, which takes seconds
 
-    data = run.config.get("data")
-    if key == "vocab_size" and config_of(run).get("data") == "embedded" and isinstance(data, Mapping):
+    data = run.about.get("data")
+    if key == "vocab_size" and run.config.get("data") == "embedded" and isinstance(data, Mapping):
         return number(data.get("vocab_size"))  # type: ignore[return-value]
     try:
         return int(getattr(resolve(run.model), key))

@@ -15,15 +15,7 @@ from typing import NamedTuple
 
 from cosmos_lab.config import TASK, marked
 from cosmos_lab.display import rate
-from cosmos_lab.results.methods import (
-    as_json,
-    config_of,
-    differing_settings,
-    is_set,
-    name_methods,
-    resolved,
-    settings_of,
-)
+from cosmos_lab.results.methods import as_json, differing_settings, is_set, name_methods, resolved, settings_of
 from cosmos_lab.results.reading import Run
 
 _TASK = marked(TASK)
@@ -172,7 +164,7 @@ def _valid(lr: float | None) -> bool:
 
 def _given_name(run: Run) -> str:
     """Return the name that the user gave with --name, or "" for one that a recipe made up."""
-    name = config_of(run).get("name")
+    name = run.config.get("name")
     return name if isinstance(name, str) and not name.startswith(f"{run.recipe}-{run.optimizer}-lr") else ""
 
 
@@ -211,16 +203,16 @@ def _spelled(run: Run, key: str) -> str:
 
 def _hashes(run: Run) -> str:
     """Return the hashes of the text that a run trained on and validated with, as far as its folder has them."""
-    about = run.config.get("data")
-    if not isinstance(about, Mapping):
+    data = run.about.get("data")
+    if not isinstance(data, Mapping):
         return ""
-    return ", ".join(str(about[name]) for name in ("fingerprint", "val_fingerprint") if about.get(name))
+    return ", ".join(str(data[name]) for name in ("fingerprint", "val_fingerprint") if data.get(name))
 
 
 def _with_data_of(first: Run, run: Run) -> Run:
     """Spell the data of a run as another run of its task does: another path to the same text is not another method."""
-    config = {**config_of(run), "data": config_of(first).get("data")}
-    return replace(run, config={**run.config, "config": config})
+    config = {**run.config, "data": first.config.get("data")}
+    return replace(run, about={**run.about, "config": config})
 
 
 def _title(key: _TaskKey, first_runs: Mapping[_TaskKey, Run]) -> str:

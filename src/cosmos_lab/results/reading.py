@@ -56,11 +56,17 @@ class Run:
     lr: float | None = None
     adam_lr: float | None = None
     seed: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)  # the content of config.json
     stats: Mapping[str, float] = field(default_factory=dict)
     train: tuple[Point, ...] = ()
     validation: tuple[Point, ...] = ()
     diagnostics: tuple[Snapshot, ...] = ()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return the fields of the run's ``RunConfig``, which config.json has under "config"."""
+        config = self.about.get("config")
+        return config if isinstance(config, Mapping) else {}
 
     @property
     def score(self) -> float | None:
@@ -107,23 +113,23 @@ def read_run(folder: Path) -> Run:
     if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
         note = f"the folder holds no {CONFIG}, {METRICS} or {SUMMARY}"
         return Run(folder, "empty", notes=(note,), name=folder.name)
-    config = _read_object(folder / CONFIG, notes) or {}
+    about = _read_object(folder / CONFIG, notes) or {}
     summary = read_summary(folder, notes)
     log = read_log(folder, notes)
-    stats = _stats(summary or {}, config, log)
+    stats = _stats(summary or {}, about, log)
     return Run(
         folder,
-        status=_status(config, summary, log, stats),
+        status=_status(about, summary, log, stats),
         finished=summary is not None,
         notes=tuple(notes),
-        name=_text(config.get("name")) or folder.name,
-        recipe=_text(config.get("recipe")),
-        model=_text(config.get("model")),
-        optimizer=_text(config.get("optimizer")),
-        lr=number(config.get("lr")),
-        adam_lr=number(config.get("adam_lr")),
-        seed=_text(config.get("seed")),
-        config=config,
+        name=_text(about.get("name")) or folder.name,
+        recipe=_text(about.get("recipe")),
+        model=_text(about.get("model")),
+        optimizer=_text(about.get("optimizer")),
+        lr=number(about.get("lr")),
+        adam_lr=number(about.get("adam_lr")),
+        seed=_text(about.get("seed")),
+        about=about,
         stats=stats,
         train=tuple(log.train),
         validation=tuple(log.validation),
@@ -313,15 +319,15 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _stats(summary: dict[str, Any], config: dict[str, Any], log: Log) -> dict[str, float]:
+def _stats(summary: dict[str, Any], about: dict[str, Any], log: Log) -> dict[str, float]:
     """Return the numbers of the summary; those it lacks come from the log, so that an unfinished run has them too."""
-    asked = config.get("config")
-    steps = number(asked.get("steps")) if isinstance(asked, dict) else None
+    config = about.get("config")
+    steps = number(config.get("steps")) if isinstance(config, dict) else None
     logged = {
         **summarize(log, steps if isinstance(steps, int) else None),
         "peak_memory_gb": max(log.columns["memory_gb"], default=None),
-        "parameters": config.get("parameters"),
-        "state_bytes": config.get("state_bytes"),
+        "parameters": about.get("parameters"),
+        "state_bytes": about.get("state_bytes"),
     }
     return _numbers(logged) | _numbers(summary)
 
@@ -331,12 +337,12 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: found for key, value in values.items() if (found := number(value)) is not None}
 
 
-def _status(config: dict[str, Any], summary: dict[str, Any] | None, log: Log, stats: dict[str, float]) -> str:
+def _status(about: dict[str, Any], summary: dict[str, Any] | None, log: Log, stats: dict[str, float]) -> str:
     """Return a run's state: the summary's word, unless the last losses are missing or not finite."""
     last_losses = [points[-1].value for points in (log.train, log.validation) if points]
     last_losses += [stats[key] for key in ("final_val_loss", "final_train_loss") if key in stats]
     if not last_losses:
-        return "empty" if config else "broken"
+        return "empty" if about else "broken"
     if not all(map(math.isfinite, last_losses)):
         return "diverged"
     return _text((summary or {}).get("status"))[:40] or "unfinished"

@@ -49,8 +49,8 @@ def evaluate(
     source = build.load_source(config, "val")
     before = trained.identity.get("validation data", source.fingerprint)
     if data is None and source.fingerprint != before:
-        about = f"its hash was {before}, and is {source.fingerprint} now"
-        warnings.warn(f"{source.name} has changed since {folder} was trained ({about})", stacklevel=2)
+        hashes = f"its hash was {before}, and is {source.fingerprint} now"
+        warnings.warn(f"{source.name} has changed since {folder} was trained ({hashes})", stacklevel=2)
     config = config.replace(val_tokens=tokens or config.logging.val_tokens)
     means, windows = _by_position(trained.model, source, config, pick_device(device))
     length = len(means)

@@ -46,7 +46,7 @@ def commit() -> str | None:
         return None
 
 
-def header(
+def about(
     config: RunConfig, model: Decoder, optimizer: torch.optim.Optimizer, source: TokenSource, val_source: TokenSource,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
@@ -78,7 +78,7 @@ def _line(record: Mapping[str, Any]) -> str:
 class RunLog:
     """Appends records to a run folder, and to TensorBoard and W&B if asked."""
 
-    def __init__(self, config: RunConfig, header: Mapping[str, Any], *, resumed_at: int = 0) -> None:
+    def __init__(self, config: RunConfig, about: Mapping[str, Any], *, resumed_at: int = 0) -> None:
         self.folder = config.folder
         board = wandb = None
         if config.logging.tensorboard:
@@ -88,7 +88,7 @@ class RunLog:
             wandb = require("wandb", "--wandb needs the package wandb: pip install wandb")
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / CONFIG, header)
+            write_json(self.folder / CONFIG, about)
             (self.folder / SUMMARY).unlink(missing_ok=True)  # an unreadable one
             self._truncate(resumed_at)
             self._file = (self.folder / METRICS).open("a", encoding="utf-8")

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cosmos_lab.results.reading import Status
+
 if TYPE_CHECKING:
     from cosmos_lab.config import RunConfig
 
 _CELLS = (("loss", "loss", ".3f"), ("val ppl", "val_ppl", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"))
-_NOT_ENDED = ("waiting", "running", "not started", "unfinished")  # statuses in a table of runs
 _TABLE_EVERY_S = 15.0  # seconds between plain lines of a table of runs
 _EVERY_S = 5.0  # seconds between plain lines of training progress; validations are always shown
 
@@ -117,7 +118,8 @@ class TableDisplay:
     def __init__(self, runs: Sequence[RunConfig], show: bool = True) -> None:
         self.show = show
         self.rows: list[dict[str, Any]] = [
-            {"run": run.run_name, "status": "waiting", "of": run.training.steps, "from": None, "at": 0} for run in runs
+            {"run": run.run_name, "status": Status.WAITING, "of": run.training.steps, "from": None, "at": 0}
+            for run in runs
         ]
         self._live: Any = None
         self._since: float | None = None
@@ -136,12 +138,12 @@ class TableDisplay:
             self._live.update(self._table())
             self._live.stop()
 
-    def update(self, row: int, status: str, record: Mapping[str, Any] | None = None) -> None:
+    def update(self, row: int, status: Status, record: Mapping[str, Any] | None = None) -> None:
         """Change a row's status, and its numbers if a log record is given."""
         cells, record = self.rows[row], record or {}
         changed = cells["status"] != status
         cells["status"] = status
-        if status == "running" and self._since is None:
+        if status == Status.RUNNING and self._since is None:
             self._since = time.monotonic()
         if "step" in record:
             cells["step"], cells["at"] = f"{record['step']}/{cells['of']}", record["step"]
@@ -154,7 +156,7 @@ class TableDisplay:
         elif changed and self.show:
             numbers = [f"{column} {cells[column]}" for column in self.COLUMNS[2:] if column in cells]
             print("  ".join([f"run {row + 1} of {len(self.rows)}", cells["run"], status, *numbers]), flush=True)
-            if self._since is not None and status not in _NOT_ENDED:
+            if self._since is not None and status.ended:
                 print(self._progress(), flush=True)
             self._shown = time.monotonic()
         elif self.show and time.monotonic() - self._shown > _TABLE_EVERY_S:
@@ -163,8 +165,8 @@ class TableDisplay:
 
     def _progress(self) -> str:
         """Say how many runs have ended, and how long the others will take at the speed of this call's steps so far."""
-        left = [cells for cells in self.rows if cells["status"] in ("waiting", "running")]
-        ended = sum(cells["status"] not in _NOT_ENDED for cells in self.rows)
+        left = [cells for cells in self.rows if cells["status"] in (Status.WAITING, Status.RUNNING)]
+        ended = sum(cells["status"].ended for cells in self.rows)
         text = f"{ended} of {len(self.rows)} runs ended"
         done = sum(cells["at"] - cells["from"] for cells in self.rows if cells["from"] is not None)
         if not left or not done or self._since is None:

@@ -5,6 +5,7 @@ import pytest
 from cosmos_lab import display
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay, TrainDisplay
+from cosmos_lab.results.reading import Status
 
 LINE = {"step": 5, "time": 1.0, "loss": 3.21, "tokens_per_s": 45_600.0, "mfu": 0.451, "memory_gb": 12.34}
 
@@ -48,9 +49,9 @@ def test_the_table_shows_status_and_numbers_of_every_run(
         monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(display, "has_rich", lambda: rich)
     with TableDisplay([RunConfig().replace(name=name, steps=10) for name in ("first", "second[/b]")]) as table:
-        table.update(0, "running", LINE)
-        table.update(0, "done", {"step": 10, "loss": None, "val_ppl": 20.09})
-        table.update(1, "failed")
+        table.update(0, Status.RUNNING, LINE)
+        table.update(0, Status.DONE, {"step": 10, "loss": None, "val_ppl": 20.09})
+        table.update(1, Status.FAILED)
     out = capsys.readouterr().out
     for text in ("first", "second[/b]", "done", "failed", "10/10", "3.210", "20.09", "45,600"):
         assert text in out
@@ -63,15 +64,15 @@ def test_the_table_tells_how_many_runs_ended_and_the_time_left(monkeypatch: pyte
     now = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
     table = TableDisplay([RunConfig().replace(name=name, steps=100) for name in "abc"], show=False)
-    table.update(0, "done", {"step": 100})
-    table.update(1, "running")
+    table.update(0, Status.DONE, {"step": 100})
+    table.update(1, Status.RUNNING)
     assert table._progress() == "1 of 3 runs ended"
-    table.update(1, "running", {"step": 50, "about": "resumed"})
+    table.update(1, Status.RUNNING, {"step": 50, "about": "resumed"})
     now[0] = 40.0
-    table.update(1, "running", {"step": 70})
+    table.update(1, Status.RUNNING, {"step": 70})
     assert table._progress() == "1 of 3 runs ended, about 4:20 left"  # 130 steps of 2 s
-    table.update(1, "unfinished", {"step": 80})
-    table.update(2, "failed")
+    table.update(1, Status.UNFINISHED, {"step": 80})
+    table.update(2, Status.FAILED)
     assert table._progress() == "2 of 3 runs ended"
 
 

@@ -18,11 +18,12 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.budget import Budget
 from cosmos_lab.grid.progress import GridProgress
-from cosmos_lab.grid.table import NOT_STARTED, UNFINISHED, format_result, table_of
+from cosmos_lab.grid.table import format_result, table_of
 from cosmos_lab.grid.workers import NumberedRuns, Workers, train_in_processes
 from cosmos_lab.io import explained, first_line, write_json
 from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.report import write_report
+from cosmos_lab.results.reading import Status
 from cosmos_lab.run import build
 from cosmos_lab.run.run_folder import check_unfinished, finished
 from cosmos_lab.run.stopping import Request, Stopped, watch
@@ -68,7 +69,7 @@ def compare(
         _conclude(runs, metric, grid.failures, show)
         raise
     result = _conclude(runs, metric, grid.failures, show)
-    left = sum(status in (NOT_STARTED, UNFINISHED) for row in result["rows"] for status in row["status"])
+    left = sum(status in (Status.NOT_STARTED, Status.UNFINISHED) for row in result["rows"] for status in row["status"])
     if show and left:
         why = f"would not end within --minutes {minutes:g}" if minutes else "lost their results after they had ended"
         print(f"{left} of {len(runs)} runs {why}: the same command continues")
@@ -188,13 +189,13 @@ def _one_by_one(runs: NumberedRuns, grid: GridProgress, request: Request) -> Non
         request.check(f"before {run.run_name}")
         if not grid.may_start(row, run):
             continue
-        grid.display.update(row, "running")
+        grid.display.update(row, Status.RUNNING)
         try:
-            summary = train(run, progress=partial(grid.display.update, row, "running"))
+            summary = train(run, progress=partial(grid.display.update, row, Status.RUNNING))
         except (RuntimeError, ValueError, OSError, FloatingPointError) as error:  # for example out of memory
             grid.fail(row, run, first_line(error))
         except Stopped:
-            grid.display.update(row, UNFINISHED)
+            grid.display.update(row, Status.UNFINISHED)
             raise
         else:
             grid.finish(row, run, summary)

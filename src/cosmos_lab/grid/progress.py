@@ -9,7 +9,7 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import TableDisplay
 from cosmos_lab.grid.budget import Budget
-from cosmos_lab.grid.table import FAILED, NOT_STARTED
+from cosmos_lab.results.reading import Status, status_of
 
 
 @dataclass
@@ -24,7 +24,7 @@ class GridProgress:
         """Tell whether there is time for the run, and show it if there is not."""
         allowed = self.budget.start(run)
         if not allowed:
-            self.display.update(row, NOT_STARTED)
+            self.display.update(row, Status.NOT_STARTED)
         return allowed
 
     def finish(self, row: int, run: RunConfig, summary: Mapping[str, Any]) -> None:
@@ -33,9 +33,9 @@ class GridProgress:
 
     def fail(self, row: int, run: RunConfig, reason: str) -> None:
         self.failures[run.run_name] = reason
-        self.display.update(row, FAILED)
+        self.display.update(row, Status.FAILED)
 
     def show_summary(self, row: int, summary: Mapping[str, Any]) -> None:
         names = {"step": "steps", "loss": "final_train_loss", "val_ppl": "final_val_ppl"}
         record = {name: summary.get(key) for name, key in names.items()}
-        self.display.update(row, summary["status"], {**record, "tokens_per_s": summary.get("tokens_per_s")})
+        self.display.update(row, status_of(summary), {**record, "tokens_per_s": summary.get("tokens_per_s")})

@@ -11,9 +11,7 @@ from typing import Any
 from cosmos_lab.config import RunConfig
 from cosmos_lab.display import format_table, rate
 from cosmos_lab.results.ranking import Group, at_edge, best_of, group_runs
-from cosmos_lab.results.reading import Run, read_run
-
-NOT_STARTED, UNFINISHED, FAILED = "not started", "unfinished", "failed"
+from cosmos_lab.results.reading import Run, Status, read_run
 
 
 def table_of(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -42,9 +40,9 @@ def table_of(runs: Sequence[RunConfig], metric: str, failures: Mapping[str, str]
 def _read(asked: RunConfig, failures: Mapping[str, str]) -> Run:
     """Read a run's folder; names, rates and settings are those asked for, also if the run was not started yet."""
     run, o = read_run(asked.folder), asked.optimizer
-    status = NOT_STARTED if run.status == "empty" else run.status
+    status = Status.NOT_STARTED if run.status == Status.EMPTY else run.status
     if asked.run_name in failures and not run.finished:  # another comparison may have finished it meanwhile
-        status = FAILED
+        status = Status.FAILED
     about = {**run.about, "config": asked.flat()}
     setting = {"optimizer": o.optimizer, "lr": o.lr, "adam_lr": o.adam_lr, "seed": str(asked.training.seed)}
     return replace(run, name=asked.run_name, status=status, about=about, **setting)  # type: ignore[arg-type]
@@ -82,7 +80,7 @@ def _data_of(runs: Sequence[Run]) -> list[Any]:
 def _edge(group: Group, groups: Sequence[Group]) -> str | None:
     """Say if a group's rate is at the edge of those tried, once all runs of its method have ended."""
     tried = [run for other in groups if other.method == group.method for run in other.runs]
-    return at_edge(group, groups) if all(run.status in ("done", "diverged") for run in tried) else None
+    return at_edge(group, groups) if all(run.status in (Status.DONE, Status.DIVERGED) for run in tried) else None
 
 
 def _label(group: Group) -> str:
@@ -130,7 +128,7 @@ def format_result(result: Mapping[str, Any]) -> str:
     head = ("run", "best", result["metric"], "val ppl", "step ms", "optimizer ms", "state MiB", "")
     lines = [format_table(head, [_cells(row) for row in rows], left=(0, len(head) - 1))]
     statuses = [status for row in rows for status in row["status"]]
-    lines.append(f"{statuses.count('done')} of {len(statuses)} runs done")
+    lines.append(f"{statuses.count(Status.DONE)} of {len(statuses)} runs done")
     if edges := [f"{row['optimizer']} ({row['edge']}, {rate(row['lr'])})" for row in rows if row["edge"]]:
         advice = "one beyond it may be better (--lrs)"
         lines.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}: {advice}")
@@ -155,7 +153,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         _average(row["step_ms"]),
         _average(row["optimizer_ms"]),
         _average(state[:1]),
-        ", ".join([*sorted(set(row["status"]) - {"done"}), *row["failures"]]),
+        ", ".join([*sorted(set(row["status"]) - {Status.DONE}), *row["failures"]]),
     ]
 
 

@@ -22,9 +22,8 @@ from typing import BinaryIO, NamedTuple
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.progress import GridProgress
-from cosmos_lab.grid.table import UNFINISHED
 from cosmos_lab.io import explained, first_line
-from cosmos_lab.results.reading import read_metrics, read_summary
+from cosmos_lab.results.reading import Status, read_metrics, read_summary
 from cosmos_lab.run import checkpoint
 from cosmos_lab.run.stopping import SIGNALS, Request, Stopped
 from cosmos_lab.run.train import train
@@ -96,7 +95,7 @@ def _start_if_possible(row: int, run: RunConfig, grid: GridProgress, slot: int, 
     except OSError as error:  # the folders of other runs may be writable
         grid.fail(row, run, str(error))
         return None
-    grid.display.update(row, "running")
+    grid.display.update(row, Status.RUNNING)
     return job
 
 
@@ -123,7 +122,7 @@ def _show_progress(job: _Job, grid: GridProgress) -> None:
     """Show the newest numbers of a job's log; the table keeps those that are older."""
     newest = {key: value for record in read_metrics(job.run.folder, last=_SHOWN) for key, value in record.items()}
     if newest:
-        grid.display.update(job.row, "running", newest)
+        grid.display.update(job.row, Status.RUNNING, newest)
 
 
 def _conclude(job: _Job, grid: GridProgress, signum: int) -> None:
@@ -132,7 +131,7 @@ def _conclude(job: _Job, grid: GridProgress, signum: int) -> None:
     # Ended by a signal, ours or one to the whole process group: in training (128 + number), or before and after it.
     stopped = bool(signum) and any(code in (128 + known, -known) for known in SIGNALS)
     if stopped and summary is None:
-        grid.display.update(job.row, UNFINISHED)
+        grid.display.update(job.row, Status.UNFINISHED)
     elif summary is None or (code and not stopped):
         grid.fail(job.row, job.run, _reason(job))
     else:

@@ -13,7 +13,7 @@ from cosmos_lab.report.heat import HeatSection
 from cosmos_lab.report.page import render
 from cosmos_lab.report.words import reason, summary, unreadable
 from cosmos_lab.results.ranking import Task, arrange
-from cosmos_lab.results.reading import find_runs, read_run
+from cosmos_lab.results.reading import Status, find_runs, read_run
 
 __all__ = ["Report", "write_report"]
 
@@ -37,7 +37,7 @@ def write_report(
     holds anything of a run, a ValueError says so, and an older report stays as it is.
     """
     tasks, not_shown = arrange(map(read_run, find_runs(runs)))
-    if not tasks and all(run.status == "empty" for run in not_shown):
+    if not tasks and all(run.status == Status.EMPTY for run in not_shown):
         raise ValueError(f"no run to report on: {not_shown[0].folder}: {reason(not_shown[0])}")
     specs = specify(tasks)
     page = Path(out) / "index.html"

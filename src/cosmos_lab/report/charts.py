@@ -18,6 +18,7 @@ from cosmos_lab.report.curves import Curve, training, validation
 from cosmos_lab.report.heat import MOST_CELLS, HeatSection, heat_section
 from cosmos_lab.report.style import Look, looks_of
 from cosmos_lab.results.ranking import Group, Spread, Task
+from cosmos_lab.results.reading import Status
 
 Numbers = Sequence[Any]  # finite numbers, or None
 _X_DIGITS, _Y_DIGITS = 7, 6  # more than a screen can show
@@ -92,7 +93,7 @@ class Series:
     short: str = ""
     best: bool = False
     shown: bool = True
-    status: str = "done"
+    status: Status = Status.DONE
     named: bool = False
 
 
@@ -273,7 +274,8 @@ def _sweep(task: Task, suffix: str) -> Section | None:
 
 def _sweep_line(series: int, groups: Sequence[Group], key: str) -> Line:
     """Specify the results of one method, a mean with its deviation per rate; a failed rate has a mark but no value."""
-    spreads = [None if group.status in ("diverged", "broken", "empty") else group.stat(key) for group in groups]
+    no_number = (Status.DIVERGED, Status.BROKEN, Status.EMPTY)
+    spreads = [None if group.status in no_number else group.stat(key) for group in groups]
     bands = [(s.mean - s.deviation, s.mean, s.mean + s.deviation) if s else (None,) * 3 for s in spreads]
     lo, y, hi = (_round(values, _Y_DIGITS) for values in zip(*bands, strict=True))
     rates, span = _round([group.lr for group in groups], _X_DIGITS), _span([*lo, *hi])

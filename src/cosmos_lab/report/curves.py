@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cosmos_lab.results.ranking import Group
-from cosmos_lab.results.reading import Point
+from cosmos_lab.results.reading import Point, Status
 
 MOST_POINTS = 400  # a chart is about 500 pixels wide
 _SMOOTHED = 0.06  # of a run, on either side of a point: batches differ more than the loss falls
@@ -34,7 +34,7 @@ def training(group: Group) -> list[Curve]:
         points = _finite(run.train)
         width = max(1, math.ceil(len(points) / MOST_POINTS))
         rows = [points[start : start + width] for start in range(0, len(points), width)]
-        curve = _curve(rows, run.status == "diverged")
+        curve = _curve(rows, run.status == Status.DIVERGED)
         found += [replace(curve, value=smoothed(smoothed(curve.value)))] if run.train else []
     return found
 
@@ -60,7 +60,7 @@ def validation(group: Group) -> Curve | None:
     if not steps:
         tables, steps = tables[:1], sorted(tables[0])
     rows = [[table[step] for table in tables] for step in thinned(steps, MOST_POINTS)]
-    diverged = all(run.status == "diverged" for run in runs)
+    diverged = all(run.status == Status.DIVERGED for run in runs)
     return _curve(rows, diverged, spread=len(tables) > 1)
 
 

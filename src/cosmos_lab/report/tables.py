@@ -11,7 +11,7 @@ from cosmos_lab.display import count, seconds, significant, size
 from cosmos_lab.report.style import Look, looks_of
 from cosmos_lab.report.words import reason, unequal
 from cosmos_lab.results.ranking import Group, Spread, Task, at_edge
-from cosmos_lab.results.reading import Run
+from cosmos_lab.results.reading import Run, Status
 
 Form = Callable[[float], str]
 Column = tuple[str, str, Form]
@@ -51,8 +51,9 @@ def _in_one_unit(form: Callable[..., str], key: str, like: float, value: float) 
     return form(value * _IN_UNITS[key], like)
 
 
-def _tag(status: str) -> str:
-    return f'<span class="tag {status if status in ("done", "unfinished") else "bad"}">{escape(status)}</span>'
+def _tag(status: Status) -> str:
+    look = status if status in (Status.DONE, Status.UNFINISHED) else "bad"
+    return f'<span class="tag {look}">{escape(status)}</span>'
 
 
 @dataclass(frozen=True)

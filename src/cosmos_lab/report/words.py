@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cosmos_lab.display import count, rate, significant
 from cosmos_lab.results.ranking import Group, Task, at_edge
-from cosmos_lab.results.reading import METRICS, Point, Run
+from cosmos_lab.results.reading import METRICS, Point, Run, Status
 
 _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
 _FEW_POINTS = 5  # a line with fewer points has no shape
@@ -39,7 +39,7 @@ def summary(task: Task, noise: float | None = None) -> str:
 def cautions(task: Task) -> list[str]:
     """List unfinished and unreadable runs, best rates at the edge of the sweep, and single seeds."""
     notes = []
-    if states := Counter(run.status for group in task.groups for run in group.runs if run.status != "done"):
+    if states := Counter(run.status for group in task.groups for run in group.runs if run.status != Status.DONE):
         total = sum(len(group.runs) for group in task.groups)
         notes.append(f"Of {total} runs, " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())) + ".")
     if edges := [f"{group.method} ({edge})" for group in task.ranking if (edge := at_edge(group, task.groups))]:
@@ -107,7 +107,7 @@ def _so_far(task: Task) -> str:
         lead = min(started, key=task.score)
         return f"{why}; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
     if any(_finite_points(run) for run in runs):
-        diverged = all(group.status == "diverged" for group in task.groups)
+        diverged = all(group.status == Status.DIVERGED for group in task.groups)
         loss = "" if diverged else f" or logged no {'validation' if task.validated else 'training'} loss"
         return f"No setting can be ranked: in each of them, a run diverged{loss}."
     return "No run has logged a finite loss yet."

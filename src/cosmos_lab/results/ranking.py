@@ -16,11 +16,10 @@ from typing import NamedTuple
 from cosmos_lab.config import TASK, marked
 from cosmos_lab.display import rate
 from cosmos_lab.results.methods import as_json, differing_settings, is_set, name_methods, resolved, settings_of
-from cosmos_lab.results.reading import Run
+from cosmos_lab.results.reading import Run, Status, worst
 
 _TASK = marked(TASK)
 _DATA = _TASK.index("data")
-_WORST_FIRST = ("diverged", "broken", "empty", "unfinished")  # states of runs; any other is less bad
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,19 @@ class Group:
         return self.runs[0].lr
 
     @property
-    def status(self) -> str:
+    def status(self) -> Status:
         """Return the worst of the seeds' states."""
-        bad = {run.status for run in self.runs} - {"done"}
-        return next((state for state in _WORST_FIRST if state in bad), min(bad, default="done"))
+        return worst(run.status for run in self.runs)
 
     @property
     def complete(self) -> bool:
         """Tell whether every seed ended with a finite loss."""
-        return self.status == "done"
+        return self.status == Status.DONE
 
     @property
     def counted(self) -> tuple[Run, ...]:
         """Return the seeds that means are taken over: those that are done, else all that logged something."""
-        done = tuple(run for run in self.runs if run.status == "done")
+        done = tuple(run for run in self.runs if run.status == Status.DONE)
         return done or tuple(run for run in self.runs if run.score is not None)
 
     def stat(self, key: str) -> Spread | None:
@@ -86,7 +84,7 @@ class Group:
     def score(self, key: str) -> float:
         """Return the mean that groups are ranked by, infinite for a diverged or empty group."""
         spread = self.stat(key)
-        return math.inf if spread is None or self.status == "diverged" else spread.mean
+        return math.inf if spread is None or self.status == Status.DIVERGED else spread.mean
 
 
 @dataclass(frozen=True)

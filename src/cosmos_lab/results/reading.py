@@ -11,8 +11,9 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,34 @@ CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 DIAGNOSTICS = ("energy", "drift", "update_rms", "ratio")
 _COLUMNS = ("tokens_per_s", "optimizer_ms", "memory_gb", "mfu")
 _FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: single batches are noisy
+
+
+class Status(StrEnum):
+    """The state of a run, the worst one first; the words are those of summary.json, compare.json and the report."""
+
+    DIVERGED = "diverged"
+    BROKEN = "broken"  # no loss, and no config.json that can be read
+    EMPTY = "empty"  # no loss
+    UNFINISHED = "unfinished"  # losses, but no result: it can be continued
+    FAILED = "failed"  # in this comparison
+    NOT_STARTED = "not started"  # in this comparison, because there was no time
+    WAITING = "waiting"  # in a live table
+    RUNNING = "running"
+    DONE = "done"
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether nothing is left to train, or an error ended the training."""
+        return self not in (Status.UNFINISHED, Status.NOT_STARTED, Status.WAITING, Status.RUNNING)
+
+
+def worst(states: Iterable[Status]) -> Status:
+    """Return the worst of some states.
+
+    >>> worst([Status.DONE, Status.UNFINISHED, Status.DONE])
+    <Status.UNFINISHED: 'unfinished'>
+    """
+    return min(states, key=list(Status).index)
 
 
 @dataclass(frozen=True)
@@ -43,10 +72,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. ``status`` is done, unfinished, diverged, empty, broken, or the word the summary gives."""
+    """What one run folder holds."""
 
     folder: Path
-    status: str
+    status: Status
     finished: bool = False
     notes: tuple[str, ...] = ()
     name: str = ""
@@ -112,7 +141,7 @@ def read_run(folder: Path) -> Run:
     notes: list[str] = []
     if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
         note = f"the folder holds no {CONFIG}, {METRICS} or {SUMMARY}"
-        return Run(folder, "empty", notes=(note,), name=folder.name)
+        return Run(folder, Status.EMPTY, notes=(note,), name=folder.name)
     about = _read_object(folder / CONFIG, notes) or {}
     summary = read_summary(folder, notes)
     log = read_log(folder, notes)
@@ -141,6 +170,12 @@ def read_summary(folder: Path, notes: list[str] | None = None) -> dict[str, Any]
     """Return the summary of a finished run, else None: a run is finished if and only if its summary can be read."""
     path = folder / SUMMARY
     return _read_object(path, [] if notes is None else notes) if path.exists() else None
+
+
+def status_of(summary: Mapping[str, Any]) -> Status:
+    """Return the state that a summary tells; a word that no run writes counts as unfinished."""
+    written = (Status.DONE, Status.DIVERGED)
+    return next((state for state in written if state == summary.get("status")), Status.UNFINISHED)
 
 
 def read_metrics(folder: Path, notes: list[str] | None = None, last: int | None = None) -> Iterator[dict[str, Any]]:
@@ -337,12 +372,12 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: found for key, value in values.items() if (found := number(value)) is not None}
 
 
-def _status(about: dict[str, Any], summary: dict[str, Any] | None, log: Log, stats: dict[str, float]) -> str:
-    """Return a run's state: the summary's word, unless the last losses are missing or not finite."""
+def _status(about: dict[str, Any], summary: dict[str, Any] | None, log: Log, stats: dict[str, float]) -> Status:
+    """Return a run's state: that of the summary, unless the last losses are missing or not finite."""
     last_losses = [points[-1].value for points in (log.train, log.validation) if points]
     last_losses += [stats[key] for key in ("final_val_loss", "final_train_loss") if key in stats]
     if not last_losses:
-        return "empty" if about else "broken"
+        return Status.EMPTY if about else Status.BROKEN
     if not all(map(math.isfinite, last_losses)):
-        return "diverged"
-    return _text((summary or {}).get("status"))[:40] or "unfinished"
+        return Status.DIVERGED
+    return status_of(summary or {})

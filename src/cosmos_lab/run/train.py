@@ -17,7 +17,7 @@ from torch import nn
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import Batches, TokenSource, validation_batches, validation_windows
 from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_class
-from cosmos_lab.results.reading import last_step_before_final, read_log, read_metrics, summarize
+from cosmos_lab.results.reading import Status, last_step_before_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, distributed, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
 from cosmos_lab.run.run_folder import exclusive
@@ -295,7 +295,7 @@ class Trainer:
         if not log.validation:  # just written
             raise ValueError(f"{self.config.folder} was removed or emptied during training, so the run has no result")
         summary = summarize(log, self.config.training.steps)
-        summary["status"] = "diverged" if diverged or summary["final_val_loss"] is None else "done"
+        summary["status"] = str(Status.DIVERGED if diverged or summary["final_val_loss"] is None else Status.DONE)
         summary["peak_memory_gb"] = meters.peak_memory_gb(self.world.device)
         summary["state_bytes"] = run_log.state_bytes(self.optimizer)
         if self.log is not None:

@@ -125,6 +125,7 @@ def check_damages(config: RunConfig, count: int, seed: int) -> None:
     rng, kinds, source = random.Random(seed), Counter[str](), config.folder / "checkpoints"
     with distributed.session("cpu", config.training.sharding) as world:
         with contextlib.closing(Trainer(config.replace(name="other"), world)) as trainer:
+            conditions = trainer.resume_conditions
             for index in range(count):
                 place = source.with_name(f"damaged_{index}")
                 older, newest = place / "step_000004", place / "step_000008"
@@ -136,14 +137,14 @@ def check_damages(config: RunConfig, count: int, seed: int) -> None:
                 kinds[done.split()[0]] += 1
                 try:
                     with pytest.raises(integrity.Damaged) as caught:
-                        checkpoint.resume(place, trainer.state, trainer.identity, world, None, skip_damaged=False)
+                        checkpoint.resume(place, trainer.state, conditions, world, None, skip_damaged=False)
                 except BaseException as error:
                     raise AssertionError(f"damage {index} of seed {seed}, {done}: not refused, {error!r}") from error
                 said = str(caught.value)
                 assert str(newest) in said and "--resume previous" in said and "\n" not in said, f"{done}: {said}"
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    checkpoint.resume(place, trainer.state, trainer.identity, world, None, skip_damaged=True)
+                    checkpoint.resume(place, trainer.state, conditions, world, None, skip_damaged=True)
                 assert trainer.state.step == 4
                 world.barrier()
                 assert not newest.exists()

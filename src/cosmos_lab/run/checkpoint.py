@@ -100,14 +100,15 @@ def _remove(path: Path) -> None:
 def save(
     folder: Path,
     state: TrainingState,
-    identity: Mapping[str, Any],
+    conditions: Mapping[str, Any],
     world: distributed.World,
     keep: int,
     temporary: bool,
 ) -> None:
     """Write ``folder/step_N`` atomically and keep the newest ``keep`` checkpoints; every process must call.
 
-    A resume compares ``identity``. `remove_temporary` removes a temporary one when the run is finished.
+    A resume compares ``conditions`` (see `resume_conditions`). `remove_temporary` removes a temporary one when the run
+    is finished.
     """
     final = folder / f"step_{state.step:06d}"
     unfinished = folder / f".writing_{final.name}"
@@ -125,7 +126,7 @@ def save(
         share = names[world.rank :: world.size]
         hashes = world.gather(world.together(attempt, integrity.hash_files, unfinished, share))
         files = {name: found for part in hashes for name, found in part.items()}
-        world.together(attempt, _write_meta, unfinished, state, identity, world, temporary, files)
+        world.together(attempt, _write_meta, unfinished, state, conditions, world, temporary, files)
     except Exception:
         if world.main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -154,7 +155,7 @@ def start_check(folder: Path, world: distributed.World) -> Check | None:
 
 
 def resume(
-    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: distributed.World, check: Check | None,
+    folder: Path, state: TrainingState, conditions: Mapping[str, Any], world: distributed.World, check: Check | None,
     skip_damaged: bool,
 ) -> None:  # fmt: skip
     """Fill ``state`` from the newest checkpoint, which `start_check` checks; every process must call.
@@ -165,7 +166,7 @@ def resume(
     found = _steps(folder)[::-1]
     for index, path in enumerate(found):
         try:
-            load(path, state, identity, world, check if index == 0 else None)
+            load(path, state, conditions, world, check if index == 0 else None)
         except Damaged as error:
             if path == found[-1]:
                 raise Damaged(f"{error}; no older checkpoint is left: remove {folder} to start again") from error
@@ -182,8 +183,9 @@ def resume(
 
 
 def load(
-    path: Path, state: TrainingState, identity: Mapping[str, Any], world: distributed.World, check: Check | None = None
-) -> None:
+    path: Path, state: TrainingState, conditions: Mapping[str, Any], world: distributed.World,
+    check: Check | None = None,
+) -> None:  # fmt: skip
     """Fill ``state`` from a checkpoint, on every process or on none.
 
     One of another model, optimizer or data is a ValueError that names both, a damaged one is ``Damaged``.
@@ -191,13 +193,14 @@ def load(
     meta = world.together(check.result if check else lambda: integrity.check(path, world.rank, world.size))
     if world.main and "files" not in meta:
         warnings.warn(f"{path} was written without hashes, so it cannot be checked for damage", stacklevel=2)
-    world.together(_fill, path, meta, state, identity, world)
+    world.together(_fill, path, meta, state, conditions, world)
 
 
 def _fill(
-    path: Path, meta: Mapping[str, Any], state: TrainingState, identity: Mapping[str, Any], world: distributed.World
+    path: Path, meta: Mapping[str, Any], state: TrainingState, conditions: Mapping[str, Any], world: distributed.World
 ) -> None:
-    check_identity(path, {**identity, **EARLIER, **meta["identity"]}, identity)  # older checkpoints have fewer entries
+    # Older checkpoints have fewer entries.
+    check_equal_settings(path, {**conditions, **EARLIER, **meta["identity"]}, conditions)
     if meta["sharded"] != (world.sharding == "fsdp"):
         how = "with" if meta["sharded"] else "without"
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
@@ -219,11 +222,11 @@ def _fill(
 
 
 class Trained(NamedTuple):
-    """A trained model, after how many steps, and what it was trained with (see `identity`)."""
+    """A trained model, after how many steps, and what it was trained with (see `resume_conditions`)."""
 
     model: Decoder
     step: int
-    identity: dict[str, Any]
+    conditions: dict[str, Any]
 
 
 def _trained_checkpoint(run: Path, step: int | None) -> Path:
@@ -272,7 +275,7 @@ def _read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def identity(
+def resume_conditions(
     config: RunConfig, model: Decoder, source: TokenSource, val_source: TokenSource, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what a checkpoint must agree with to be continued; ``settings`` are the optimizer's, except its rates."""
@@ -285,7 +288,7 @@ def identity(
     }
 
 
-def check_identity(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def check_equal_settings(where: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first thing in which a saved run differs from the one asked for."""
     for what, value in asked.items():
         before = saved.get(what)
@@ -334,12 +337,12 @@ def _write(folder: Path, state: TrainingState, world: distributed.World) -> None
 
 
 def _write_meta(
-    folder: Path, state: TrainingState, identity: Mapping[str, Any], world: distributed.World, temporary: bool,
+    folder: Path, state: TrainingState, conditions: Mapping[str, Any], world: distributed.World, temporary: bool,
     files: Mapping[str, Any],
 ) -> None:  # fmt: skip
     meta = {
         **{name: getattr(state, name) for name in _COUNTS},
-        "identity": dict(identity),
+        "identity": dict(conditions),  # an older name, which files have
         "processes": world.size,
         "sharded": world.sharding == "fsdp",
         "passing": temporary,  # an older name, which files have

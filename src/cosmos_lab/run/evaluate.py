@@ -47,7 +47,7 @@ def evaluate(
     if (seq_len or 0) > (positions := trained.model.config.max_seq_len):
         raise ValueError(f"--seq-len {seq_len} is longer than the {positions} positions of this model")
     source = build.load_source(config, "val")
-    before = trained.identity.get("validation data", source.fingerprint)
+    before = trained.conditions.get("validation data", source.fingerprint)
     if data is None and source.fingerprint != before:
         hashes = f"its hash was {before}, and is {source.fingerprint} now"
         warnings.warn(f"{source.name} has changed since {folder} was trained ({hashes})", stacklevel=2)

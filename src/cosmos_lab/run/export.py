@@ -123,11 +123,11 @@ def export_run(
     trained = load_trained(Path(run), step)
     if tokenizer is None:
         try:
-            tokenizer = find_tokenizer(read_config(Path(run)), trained.identity.get("data"))
+            tokenizer = find_tokenizer(read_config(Path(run)), trained.conditions.get("data"))
         except (ValueError, OSError) as error:
             why = f"exported without a tokenizer: {first_line(error)}; --tokenizer takes the path of a tokenizer.json"
             warnings.warn(why, stacklevel=2)
-    return loading_code(export_model(trained.model, directory, tokenizer, positions=trained.identity.get("seq_len")))
+    return loading_code(export_model(trained.model, directory, tokenizer, positions=trained.conditions.get("seq_len")))
 
 
 def find_tokenizer(config: RunConfig, fingerprint: str | None) -> Path:

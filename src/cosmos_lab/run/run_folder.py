@@ -90,7 +90,7 @@ def _check_same(config: RunConfig) -> None:
     # The optimizer's defaults may have been others when the run was made.
     asked = config.identity() | hyperparameters(config)
     saved = {**asked, **checkpoint.EARLIER, **about.get("config", {}), **about.get("settings", {})}
-    checkpoint.check_identity(config.folder, saved, asked)
+    checkpoint.check_equal_settings(config.folder, saved, asked)
     _check_text(config, about.get("data", {}))
 
 

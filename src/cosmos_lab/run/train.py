@@ -74,7 +74,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         asked = hyperparameters(config)
-        self.identity = checkpoint.identity(config, self.model, source, self.val_source, asked)
+        self.resume_conditions = checkpoint.resume_conditions(config, self.model, source, self.val_source, asked)
         if world.sharding == "ddp" and world.size > 2:  # a sum of two does not depend on their order
             self._order_buckets()
         self.state = checkpoint.TrainingState(self.model, self.optimizer)
@@ -108,7 +108,7 @@ class Trainer:
             if checkpoint.step_of(newest) > steps:
                 raise ValueError(f"{newest} is beyond --steps {steps}: choose another --out, or more steps")
             skip = self.config.logging.resume == "previous"
-            checkpoint.resume(self.checkpoints, self.state, self.identity, self.world, check, skip)
+            checkpoint.resume(self.checkpoints, self.state, self.resume_conditions, self.world, check, skip)
             saved, now = len(self.optimizer.param_groups), len(self.base_lrs)  # loading brings the saved groups
             if saved != now:
                 raise ValueError(
@@ -223,7 +223,7 @@ class Trainer:
         """Write a checkpoint; one that only a resume needs is removed when the run is finished."""
         self.state.seconds, self.state.loss_sum = self.clock.read(), self.loss_sum.item()
         every, keep = self.config.logging.checkpoint_every, self.config.logging.keep
-        checkpoint.save(self.checkpoints, self.state, self.identity, self.world, keep, temporary=not every)
+        checkpoint.save(self.checkpoints, self.state, self.resume_conditions, self.world, keep, temporary=not every)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:

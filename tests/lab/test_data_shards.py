@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cosmos_lab.data.locate import find_shards, label
+from cosmos_lab.data.locate import find_shards, split_name
 from cosmos_lab.data.shards import open_shard, write_shard
 from cosmos_lab.data.source import open_data
 
@@ -214,7 +214,7 @@ def test_token_beyond_vocabulary_names_file_position_id(tmp_path: Path, cache: P
     ],
 )
 def test_a_file_name_gives_prefix_and_split(name: str, expected: tuple[str, str | None]) -> None:
-    assert label(Path(name)) == expected
+    assert split_name(Path(name)) == expected
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_set_of_shards_is_found_by_its_exact_name(folder: Path, name: str) -> 
         write_shard(folder / f"a_t5_clean_t5_{split}.bin", some_tokens(100))
         write_shard(folder / f"d0[0-9]_t5_{split}.bin", some_tokens(100))
         found = find_shards(str(folder / name), split)  # type: ignore[arg-type]
-        assert found and {label(path)[0] for path in found} == {name}
+        assert found and {split_name(path).prefix for path in found} == {name}
     with pytest.raises(ValueError, match="several texts or tokenizers; name one set: .*a_t5, .*a_t5_clean_t5"):
         find_shards(str(folder / "a_t"), "train")
 

@@ -6,7 +6,7 @@ import glob
 import re
 import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cosmos_lab.data.shards import SUFFIXES
 
@@ -16,14 +16,21 @@ Split = Literal["train", "val"]
 _LABEL = re.compile(r"(?:^|[._-])(train|val|valid|validation)(?=[._-]|\d|$)")
 
 
-def label(path: Path) -> tuple[str, Split | None]:
+class ShardName(NamedTuple):
+    """What the name of a shard tells: to which set it belongs, and what it is for (None: it does not say)."""
+
+    prefix: str
+    split: Split | None
+
+
+def split_name(path: Path) -> ShardName:
     """Split `wiki_t5_train_000.bin` into prefix and split, ("wiki_t5", "train"); `notes.bin` is ("notes", None)."""
     stem = path.name.removesuffix(".xz").removesuffix(".bin")
     labels = list(_LABEL.finditer(stem))
     if not labels:
-        return stem, None
+        return ShardName(stem, None)
     found = labels[-1]  # The last label counts: "train_t5_val_000" is the validation part of a text called "train".
-    return stem[: found.start()], "train" if found[1] == "train" else "val"
+    return ShardName(stem[: found.start()], "train" if found[1] == "train" else "val")
 
 
 def find_shards(spec: str, split: Split) -> list[Path]:
@@ -35,12 +42,12 @@ def find_shards(spec: str, split: Split) -> list[Path]:
     if split not in ("train", "val"):
         raise ValueError(f'split is {split!r}; give "train" or "val"')
     candidates = _candidates(spec)
-    chosen = [path for path in candidates if label(path)[1] == split]
+    chosen = [path for path in candidates if split_name(path).split == split]
     if not chosen:
-        homes = {(path.parent, label(path)[0]) for path in candidates if label(path)[1] is not None}
-        chosen = [p for folder, prefix in homes for p in _shards_in(folder) if label(p) == (prefix, split)]
+        homes = {(path.parent, split_name(path).prefix) for path in candidates if split_name(path).split}
+        chosen = [p for folder, prefix in homes for p in _shards_in(folder) if split_name(p) == (prefix, split)]
     if not chosen and split == "train":
-        chosen = [path for path in candidates if label(path)[1] is None]
+        chosen = [path for path in candidates if split_name(path).split is None]
     if not chosen:
         raise ValueError(
             f"data {spec!r} has no {split} shard: no file with '{split}' in its name among "
@@ -61,7 +68,7 @@ def _candidates(spec: str) -> list[Path]:
     # First take the spec literally: a set may be called `d[0-9]_t5`, or `a_t5` beside one called `a_t5_clean`.
     found = [p for p in _shards_in(path.parent) if p.name.startswith(path.name)] if path.parent.is_dir() else []
     if found:
-        return [p for p in found if label(p)[0] == path.name] or _one_prefix(spec, path.parent, found)
+        return [p for p in found if split_name(p).prefix == path.name] or _one_prefix(spec, path.parent, found)
     if any(sign in spec for sign in "*?["):
         found = sorted(Path(name) for name in glob.glob(str(path)) if name.endswith(SUFFIXES))
     if not found:
@@ -80,7 +87,7 @@ def _one_prefix(spec: str, folder: Path, found: list[Path]) -> list[Path]:
             f"data {spec!r} holds no token shard (.bin, .bin.xz); `cosmos-lab data prepare {shlex.quote(spec)}` makes "
             "shards of the text in it, --data embedded needs none"
         )
-    prefixes = sorted({label(path)[0] for path in found})
+    prefixes = sorted({split_name(path).prefix for path in found})
     if len(prefixes) > 1:
         names = ", ".join(str(folder / prefix) for prefix in prefixes[:6])
         raise ValueError(f"data {spec!r} holds shards of several texts or tokenizers; name one set: {names}")

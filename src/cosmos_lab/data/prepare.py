@@ -26,7 +26,7 @@ import numpy as np
 from cosmos_lab.config import DataOptions
 from cosmos_lab.data.embedded import train_tokenizer
 from cosmos_lab.data.encode import Encoder, encoder_of, load_encoder
-from cosmos_lab.data.locate import Split, label
+from cosmos_lab.data.locate import Split, split_name
 from cosmos_lab.data.raw import raw_encoder, raw_files, raw_streams
 from cosmos_lab.data.shards import MAX_VOCAB, Tokens
 from cosmos_lab.data.text import HUB, Stream, Unit, hub_streams, local_files, local_stream
@@ -135,7 +135,7 @@ def _streams(names: list[str], settings: Settings) -> tuple[list[Stream], list[s
     raw = raw_files(files) if files[0].suffix == ".bin" else []
     short = _GLOB.sub("", Path(names[0]).name).split(".")[0] or "text"
     if raw:
-        short = label(files[0])[0] or files[0].resolve().parent.name
+        short = split_name(files[0]).prefix or files[0].resolve().parent.name
     streams = raw_streams(raw) if raw else [local_stream(files, settings.unit, settings.field)]
     return streams, [short, *(f"{p} {p.stat().st_size}" for p in raw or files)], raw
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_lab.data.encode import Encoder, load_encoder
-from cosmos_lab.data.locate import find_shards, label
+from cosmos_lab.data.locate import find_shards, split_name
 from cosmos_lab.data.shards import HEADER_BYTES, MAX_VOCAB, Tokens, is_shard
 from cosmos_lab.data.source import GPT2
 from cosmos_lab.data.text import Stream
@@ -31,7 +31,7 @@ class ReadyTokens(Encoder):
 def raw_files(named: Sequence[Path]) -> list[Path]:
     """Return the files, and if none is for validation, the `val.bin` beside the first."""
     files = list(named)
-    splits = {label(path)[1] for path in files}
+    splits = {split_name(path).split for path in files}
     if splits == {"val"}:
         raise ValueError(f"{files[0]} is for validation, and there is no training part: give train.bin too")
     if "val" not in splits:
@@ -54,7 +54,7 @@ def raw_streams(files: Sequence[Path]) -> list[Stream]:
                 yield row[start : start + _ROW]
 
         done = lambda: sum(read) / sum(row.size for row in rows)  # noqa: E731
-        return Stream(label(files[number])[1] or "train", pieces, done=done)
+        return Stream(split_name(files[number]).split or "train", pieces, done=done)
 
     return [stream(number) for number in range(len(rows))]
 

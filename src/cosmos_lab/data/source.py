@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cosmos_lab.data.embedded import embedded_shards
-from cosmos_lab.data.locate import Split, find_shards, label
+from cosmos_lab.data.locate import Split, find_shards, split_name
 from cosmos_lab.data.shards import Shard, Tokens, document_ends, open_shard
 from cosmos_lab.io import read_json
 
@@ -146,8 +146,7 @@ def _vocabulary(spec: str, shards: Sequence[Shard]) -> Vocabulary:
 
 def _recognize(shard: Shard) -> Vocabulary | None:
     """Find the tokenizer by `PREFIX.json` beside the shard, by its name or by GPT-2's last id; else None."""
-    prefix, _ = label(shard.path)
-    facts = read_json(shard.path.with_name(f"{prefix}.json"))
+    facts = read_json(shard.path.with_name(f"{split_name(shard.path).prefix}.json"))
     if isinstance(facts, dict) and {"tokenizer", "vocab_size", "end_of_document"} <= set(facts):
         vocabulary = Vocabulary(facts["tokenizer"], facts["vocab_size"], facts["end_of_document"])
         shard.check_vocabulary(vocabulary.size)

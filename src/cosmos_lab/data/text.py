@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cosmos_lab.data.locate import label
+from cosmos_lab.data.locate import split_name
 from cosmos_lab.data.shards import is_shard
 from cosmos_lab.io import require
 
@@ -147,7 +147,9 @@ def _wanted(path: Path, folder: Path) -> bool:
     """Tell whether a folder's file is data: not hidden, not a program's settings (.json), not a shard of ours."""
     if any(part.startswith(".") for part in path.relative_to(folder).parts) or path.suffix.lower() == ".json":
         return False
-    return _kind(path) is not None and (path.suffix != ".bin" or (label(path)[1] is not None and not is_shard(path)))
+    if path.suffix == ".bin":
+        return split_name(path).split is not None and not is_shard(path)
+    return _kind(path) is not None
 
 
 def _read(path: Path, unit: Unit, field: str) -> Iterator[tuple[str, int]]:

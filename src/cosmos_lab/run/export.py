@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data.encode import END_TOKENS
-from cosmos_lab.data.locate import label
+from cosmos_lab.data.locate import split_name
 from cosmos_lab.io import disk_error, first_line, read_json
 from cosmos_lab.models import Decoder, ModelConfig
 from cosmos_lab.run import build
@@ -144,7 +144,7 @@ def find_tokenizer(config: RunConfig, fingerprint: str | None) -> Path:
     shard = source.shards[0].path
     if config.data.data == "embedded":
         return shard.with_name("tokenizer.json")
-    record = shard.with_name(f"{label(shard)[0]}.json")
+    record = shard.with_name(f"{split_name(shard).prefix}.json")
     path = record.with_suffix(".tokenizer.json")
     if not path.is_file():
         raise ValueError(f"there is no {path} beside the data")

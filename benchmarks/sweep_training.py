@@ -134,7 +134,7 @@ class TwoTextTrainer(Trainer):
             found[f"{name}_ppl"] = None if diverged else math.exp(round(loss, 6))
             found[f"{name}_tokens"] = len(values) * self.micro * self.config.data.seq_len
             groups = (values[i : i + batches] for i in range(0, len(values), batches))
-            found[f"{name}_blocks"] = [_finite(statistics.fmean(group)) for group in groups]
+            found[f"{name}_blocks"] = [_rounded(statistics.fmean(group)) for group in groups]
         return found
 
 
@@ -173,7 +173,7 @@ def result(config: RunConfig, options: Options, run: Run, summary: Mapping[str, 
         "wall_s": round(max(seconds + summary["earlier_s"], summary["time"]), 2), "train_s": round(summary["time"], 2),
         "continued_at": summary["continued_at"],
         **{name: summary[name] for name in ("step_ms", "optimizer_ms", "tokens_per_s", "peak_memory_gb")},
-        "train_loss": _finite(summary["final_train_loss"]), **final, **curves,
+        "train_loss": _rounded(summary["final_train_loss"]), **final, **curves,
     }  # fmt: skip
 
 
@@ -181,14 +181,14 @@ def read_curves(config: RunConfig) -> dict[str, Any]:
     """Return the held-out losses and the training losses that a run has logged."""
     records = list(read_metrics(config.folder))
     curve = [
-        [r["step"], r["tokens"], *(_finite(r[f"{name}_loss"]) for name in TEXTS)] for r in records if "val_loss" in r
+        [r["step"], r["tokens"], *(_rounded(r[f"{name}_loss"]) for name in TEXTS)] for r in records if "val_loss" in r
     ]
-    train_curve = [[r["step"], _finite(r["loss"])] for r in records if "loss" in r]
+    train_curve = [[r["step"], _rounded(r["loss"])] for r in records if "loss" in r]
     return {
         "curve_columns": ["step", "tokens", "val_loss", "test_loss"], "curve_tokens": config.logging.val_tokens,
         "curve": curve, "train_curve": train_curve,
     }  # fmt: skip
 
 
-def _finite(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 6)

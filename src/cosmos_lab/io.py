@@ -97,7 +97,7 @@ def json_bytes(value: Any) -> bytes:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, atomically, with null for nan and inf."""
     with atomic_write(path) as out:
-        out.write(json_bytes(finite(value)))
+        out.write(json_bytes(nan_to_none(value)))
 
 
 def read_json(path: Path) -> Any:
@@ -108,14 +108,14 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """Return the value with nan and inf replaced by None, because JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: nan_to_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [nan_to_none(item) for item in value]
     return value
 
 

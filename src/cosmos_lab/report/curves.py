@@ -31,7 +31,7 @@ def training(group: Group) -> list[Curve]:
     """Return the training loss of each seed, smoothed, averaged over stretches of equal length."""
     found = []
     for run in group.counted or group.runs:
-        points = _finite(run.train)
+        points = finite_points(run.train)
         width = max(1, math.ceil(len(points) / MOST_POINTS))
         rows = [points[start : start + width] for start in range(0, len(points), width)]
         curve = _curve(rows, run.status == Status.DIVERGED)
@@ -55,7 +55,7 @@ def validation(group: Group) -> Curve | None:
     runs = [run for run in group.counted or group.runs if run.validation]
     if not runs:
         return None
-    tables = [{point.step: point for point in _finite(run.validation)} for run in runs]
+    tables = [{point.step: point for point in finite_points(run.validation)} for run in runs]
     steps = sorted(set(tables[0]).intersection(*tables[1:]))
     if not steps:
         tables, steps = tables[:1], sorted(tables[0])
@@ -64,7 +64,8 @@ def validation(group: Group) -> Curve | None:
     return _curve(rows, diverged, spread=len(tables) > 1)
 
 
-def _finite(points: Sequence[Point]) -> list[Point]:
+def finite_points(points: Sequence[Point]) -> list[Point]:
+    """Return the points whose value is neither nan nor inf."""
     return [point for point in points if math.isfinite(point.value)]
 
 

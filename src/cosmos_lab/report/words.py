@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cosmos_lab.display import count, rate, significant
+from cosmos_lab.report.curves import finite_points
 from cosmos_lab.results.ranking import Group, Task, at_edge
-from cosmos_lab.results.reading import METRICS, Point, Run, Status
+from cosmos_lab.results.reading import METRICS, Run, Status
 
 _SAME_LENGTH = 0.01  # lengths that differ by a smaller share are equal: the last batch may be cut
 _FEW_POINTS = 5  # a line with fewer points has no shape
@@ -68,7 +69,7 @@ def missing_curves(task: Task) -> list[str]:
     for group in task.groups:
         for run in group.runs:
             problems = [note for note in run.notes if note.startswith(METRICS)]
-            drawn = _finite_points(run)
+            drawn = finite_points((*run.validation, *run.train))
             if problems or not drawn:
                 why = "; ".join(problems) or f"{METRICS} has no finite loss"
                 notes.append(f"{'' if drawn else 'No curve for '}{group.title} (folder {run.folder.name}): {why}.")
@@ -106,15 +107,11 @@ def _so_far(task: Task) -> str:
         why = "No setting can be ranked yet" if any(run.finished for run in runs) else "No run has finished"
         lead = min(started, key=task.score)
         return f"{why}; the lowest {_result(task)} so far is {_value(task, lead)}, by {_at_rate(lead)}."
-    if any(_finite_points(run) for run in runs):
+    if any(finite_points((*run.validation, *run.train)) for run in runs):
         diverged = all(group.status == Status.DIVERGED for group in task.groups)
         loss = "" if diverged else f" or logged no {'validation' if task.validated else 'training'} loss"
         return f"No setting can be ranked: in each of them, a run diverged{loss}."
     return "No run has logged a finite loss yet."
-
-
-def _finite_points(run: Run) -> list[Point]:
-    return [point for point in (*run.validation, *run.train) if math.isfinite(point.value)]
 
 
 def _named(ranking: Sequence[Group]) -> list[Group]:

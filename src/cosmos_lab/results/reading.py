@@ -318,7 +318,7 @@ def summarize(log: Log, steps: int | None = None) -> dict[str, Any]:
     final = val_losses[-1] if val_losses else math.nan
     speed = _median(log.columns["tokens_per_s"])
     return {
-        "final_val_loss": _finite(final),
+        "final_val_loss": _finite_or_none(final),
         "final_val_ppl": math.exp(final) if final < 700 else None,
         "best_val_loss": min(filter(math.isfinite, val_losses), default=None),
         "final_train_loss": _final_train_loss(log.train, steps or int(last.step)),
@@ -343,10 +343,10 @@ def _final_train_loss(points: Sequence[Point], steps: int) -> float | None:
     begin = points[-1].step - steps + last_step_before_final(steps)
     before = [0.0, *(point.step for point in points)]
     weighted = [(p.value, max(1, p.step - b)) for p, b in zip(points, before, strict=False) if p.step > begin]
-    return _finite(sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted))
+    return _finite_or_none(sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted))
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from cosmos_lab.config import FIXED, RunConfig, marked
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import disk_error, finite, first_line, read_json, valid_text, write_json
+from cosmos_lab.io import disk_error, first_line, nan_to_none, read_json, valid_text, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.optimizers import WEIGHTS
 from cosmos_lab.run import distributed, integrity
@@ -349,7 +349,7 @@ def _write_meta(
         "files": dict(files),
     }
     if world.main:
-        write_json(folder / META, integrity.seal(finite(meta)))  # loss_sum may be nan
+        write_json(folder / META, integrity.seal(nan_to_none(meta)))  # loss_sum may be nan
 
 
 def _save(path: Path, value: Any) -> None:

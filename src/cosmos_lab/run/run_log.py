@@ -16,7 +16,7 @@ import torch
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
-from cosmos_lab.io import atomic_write, explained, finite, require, write_json
+from cosmos_lab.io import atomic_write, explained, nan_to_none, require, write_json
 from cosmos_lab.models import Decoder
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY, read_metrics
 
@@ -72,7 +72,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(finite(record), allow_nan=False) + "\n"
+    return json.dumps(nan_to_none(record), allow_nan=False) + "\n"
 
 
 class RunLog:
@@ -111,7 +111,7 @@ class RunLog:
             self._file.flush()
         if self._board is None and self._wandb is None:
             return
-        clean = finite(record)
+        clean = nan_to_none(record)
         scalars = {name: value for name, value in clean.items() if isinstance(value, (int, float)) and name != "step"}
         for matrix, values in clean.get("diagnostics", {}).items():
             scalars |= {f"diagnostics/{name}/{matrix}": v for name, v in values.items() if v is not None}

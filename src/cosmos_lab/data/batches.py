@@ -38,30 +38,32 @@ class Batches:
         self.source, self.batch, self.seq_len, self.seed = source, batch, seq_len, seed
         self.rank, self.world, self.shuffle = rank, world, shuffle
         self.windows = _windows(source, seq_len)
-        self.epoch, self.position = 0, 0  # Of the next batch: `position` counts all ranks' windows in the epoch.
+        self.epoch, self.window = 0, 0  # Where the next batch of all ranks starts: the window is counted in its epoch.
         self._order: tuple[int, Positions, Positions] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        pieces, epoch, start = [], self.epoch, self.position + self.rank * self.batch
+        pieces, epoch, start = [], self.epoch, self.window + self.rank * self.batch
         left = self.batch
         while left:
             epoch, start = epoch + start // self.windows, start % self.windows
             count = min(left, self.windows - start)
             pieces.append(self._read(epoch, start, count))
             start, left = start + count, left - count
-        after = self.position + self.batch * self.world
-        self.epoch, self.position = self.epoch + after // self.windows, after % self.windows
+        after = self.window + self.batch * self.world
+        self.epoch, self.window = self.epoch + after // self.windows, after % self.windows
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat([tokens for tokens, _ in pieces]), torch.cat([targets for _, targets in pieces])
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch starts: plain values, the same on every rank."""
-        names = ("epoch", "position", "seed", "seq_len", "shuffle")
-        return {name: getattr(self, name) for name in names} | {"fingerprint": self.source.fingerprint}
+        return {
+            "epoch": self.epoch, "position": self.window, "seed": self.seed, "seq_len": self.seq_len,
+            "shuffle": self.shuffle, "fingerprint": self.source.fingerprint,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, with any batch size and number of ranks; other data is an error."""
@@ -79,7 +81,7 @@ class Batches:
                 f"cannot resume: epoch {state['epoch']}, position {state['position']} is outside the "
                 f"{self.windows} windows of {self.source.name}"
             )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch, self.window = int(state["epoch"]), int(state["position"])
 
     def _read(self, epoch: int, start: int, count: int) -> Batch:
         """Read windows `start` to `start + count` of one epoch."""

@@ -54,7 +54,7 @@ class TrainingState:
     loss_sum: float = 0.0  # of the losses since the last log line, so that the log continues without a gap
     logged: int = 0  # step of that line
     bad_losses: int = 0  # log lines in a row without a finite loss, so that a run diverges at the same step
-    position: dict[str, Any] | None = None
+    data_state: dict[str, Any] | None = None  # of `Batches`
 
 
 def latest(folder: Path) -> Path | None:
@@ -217,7 +217,7 @@ def _fill(
     own = _read_tensors(path / f"process_{process}.pt", torch.device("cpu"))
     for name in _COUNTS:
         setattr(state, name, meta.get(name, 0))  # older ones have no bad_losses
-    state.position, state.loss_sum = own["position"], own.get("loss_sum", state.loss_sum)
+    state.data_state, state.loss_sum = own["position"], own.get("loss_sum", state.loss_sum)
     _set_random_state(own["random"], world)
 
 
@@ -332,7 +332,7 @@ def _write(folder: Path, state: TrainingState, world: distributed.World) -> None
         distributed.save_sharded(state.model, state.optimizer, folder / "shards")
     elif world.main:
         _save(folder / "state.pt", {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()})
-    own = {"position": state.position, "random": _random_state(world), "loss_sum": state.loss_sum}
+    own = {"position": state.data_state, "random": _random_state(world), "loss_sum": state.loss_sum}
     _save(folder / f"process_{world.rank}.pt", own)
 
 

@@ -1,6 +1,6 @@
-"""Batches prepared by a background thread, in pinned memory, each with its position in the data.
+"""Batches prepared by a background thread, in pinned memory, each with the state of the data after it.
 
-The thread reads further than training has come, so the position to save is the one after the last batch handed out.
+The thread reads further than training has come, so the state to save is the one after the last batch handed out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cosmos_lab.data import Batches
 
 
 class Prefetcher:
-    """Reads up to ``depth`` batches in advance; ``position`` resumes after the last one that ``next`` returned."""
+    """Reads up to ``depth`` batches in advance; ``data_state`` continues after the last one that ``next`` returned."""
 
     def __init__(self, batches: Batches, device: torch.device, depth: int = 4) -> None:
-        self.position = batches.state_dict()
+        self.data_state = batches.state_dict()
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(batches, device), daemon=True, name="batches")
@@ -50,7 +50,7 @@ class Prefetcher:
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
-        tokens, targets, self.position = item
+        tokens, targets, self.data_state = item
         return tokens, targets
 
     def close(self) -> None:

@@ -117,8 +117,8 @@ class Trainer:
                 )
             if self.world.main:
                 run_folder.warn_of_changes(self.config)
-            assert self.state.position is not None
-            batches.load_state_dict(self.state.position)
+            assert self.state.data_state is not None
+            batches.load_state_dict(self.state.data_state)
 
     def _order_buckets(self) -> None:
         """Make one backward pass that trains nothing.
@@ -184,7 +184,7 @@ class Trainer:
         with self.stopwatch.measure():
             self._update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.state.position = self.batches.position
+        self.state.data_state = self.batches.data_state
 
     def _update(self) -> None:
         """Run the optimizer's step, with its diagnostics if they are due."""

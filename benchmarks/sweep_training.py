@@ -106,10 +106,10 @@ class TwoTextTrainer(Trainer):
     def read(self, source: TokenSource, tokens: int) -> list[float]:
         """Return the mean loss of each batch of the first tokens; only whole batches, so that nothing recompiles."""
         length = self.config.data.seq_len
-        whole = self.micro * length
+        whole = self.micro_batch * length
         tokens = max(1, min(tokens, len(source) - 1) // whole) * whole
         found = []
-        for x, y in validation_batches(source, self.micro, length, tokens):
+        for x, y in validation_batches(source, self.micro_batch, length, tokens):
             with self._autocast():
                 found.append(self.runner(x.to(self.world.device), y.to(self.world.device)).float())
         return [float(loss) for loss in torch.stack(found).tolist()]
@@ -125,14 +125,14 @@ class TwoTextTrainer(Trainer):
     def final(self) -> dict[str, Any]:
         """Return the losses on both texts, over all their whole blocks and in each block."""
         found: dict[str, Any] = {}
-        batches = max(1, self.block // (self.micro * self.config.data.seq_len))
+        batches = max(1, self.block // (self.micro_batch * self.config.data.seq_len))
         for name, source in self.texts.items():
             values = self.read(source, (len(source) - 1) // self.block * self.block)
             loss = statistics.fmean(values)
             diverged = not loss < LARGEST  # nan too
             found[f"{name}_loss"] = None if diverged else round(loss, 6)
             found[f"{name}_ppl"] = None if diverged else math.exp(round(loss, 6))
-            found[f"{name}_tokens"] = len(values) * self.micro * self.config.data.seq_len
+            found[f"{name}_tokens"] = len(values) * self.micro_batch * self.config.data.seq_len
             groups = (values[i : i + batches] for i in range(0, len(values), batches))
             found[f"{name}_blocks"] = [_rounded(statistics.fmean(group)) for group in groups]
         return found

@@ -38,7 +38,10 @@ from cosmos_lab.run.integrity import META, Damaged
 
 _NAME = re.compile(r"step_(\d{6,})")
 EARLIER = {"weights": "fp32"}  # what runs had before they could choose it
-_COUNTS = ("step", "seconds", "loss_sum", "logged", "bad_losses")  # of TrainingState, in meta.json
+_COUNTS = {  # of TrainingState, by their keys in meta.json
+    "step": "step", "seconds": "seconds", "loss_sum": "loss_sum", "logged": "last_logged_step",
+    "bad_losses": "bad_losses",
+}  # fmt: skip
 _HIDDEN = ".*_step_*"  # not finished, or about to be removed
 _ADVICE = "choose another --out; the checkpoints already there are untouched"
 
@@ -52,7 +55,7 @@ class TrainingState:
     step: int = 0
     seconds: float = 0.0
     loss_sum: float = 0.0  # of the losses since the last log line, so that the log continues without a gap
-    logged: int = 0  # step of that line
+    last_logged_step: int = 0  # that of this line
     bad_losses: int = 0  # log lines in a row without a finite loss, so that a run diverges at the same step
     data_state: dict[str, Any] | None = None  # of `Batches`
 
@@ -215,8 +218,8 @@ def _fill(
         state.optimizer.load_state_dict(saved["optimizer"])
     process = world.rank if world.rank < meta["processes"] else 0  # the data position is the same on every process
     own = _read_tensors(path / f"process_{process}.pt", torch.device("cpu"))
-    for name in _COUNTS:
-        setattr(state, name, meta.get(name, 0))  # older ones have no bad_losses
+    for key, attribute in _COUNTS.items():
+        setattr(state, attribute, meta.get(key, 0))  # older ones have no bad_losses
     state.data_state, state.loss_sum = own["position"], own.get("loss_sum", state.loss_sum)
     _set_random_state(own["random"], world)
 
@@ -341,7 +344,7 @@ def _write_meta(
     files: Mapping[str, Any],
 ) -> None:  # fmt: skip
     meta = {
-        **{name: getattr(state, name) for name in _COUNTS},
+        **{key: getattr(state, attribute) for key, attribute in _COUNTS.items()},
         "identity": dict(conditions),  # an older name, which files have
         "processes": world.size,
         "sharded": world.sharding == "fsdp",

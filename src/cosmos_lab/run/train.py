@@ -67,7 +67,7 @@ class Trainer:
         self.checkpoints = config.folder / "checkpoints"
         check = checkpoint.start_check(self.checkpoints, world)  # takes no time while the model is built
         self.bf16 = distributed.pick_bf16(config.training.precision, world.device)
-        self.micro = build.micro_batch(config, world.size)
+        self.micro_batch = build.micro_batch(config, world.size)
         source, self.val_source, shape = build.open_text(config)
         self.network = model_cache.network(config, shape, world, self.bf16)
         self.model, self.runner = self.network.model, self.network.runner
@@ -83,7 +83,7 @@ class Trainer:
         self._resume(batches, check)
         self.clock, self.stopwatch = meters.Clock(self.state.seconds), meters.Stopwatch(world.device)
         self.loss_sum = torch.tensor(self.state.loss_sum, device=world.device)
-        self.first = self.timed = self.state.step
+        self.resumed_at = self.clock_started_at = self.state.step  # steps
         self.logged_seconds = self.state.seconds
         self.log = self._open_log(source, asked) if world.main else None
         self.batches = Prefetcher(batches, world.device)
@@ -126,7 +126,7 @@ class Trainer:
         DDP orders its buckets by the first one, and with them the sums over processes. Without this, the first step
         after a resume would sum in another order than the same step of the unbroken run.
         """
-        tokens = torch.zeros(self.micro, self.config.data.seq_len, dtype=torch.long, device=self.world.device)
+        tokens = torch.zeros(self.micro_batch, self.config.data.seq_len, dtype=torch.long, device=self.world.device)
         with self._autocast():
             loss = self.runner(tokens, tokens)
         loss.backward()
@@ -151,7 +151,7 @@ class Trainer:
                 logs = step in (1, before_final, steps) or _due(step, logging.log_every)
                 if logs:
                     self._log()
-                if step == self.first + 1:
+                if step == self.resumed_at + 1:
                     self._start_clock()
                 if _due(step, logging.val_every) and step < steps:
                     self._untimed(self.validate)
@@ -172,7 +172,7 @@ class Trainer:
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * share
         tokens, targets = (part.to(self.world.device, non_blocking=True) for part in self.batches.next())
-        pieces = list(zip(tokens.split(self.micro), targets.split(self.micro), strict=True))
+        pieces = list(zip(tokens.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
         for index, (x, y) in enumerate(pieces):
             with distributed.accumulating(self.runner, self.model, self.world, last=index == len(pieces) - 1):
                 with self._autocast():
@@ -204,7 +204,7 @@ class Trainer:
         """Start the clock after the first step of this process, which mostly compiles."""
         self.world.synchronize()
         self.stopwatch.take()
-        self.timed, self.logged_seconds = self.state.step, self.clock.read()
+        self.clock_started_at, self.logged_seconds = self.state.step, self.clock.read()
         self.clock.start()
 
     def _untimed(self, action: Callable[[], Any]) -> None:
@@ -231,11 +231,11 @@ class Trainer:
         text = (self.config.data.seq_len, self.config.logging.val_tokens)
         world, windows = self.world, validation_windows(self.val_source, *text)
         total, index = torch.zeros((), device=world.device), world.rank
-        for x, y in validation_batches(self.val_source, self.micro, *text, world.rank, world.size):
-            smaller = len(x) < self.micro  # would compile again
+        for x, y in validation_batches(self.val_source, self.micro_batch, *text, world.rank, world.size):
+            smaller = len(x) < self.micro_batch  # would compile again
             with self._autocast(), torch.compiler.set_stance("force_eager") if smaller else nullcontext():
                 loss = self.runner(x.to(world.device), y.to(world.device))
-            if index * self.micro < windows:  # otherwise it is another process's batch, run for its collectives only
+            if index * self.micro_batch < windows:  # otherwise another process counts it
                 total += loss * len(x)
             index += world.size
         mean = (world.mean(total) * world.size / windows).item()
@@ -253,17 +253,17 @@ class Trainer:
     def _log(self) -> None:
         """Write one line of the training log; the host waits for the device."""
         training, seq_len = self.config.training, self.config.data.seq_len
-        loss = self.world.mean(self.loss_sum / (self.state.step - self.state.logged)).item()
+        loss = self.world.mean(self.loss_sum / (self.state.step - self.state.last_logged_step)).item()
         self.world.synchronize()
         self.loss_sum.zero_()
         now = self.clock.read()
-        timed_steps = self.state.step - max(self.state.logged, self.timed)
+        timed_steps = self.state.step - max(self.state.last_logged_step, self.clock_started_at)
         speed = timed_steps * training.batch * seq_len / max(now - self.logged_seconds, 1e-9)
         mfu = meters.mfu(speed, self.model.flops_per_token(seq_len), self.world.device, self.world.size)
         optimizer_ms = self.stopwatch.take()
-        has_rates = self.state.step > self.first + 1  # the clock starts after the first step
+        has_rates = self.state.step > self.resumed_at + 1  # the clock starts after the first step
         self.logged_seconds = now
-        self.state.logged = self.state.step
+        self.state.last_logged_step = self.state.step
         self.state.bad_losses = 0 if math.isfinite(loss) else self.state.bad_losses + 1
         self._write(
             {
@@ -285,7 +285,7 @@ class Trainer:
         self.world.synchronize()
         self.clock.stop()
         diverged = self.state.bad_losses > 0  # at least the last line's
-        if self.config.logging.checkpoint_every and not diverged and self.state.step > self.first:
+        if self.config.logging.checkpoint_every and not diverged and self.state.step > self.resumed_at:
             self.save()
         records = read_metrics(self.config.folder)
         if not any(record["step"] == self.state.step for record in records if "val_loss" in record):

@@ -151,7 +151,7 @@ class Parsed(Exception):
 
 def check_lab(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the flags of a command of the lab, and stop before it does anything."""
-    from cosmos_lab.cli import arguments as flags
+    from cosmos_lab.cli import flags
     from cosmos_lab.cli.commands import COMMANDS
 
     parse = flags.parse

@@ -15,7 +15,7 @@ import torch
 import cosmos_lab
 import cosmos_optim
 from cosmos_lab.cli import commands
-from cosmos_lab.cli.arguments import CompareCommand, CompareOptions, parse, parse_extra, parse_lrs
+from cosmos_lab.cli.flags import CompareCommand, CompareOptions, parse, parse_extra, parse_lrs
 from cosmos_lab.cli.main import main
 from cosmos_lab.config import RunConfig
 from cosmos_lab.profile.config import ProfileConfig

@@ -19,7 +19,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.results.reading import read_metrics
 from cosmos_lab.run import checkpoint, distributed, run_folder, run_log
 from cosmos_lab.run.evaluate import evaluate
-from cosmos_lab.run.run_folder import finished
+from cosmos_lab.run.run_folder import summary_if_finished
 from cosmos_lab.run.train import Trainer, train
 from tests.lab.outcomes import assert_same, outcome, start, wait_until
 
@@ -221,9 +221,9 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_not_trained_again(
     answers: list[Any] = [None]  # it was not there yet when this process looked first
 
     def late(config: RunConfig) -> Any:
-        return answers.pop() if answers else finished(config)
+        return answers.pop() if answers else summary_if_finished(config)
 
-    monkeypatch.setattr(run_folder, "finished", late)
+    monkeypatch.setattr(run_folder, "summary_if_finished", late)
     assert train(tiny_run) == {**whole} and not answers
     assert {path: path.read_bytes() for path in tiny_run.folder.rglob("*") if path.is_file()} == before
 

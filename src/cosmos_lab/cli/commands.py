@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from cosmos_lab.cli import arguments as flags
+from cosmos_lab.cli import flags
 from cosmos_lab.cli.recipe_list import HELP, recipes_command
 from cosmos_lab.config import COMPARABLE, RunConfig, marked
 from cosmos_lab.recipes import Recipe, get_recipe

@@ -25,7 +25,7 @@ from cosmos_lab.optimizers import hyperparameters
 from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import Status
 from cosmos_lab.run import build
-from cosmos_lab.run.run_folder import check_unfinished, finished
+from cosmos_lab.run.run_folder import check_unfinished, summary_if_finished
 from cosmos_lab.run.stopping import Request, Stopped, watch
 from cosmos_lab.run.train import train
 
@@ -155,7 +155,7 @@ def _check_all(runs: Sequence[RunConfig]) -> list[dict[str, Any] | None]:
         try:
             hyperparameters(run.check())
             build.model_config(run)  # a wrong size, before any data is unpacked
-            summaries.append(finished(run))
+            summaries.append(summary_if_finished(run))
             if summaries[-1] is None:
                 check_unfinished(run)
                 if (run.model, run.data) not in opened:

@@ -27,7 +27,7 @@ def read_config(folder: Path) -> RunConfig:
     return RunConfig.from_flat(about["config"])
 
 
-def finished(config: RunConfig) -> dict[str, Any] | None:
+def summary_if_finished(config: RunConfig) -> dict[str, Any] | None:
     """Return the summary if the run is finished; raise a ValueError if its folder holds another one."""
     if config.logging.resume == "never" and (config.folder / CONFIG).exists():
         raise ValueError(f"{config.folder} holds a run already; choose another --out, or --resume auto to continue it")
@@ -43,7 +43,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 @contextmanager
-def exclusive(config: RunConfig, world: distributed.World) -> Iterator[dict[str, Any] | None]:
+def locked_or_summary(config: RunConfig, world: distributed.World) -> Iterator[dict[str, Any] | None]:
     """Lock the run folder for these processes; if the run is finished, yield its summary without a lock.
 
     The first process looks, for all: a file may be visible to some processes before others see it.
@@ -53,12 +53,12 @@ def exclusive(config: RunConfig, world: distributed.World) -> Iterator[dict[str,
     with ExitStack() as lock:
         if world.main:
             try:
-                summary = finished(config)
+                summary = summary_if_finished(config)
                 if summary is None:
                     made = [folder for folder in (config.folder, config.folder.parent) if not folder.exists()]
                     lock.enter_context(locked(config.folder / _LOCK, wait=False))
                     lock.callback(_remove_if_empty, config.folder, made)
-                    summary = finished(config)  # another process may have finished it meanwhile
+                    summary = summary_if_finished(config)  # another process may have finished it meanwhile
             except BlockingIOError:
                 advice = "wait for it or choose another --out"
                 error = ValueError(f"another process is training in {config.folder}; {advice}")

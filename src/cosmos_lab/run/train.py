@@ -20,7 +20,7 @@ from cosmos_lab.optimizers import build_optimizer, hyperparameters, optimizer_cl
 from cosmos_lab.results.reading import Status, last_step_before_final, read_log, read_metrics, summarize
 from cosmos_lab.run import build, checkpoint, distributed, meters, model_cache, run_folder, run_log, stopping
 from cosmos_lab.run.prefetch import Prefetcher
-from cosmos_lab.run.run_folder import exclusive
+from cosmos_lab.run.run_folder import locked_or_summary
 from cosmos_lab.run.schedule import lr_factor
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -44,7 +44,7 @@ def train(
     build.model_config(config)  # a wrong name or size is noticed before any data is unpacked
     with (
         distributed.session(config.training.device, config.training.sharding) as world,
-        exclusive(config, world) as summary,
+        locked_or_summary(config, world) as summary,
     ):
         if summary is not None:
             return summary

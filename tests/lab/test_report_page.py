@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_lab.display import count, rate, seconds, significant, size
+from cosmos_lab.formatting import format_bytes, format_count, format_digits, format_rate, format_seconds
 from cosmos_lab.report import figures, write_report
 from cosmos_lab.report.charts import embed, specify
 from cosmos_lab.report.curves import MOST_POINTS, training, validation
@@ -283,10 +283,11 @@ def test_drawing_styles_are_stable_and_unknown_optimizers_get_unused_ones() -> N
 
 
 def test_numbers_have_significant_digits_and_units() -> None:
-    assert [rate(x) for x in (1e-3, 5e-4, 0.1, 2.5e-05, 0.0, None)] == ["1e-3", "5e-4", "0.1", "2.5e-5", "0", "?"]
-    assert [significant(x) for x in (3.14159, 123456.0, 0.00012346, math.nan, 0.0)] == [
+    rates = (1e-3, 5e-4, 0.1, 2.5e-05, 0.0, None)
+    assert [format_rate(x) for x in rates] == ["1e-3", "5e-4", "0.1", "2.5e-5", "0", "?"]
+    assert [format_digits(x) for x in (3.14159, 123456.0, 0.00012346, math.nan, 0.0)] == [
         "3.142", "123,456", "0.0001235", "–", "0"
     ]  # fmt: skip
-    assert [count(x) for x in (999.0, 65536, 3e8, 1.31e9, None)] == ["999", "65.5 k", "300 M", "1.31 B", "–"]
-    assert [seconds(x) for x in (41.23, 1364, 7300, 4e5)] == ["41.2 s", "22.7 min", "2.03 h", "4.63 d"]
-    assert [size(x) for x in (12, 2**20, 1.5 * 2**30)] == ["12 B", "1.00 MiB", "1.50 GiB"]
+    assert [format_count(x) for x in (999.0, 65536, 3e8, 1.31e9, None)] == ["999", "65.5 k", "300 M", "1.31 B", "–"]
+    assert [format_seconds(x) for x in (41.23, 1364, 7300, 4e5)] == ["41.2 s", "22.7 min", "2.03 h", "4.63 d"]
+    assert [format_bytes(x) for x in (12, 2**20, 1.5 * 2**30)] == ["12 B", "1.00 MiB", "1.50 GiB"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cosmos_lab.display import format_table
+from cosmos_lab.formatting import format_table
 from cosmos_lab.profile.config import PROFILES
 from cosmos_lab.recipes import RECIPES
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cosmos_lab.config import RunConfig
-from cosmos_lab.display import format_table, rate
+from cosmos_lab.formatting import format_rate, format_table
 from cosmos_lab.results.ranking import Group, at_edge, best_of, group_runs
 from cosmos_lab.results.reading import Run, Status, read_run
 
@@ -129,7 +129,7 @@ def format_result(result: Mapping[str, Any]) -> str:
     lines = [format_table(head, [_cells(row) for row in rows], left=(0, len(head) - 1))]
     statuses = [status for row in rows for status in row["status"]]
     lines.append(f"{statuses.count(Status.DONE)} of {len(statuses)} runs done")
-    if edges := [f"{row['optimizer']} ({row['edge']}, {rate(row['lr'])})" for row in rows if row["edge"]]:
+    if edges := [f"{row['optimizer']} ({row['edge']}, {format_rate(row['lr'])})" for row in rows if row["edge"]]:
         advice = "one beyond it may be better (--lrs)"
         lines.append(f"The best rate is at the edge of the rates tried for {', '.join(edges)}: {advice}")
     texts = result.get("data")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cosmos_lab.display import format_table
+from cosmos_lab.formatting import format_table
 from cosmos_lab.io import explained, write_json
 from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.profile.profiler import Profiler, check_rows

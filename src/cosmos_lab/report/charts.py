@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cosmos_lab.display import rate
+from cosmos_lab.formatting import format_rate
 from cosmos_lab.report.curves import Curve, training, validation
 from cosmos_lab.report.heat import MOST_CELLS, HeatSection, heat_section
 from cosmos_lab.report.style import Look, looks_of
@@ -289,7 +289,7 @@ def _sweep_chart(task: Task, lines: Sequence[Line], suffix: str) -> Chart:
     """Specify the chart with a log axis of rates, and a tick at each of them."""
     rates = sorted({x for line in lines for x in line.x["lr"] if x})
     low, high = rates[0] / 1.15, rates[-1] * 1.15
-    axis = Axis("learning rate", (low, high), low, log=True, ticks=[(x, rate(x)) for x in rates])
+    axis = Axis("learning rate", (low, high), low, log=True, ticks=[(x, format_rate(x)) for x in rates])
     title = "final validation perplexity" if task.validated else "final training loss"
     about = "by learning rate; a ring marks the best"
     return Chart("lr", f"learning-rate-sweep{suffix}", title, about, axis, perplexity=False, aspect=0.42, pad=0.06)

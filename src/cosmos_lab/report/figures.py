@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from cosmos_lab.display import count
+from cosmos_lab.formatting import format_count
 from cosmos_lab.io import atomic_write, valid_text
 from cosmos_lab.report.charts import Axis, Chart, Line, Section
 from cosmos_lab.report.style import THEMES, Look
@@ -102,7 +102,7 @@ def _x_axis(axes: Axes, axis: Axis) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticklabels([text for _, text in kept])
     elif axis.unit == "tokens":
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count(x)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_count(x)))
 
 
 def _line(axes: Axes, spec: Section, chart: Chart, line: Line) -> None:

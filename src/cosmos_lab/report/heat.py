@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_lab.display import count, significant
+from cosmos_lab.formatting import format_count, format_digits
 from cosmos_lab.report.curves import thinned
 from cosmos_lab.report.style import HEAT
 from cosmos_lab.results.ranking import Group, Task
@@ -98,8 +98,9 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | N
     if not metrics:
         return None
     steps = [f"step {shot.step:g}" for shot in shots]
-    columns = [s if shot.tokens is None else f"{s}, {count(shot.tokens)} tokens" for s, shot in zip(steps, shots)]
-    ends = [steps[i] if shots[i].tokens is None else f"{count(shots[i].tokens)} tokens" for i in (0, -1)]
+    tokens = ["" if shot.tokens is None else f"{format_count(shot.tokens)} tokens" for shot in shots]
+    columns = [f"{at}, {seen}" if seen else at for at, seen in zip(steps, tokens)]
+    ends = [tokens[i] or steps[i] for i in (0, -1)]
     return HeatMap(label, columns, ends, metrics, panels)
 
 
@@ -123,10 +124,10 @@ def _metric(name: str, panels: Sequence[Panel]) -> Metric | None:
     if low == high:
         low, high = cells[0], cells[-1]
     log = low > 0 and high / low > 20
-    note = f"logarithmic, middle {significant(math.sqrt(low * high), 3)}" if log else "linear"
-    note = f"{significant(low)} everywhere" if low == high else note
-    first = ("≤ " if cells[0] < low else "") + significant(low, 3)
-    last = ("≥ " if cells[-1] > high else "") + significant(high, 3)
+    note = f"logarithmic, middle {format_digits(math.sqrt(low * high), 3)}" if log else "linear"
+    note = f"{format_digits(low)} everywhere" if low == high else note
+    first = ("≤ " if cells[0] < low else "") + format_digits(low, 3)
+    last = ("≥ " if cells[-1] > high else "") + format_digits(high, 3)
     title, about = _METRICS[name]
     return Metric(name, title, about, (low, high), log, low == high, (first, last, note))
 

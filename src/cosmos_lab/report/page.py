@@ -11,7 +11,7 @@ from importlib import resources
 from string import Template
 from typing import NamedTuple
 
-from cosmos_lab.display import count
+from cosmos_lab.formatting import format_count
 from cosmos_lab.report import charts, tables, words
 from cosmos_lab.report.charts import Section
 from cosmos_lab.report.heat import HeatSection
@@ -81,7 +81,7 @@ def _facts(tasks: Sequence[Task]) -> list[str]:
     if len(tasks) == 1:
         facts.append(tasks[0].title)
     if parameters := sorted({run.stats["parameters"] for run in runs if "parameters" in run.stats}):
-        facts.append(" / ".join(map(count, parameters)) + " parameters")
+        facts.append(" / ".join(map(format_count, parameters)) + " parameters")
     versions = [run.about.get("versions") for run in runs]
     return facts + sorted({v["gpu"] for v in versions if isinstance(v, Mapping) and isinstance(v.get("gpu"), str)})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 
-from cosmos_lab.display import count, seconds, significant, size
+from cosmos_lab.formatting import format_bytes, format_count, format_digits, format_seconds
 from cosmos_lab.report.style import Look, looks_of
 from cosmos_lab.report.words import reason, unequal
 from cosmos_lab.results.ranking import Group, Spread, Task, at_edge
@@ -16,20 +16,20 @@ from cosmos_lab.results.reading import Run, Status
 Form = Callable[[float], str]
 Column = tuple[str, str, Form]
 
-_short = partial(significant, digits=3)
+_short = partial(format_digits, digits=3)
 # Heading, key in the run's statistics, format; those in units get one unit for the whole column.
 _COLUMNS: tuple[Column, ...] = (
-    ("Val loss", "final_val_loss", significant),
-    ("Perplexity", "final_val_ppl", significant),
-    ("Train loss", "final_train_loss", significant),
-    ("Tokens", "tokens", count),
-    ("Time", "time", seconds),
-    ("Tokens/s", "tokens_per_s", count),
+    ("Val loss", "final_val_loss", format_digits),
+    ("Perplexity", "final_val_ppl", format_digits),
+    ("Train loss", "final_train_loss", format_digits),
+    ("Tokens", "tokens", format_count),
+    ("Time", "time", format_seconds),
+    ("Tokens/s", "tokens_per_s", format_count),
     ("MFU", "mfu", lambda share: f"{100 * share:.1f} %"),
     ("Step ms", "step_ms", _short),
     ("Optimizer ms", "optimizer_ms", _short),
-    ("Peak memory", "peak_memory_gb", size),
-    ("State", "state_bytes", size),
+    ("Peak memory", "peak_memory_gb", format_bytes),
+    ("State", "state_bytes", format_bytes),
 )
 _IN_UNITS = {"tokens": 1, "time": 1, "tokens_per_s": 1, "peak_memory_gb": 2**30, "state_bytes": 1}  # of what is stored
 
@@ -124,7 +124,7 @@ def _cell(spread: Spread | None, form: Form, score: bool) -> str:
     """Return a number; those that runs are compared by come with their spread over seeds."""
     text = escape(form(spread.mean)) if spread else "–"
     if spread and spread.n > 1 and score:
-        text += f' <span class="pm">± {escape(significant(spread.deviation, 2))}</span>'
+        text += f' <span class="pm">± {escape(format_digits(spread.deviation, 2))}</span>'
     return f'<td{" class=score" if score else ""} data-sort="{f"{spread.mean:.9g}" if spread else ""}">{text}</td>'
 
 

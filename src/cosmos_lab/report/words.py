@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from cosmos_lab.display import count, rate, significant
+from cosmos_lab.formatting import format_count, format_digits, format_rate
 from cosmos_lab.report.curves import finite_points
 from cosmos_lab.results.ranking import Group, Task, at_edge
 from cosmos_lab.results.reading import METRICS, Run, Status
@@ -56,7 +56,7 @@ def cautions(task: Task) -> list[str]:
 
 def unequal(task: Task) -> str:
     """Say in what the ranked runs differ in length, or return "": a longer run ends lower with any optimizer."""
-    for what, key, form in (("tokens", "tokens", count), ("steps", "steps", lambda x: f"{x:,.0f}")):
+    for what, key, form in (("tokens", "tokens", format_count), ("steps", "steps", lambda x: f"{x:,.0f}")):
         found = [spread.mean for group in task.ranking if (spread := group.stat(key))]
         if found and max(found) - min(found) > _SAME_LENGTH * max(found):
             return f"they trained on between {form(min(found))} and {form(max(found))} {what}"
@@ -151,11 +151,11 @@ def _value(task: Task, group: Group) -> str:
     spread = group.stat(task.result_key)
     if spread is None:
         return "–"
-    return significant(spread.mean) + (f" ± {significant(spread.deviation, 2)}" if spread.n > 1 else "")
+    return format_digits(spread.mean) + (f" ± {format_digits(spread.deviation, 2)}" if spread.n > 1 else "")
 
 
 def _at_rate(group: Group) -> str:
-    return f"{_who(group)} at learning rate {rate(group.lr)}"
+    return f"{_who(group)} at learning rate {format_rate(group.lr)}"
 
 
 def _who(group: Group) -> str:
@@ -168,7 +168,8 @@ def _gap(task: Task, first: Group, rival: Group) -> str:
     ours, theirs = first.stat(task.result_key), rival.stat(task.result_key)
     if ours is None or theirs is None or theirs.mean == 0 or ours.mean > theirs.mean:
         return f"ahead of {_who(rival)}"
-    return f"{significant(100 * (1 - ours.mean / theirs.mean), 2)} % below {_who(rival)} ({significant(theirs.mean)})"
+    share = 100 * (1 - ours.mean / theirs.mean)
+    return f"{format_digits(share, 2)} % below {_who(rival)} ({format_digits(theirs.mean)})"
 
 
 def _tied(task: Task, near: Sequence[Group], far: Sequence[Group]) -> str:

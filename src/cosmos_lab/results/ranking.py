@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cosmos_lab.config import TASK, marked
-from cosmos_lab.display import rate
+from cosmos_lab.formatting import format_rate
 from cosmos_lab.results.methods import as_json, differing_settings, is_set, name_methods, resolved, settings_of
 from cosmos_lab.results.reading import Run, Status, worst
 
@@ -293,7 +293,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def _label(setting: _Setting, settings: Iterable[_Setting]) -> str:
     """Name a group by method and rate; the second rate and the repetition follow if they tell it from other groups."""
-    label = f"{setting.method} {rate(setting.lr)}"
+    label = f"{setting.method} {format_rate(setting.lr)}"
     if len({other.adam_lr for other in settings if (other.method, other.lr) == (setting.method, setting.lr)}) > 1:
-        label += f", adam {rate(setting.adam_lr)}"
+        label += f", adam {format_rate(setting.adam_lr)}"
     return f"{label} #{setting.repetition + 1}" if setting.repetition else label

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource, validation_batches
-from cosmos_lab.display import format_table
+from cosmos_lab.formatting import format_table
 from cosmos_lab.models import Decoder
 from cosmos_lab.run import build
 from cosmos_lab.run.checkpoint import load_trained

@@ -197,7 +197,7 @@ class Bench:
         for name, source in self.texts.items():
             tokens = max(1, min(self.scale.read_tokens, len(source) - 1) // whole) * whole
             values = []
-            for x, y in validation_batches(source, self.scale.batch, self.scale.seq_len, tokens):
+            for x, y, _ in validation_batches(source, self.scale.batch, self.scale.seq_len, tokens):
                 with self.autocast():
                     values.append(float(model(x.to(self.device), y.to(self.device))))
             mean = statistics.fmean(values)

@@ -109,7 +109,7 @@ class TwoTextTrainer(Trainer):
         whole = self.micro_batch * length
         tokens = max(1, min(tokens, len(source) - 1) // whole) * whole
         found = []
-        for x, y in validation_batches(source, self.micro_batch, length, tokens):
+        for x, y, _ in validation_batches(source, self.micro_batch, length, tokens):
             with self._autocast():
                 found.append(self.runner(x.to(self.world.device), y.to(self.world.device)).float())
         return [float(loss) for loss in torch.stack(found).tolist()]

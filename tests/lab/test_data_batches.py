@@ -239,11 +239,11 @@ def test_validation_windows_are_in_order_and_the_same_every_time(source: TokenSo
     row = np.concatenate([shard.tokens for shard in source.shards]).astype(np.int64)
     for _ in range(2):
         batches = list(validation_batches(source, 4, 8))
-        assert [len(tokens) for tokens, _ in batches] == [4, 4, 4, 4, 3]  # 19 windows of 8 in 159 tokens.
-        targets = torch.cat([targets for _, targets in batches]).flatten().tolist()
+        assert [count for _, _, count in batches] == [4, 4, 4, 4, 3]  # 19 windows of 8 in 159 tokens.
+        targets = torch.cat([targets for _, targets, _ in batches]).flatten().tolist()
         assert targets == row[1:153].tolist()
-    assert sum(tokens.numel() for tokens, _ in validation_batches(source, 4, 8, max_tokens=50)) == 48
-    assert sum(tokens.numel() for tokens, _ in validation_batches(source, 4, 8, max_tokens=1)) == 8
+    assert sum(tokens.numel() for tokens, _, _ in validation_batches(source, 4, 8, max_tokens=50)) == 48
+    assert sum(tokens.numel() for tokens, _, _ in validation_batches(source, 4, 8, max_tokens=1)) == 8
     assert [validation_windows(source, 8, limit) for limit in (None, 50, 1, 10_000)] == [19, 6, 1, 19]
 
 
@@ -251,10 +251,12 @@ def test_validation_windows_are_in_order_and_the_same_every_time(source: TokenSo
 def test_ranks_validate_on_the_same_windows_in_equally_many_batches(source: TokenSource, world: int) -> None:
     whole = list(validation_batches(source, 4, 8))
     shares = [list(validation_batches(source, 4, 8, rank=rank, world=world)) for rank in range(world)]
-    (count,) = {len(share) for share in shares}
-    in_turn = [share[turn][0] for turn in range(count) for share in shares]
-    assert all(torch.equal(found, tokens) for found, (tokens, _) in zip(in_turn, whole))
-    assert all(torch.equal(found, whole[-1][0]) for found in in_turn[len(whole) :]) and count == -(-len(whole) // world)
+    (turns,) = {len(share) for share in shares}
+    in_turn = [share[turn][0] for turn in range(turns) for share in shares]
+    assert all(torch.equal(found, tokens) for found, (tokens, _, _) in zip(in_turn, whole))
+    assert all(torch.equal(found, whole[-1][0]) for found in in_turn[len(whole) :]) and turns == -(-len(whole) // world)
+    counts = [share[turn][2] for turn in range(turns) for share in shares]
+    assert counts == [count for _, _, count in whole] + [0] * (len(counts) - len(whole))
 
 
 def lines_run(function: Callable[[], object]) -> int:

@@ -128,20 +128,25 @@ def validation_windows(source: TokenSource, seq_len: int, max_tokens: int | None
 
 def validation_batches(
     source: TokenSource, batch: int, seq_len: int, max_tokens: int | None = None, rank: int = 0, world: int = 1
-) -> Iterator[Batch]:
-    """Return the first windows of `source` in order, the same at every call; the last batch may be smaller.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Return `(tokens, targets, count)` of the first windows of `source` in order, the same at every call.
 
-    `validation_windows` says how many. Ranks take turns: batch k is that of rank k % world. All get equally
-    many, so that collectives in the model's forward pass match: a rank with none left gets the last batch again, which
-    must not be counted twice.
+    `validation_windows` says how many there are; the last batch may be smaller. Ranks take turns: batch k is that of
+    rank k % world. All get equally many, so that collectives in the model's forward pass match: a rank with none left
+    gets the last batch again. `count` is the number of windows to count: all of a batch, or none of a repeated one.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ValueError(f"batch is {batch}, rank {rank} of {world}; batch must be at least 1 and rank below world")
-    count = validation_windows(source, seq_len, max_tokens)
-    starts = range(0, count, batch)
-    own = (starts[min(turn + rank, len(starts) - 1)] for turn in range(0, len(starts), world))
-    rows = (source.read(start * seq_len, min(start + batch, count) * seq_len + 1) for start in own)
-    return (_as_batch(row.astype(np.int64), seq_len) for row in rows)
+    windows = validation_windows(source, seq_len, max_tokens)
+    starts = range(0, windows, batch)
+
+    def read(number: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        start = starts[min(number, len(starts) - 1)]
+        row = source.read(start * seq_len, min(start + batch, windows) * seq_len + 1)
+        tokens, targets = _as_batch(row.astype(np.int64), seq_len)
+        return tokens, targets, len(tokens) if number < len(starts) else 0
+
+    return map(read, range(rank, rank + len(starts), world))
 
 
 def _as_batch(row: Positions, seq_len: int) -> Batch:

@@ -77,12 +77,12 @@ def _by_position(
     bf16 = pick_bf16(config.training.precision, device)
     batch = max(1, _LOGITS // (length * vocabulary))
     sums, windows = torch.zeros(length, dtype=torch.float64, device=device), 0
-    for x, y in validation_batches(source, batch, length, config.logging.val_tokens):
+    for x, y, count in validation_batches(source, batch, length, config.logging.val_tokens):
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             logits = model(x.to(device))
         nll = F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten(), reduction="none")
         sums += nll.view(len(x), length).sum(0, dtype=torch.float64)
-        windows += len(x)
+        windows += count
     return (sums / windows).tolist(), windows
 
 

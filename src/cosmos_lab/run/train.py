@@ -230,14 +230,13 @@ class Trainer:
         """Compute and log the loss on the validation tokens, the same ones every time, on any number of processes."""
         text = (self.config.data.seq_len, self.config.logging.val_tokens)
         world, windows = self.world, validation_windows(self.val_source, *text)
-        total, index = torch.zeros((), device=world.device), world.rank
-        for x, y in validation_batches(self.val_source, self.micro_batch, *text, world.rank, world.size):
+        total = torch.zeros((), device=world.device)
+        for x, y, count in validation_batches(self.val_source, self.micro_batch, *text, world.rank, world.size):
             smaller = len(x) < self.micro_batch  # would compile again
             with self._autocast(), torch.compiler.set_stance("force_eager") if smaller else nullcontext():
                 loss = self.runner(x.to(world.device), y.to(world.device))
-            if index * self.micro_batch < windows:  # otherwise another process counts it
-                total += loss * len(x)
-            index += world.size
+            if count:  # otherwise another process counts it
+                total += loss * count
         mean = (world.mean(total) * world.size / windows).item()
         record = {"step": self.state.step, "tokens": self.tokens, "time": self.clock.read()}
         record |= {"val_loss": mean, "val_ppl": math.exp(mean) if mean < 700 else math.inf}

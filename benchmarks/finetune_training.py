@@ -22,7 +22,7 @@ from cosmos_lab.data import Batches, TokenSource, open_data, validation_batches
 from cosmos_lab.io import atomic_write, write_json
 from cosmos_lab.models import Decoder, build
 from cosmos_lab.optimizers import build_optimizer
-from cosmos_lab.run.run_log import commit
+from cosmos_lab.provenance import commit
 from cosmos_lab.run.schedule import lr_factor
 from cosmos_optim import plan
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.step import versions
-from cosmos_lab.run.run_log import commit
+from cosmos_lab.provenance import commit
 from cosmos_optim.cuda.kernels.syrk import SymmetricProducts, supports
 from cosmos_optim.linalg.coefficients import Iteration
 from cosmos_optim.linalg.newton_schulz import (

@@ -24,7 +24,7 @@ from benchmarks import measure
 from benchmarks.optimizers import BUILDERS
 from benchmarks.roofline import cosmos_bytes, cosmos_flops, rates, roofline
 from benchmarks.shapes import MODELS, parameters
-from cosmos_lab.run.run_log import commit
+from cosmos_lab.provenance import commit
 
 GIB = 2**30
 # Steps until a step always costs the same: the first computes the bases, two run eagerly, the fourth is captured as a

@@ -24,8 +24,8 @@ from benchmarks.sweep_options import Options
 from benchmarks.sweep_worker import Worker
 from cosmos_lab.io import atomic_write
 from cosmos_lab.optimizers import hyperparameters
+from cosmos_lab.provenance import commit
 from cosmos_lab.run import checkpoint
-from cosmos_lab.run.run_log import commit
 
 CLOSING = 2.0  # seconds of --seconds that are kept for ending processes, the archive and the table
 SAVING = 15.0  # seconds before that in which runs that are cut off can write a checkpoint

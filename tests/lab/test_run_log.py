@@ -8,40 +8,41 @@ from typing import Any
 
 import pytest
 
+from cosmos_lab import provenance
 from cosmos_lab.config import RunConfig
 from cosmos_lab.io import write_json
 from cosmos_lab.results.reading import METRICS, read_metrics
-from cosmos_lab.run import integrity, run_log
+from cosmos_lab.run import integrity
 from cosmos_lab.run.train import train
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a repository with one file in each folder, of which one is this module."""
-    for name in ("src/cosmos_lab/run/run_log.py", "src/cosmos_optim/optimizer.py", "benchmarks/step.py", "docs/lab.md"):
+    for name in ("src/cosmos_lab/provenance.py", "src/cosmos_optim/optimizer.py", "benchmarks/step.py", "docs/lab.md"):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text("as committed")
     for command in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-m", "Add files"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
-    monkeypatch.setattr(run_log, "__file__", str(tmp_path / "src/cosmos_lab/run/run_log.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "src/cosmos_lab/provenance.py"))
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("edited", "mark"),
     [
-        ("src/cosmos_lab/run/run_log.py", "+"),
+        ("src/cosmos_lab/provenance.py", "+"),
         ("src/cosmos_optim/optimizer.py", "+"),
         ("benchmarks/step.py", "+"),
         ("docs/lab.md", ""),
     ],
 )
 def test_the_commit_has_a_plus_if_code_was_edited(repository: Path, edited: str, mark: str) -> None:
-    clean = run_log.commit()
+    clean = provenance.commit()
     assert clean is not None and len(clean) == 40
     (repository / edited).write_text("edited")
-    assert run_log.commit() == clean + mark
+    assert provenance.commit() == clean + mark
 
 
 @pytest.mark.parametrize(
@@ -52,12 +53,12 @@ def test_a_git_that_does_not_answer_costs_no_run(error: Exception, monkeypatch: 
         raise error
 
     monkeypatch.setattr(subprocess, "run", fail)
-    assert run_log.commit() is None
+    assert provenance.commit() is None
 
 
 def test_the_commit_is_none_outside_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_log, "__file__", str(tmp_path / "src/cosmos_lab/run/run_log.py"))
-    assert run_log.commit() is None
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "src/cosmos_lab/provenance.py"))
+    assert provenance.commit() is None
 
 
 def strictly(text: str) -> Any:

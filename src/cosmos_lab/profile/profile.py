@@ -19,7 +19,7 @@ from cosmos_lab.formatting import format_table
 from cosmos_lab.io import explained, write_json
 from cosmos_lab.profile.config import ProfileConfig
 from cosmos_lab.profile.profiler import Profiler, check_rows
-from cosmos_lab.run import run_log
+from cosmos_lab.provenance import commit, versions
 from cosmos_lab.run.meters import GIB, mfu
 
 Row = dict[str, Any]
@@ -40,8 +40,8 @@ def profile(config: ProfileConfig, log: Log = print) -> dict[str, Any]:
     result: dict[str, Any] = {
         "config": {k: v for k, v in asdict(config).items() if k != "out"},
         "date": datetime.date.today().isoformat(),
-        "commit": run_log.commit(),
-        "versions": run_log.versions(),
+        "commit": commit(),
+        "versions": versions(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "parameters": profiler.model.num_parameters(),
     }

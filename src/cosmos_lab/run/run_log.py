@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
-import platform
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,32 +14,8 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.data import TokenSource
 from cosmos_lab.io import atomic_write, explained, nan_to_none, require, write_json
 from cosmos_lab.models import Decoder
+from cosmos_lab.provenance import commit, versions
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY, read_metrics
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter for a result."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("cosmos-optim", "numpy", "triton", "tokenizers"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def commit() -> str | None:
-    """Return the commit of this source tree, with "+" if a package or a benchmark was edited; None outside one."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/benchmarks")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def about(

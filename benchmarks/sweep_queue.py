@@ -118,7 +118,7 @@ class Queue:
 
     def _has_checkpoint(self, run: Run) -> bool:
         """Return whether there is a checkpoint of a run."""
-        return checkpoint.latest(self.options.unfinished / run.id / "checkpoints") is not None
+        return checkpoint.exists(self.options.unfinished / run.id)
 
     def _rest(self) -> str:
         """Return how many runs can begin now, and the expected seconds of the first."""

@@ -17,7 +17,7 @@ from cosmos_lab.config import RunConfig
 from cosmos_lab.grid.compare import compare
 from cosmos_lab.report import write_report
 from cosmos_lab.results.reading import CONFIG, METRICS, SUMMARY
-from cosmos_lab.run import build
+from cosmos_lab.run import build, checkpoint
 
 # Rates of the hidden matrices, and of embedding, head and norms.
 RATES = {"adam": (2e-3, 6.4e-2), "muon": (1e-3, 6.4e-2), "soap": (2e-3, 6.4e-2), "cosmos": (1e-3, 6.4e-2)}
@@ -72,7 +72,7 @@ def demo(config: DemoConfig | None = None) -> dict[str, Any]:
         for run in runs.values():  # remove the files of an earlier demo, and only those
             for name in (CONFIG, METRICS, SUMMARY):
                 (run.folder / name).unlink(missing_ok=True)
-            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+            shutil.rmtree(checkpoint.folder_of(run.folder), ignore_errors=True)
     result = compare(list(runs.values()), report=False)
     if any(row["failures"] for row in result["rows"]):
         raise ValueError("a run of the demo failed (see the table)")

@@ -169,7 +169,7 @@ def _terminate(jobs: Sequence[_Job]) -> None:
 def _count_stopped(jobs: Sequence[_Job], runs: int) -> str:
     """Say how many of all runs a signal stopped, and how many of them have a checkpoint."""
     left = [folder for job in jobs if read_summary(folder := job.run.folder) is None]
-    kept = sum(checkpoint.latest(folder / "checkpoints") is not None for folder in left)
+    kept = sum(checkpoint.exists(folder) for folder in left)
     how = "with checkpoints" if kept == len(left) else f"{kept} of them with a checkpoint"
     return f"{len(left)} of {runs} runs, {how}"
 

@@ -60,6 +60,16 @@ class TrainingState:
     data_state: dict[str, Any] | None = None  # of `Batches`
 
 
+def folder_of(run: Path) -> Path:
+    """Return the folder of the checkpoints of a run folder."""
+    return run / "checkpoints"
+
+
+def exists(run: Path) -> bool:
+    """Tell whether a run folder has a checkpoint."""
+    return latest(folder_of(run)) is not None
+
+
 def latest(folder: Path) -> Path | None:
     """Return the newest checkpoint in ``folder``, or None."""
     found = _steps(folder)
@@ -236,7 +246,7 @@ def _trained_checkpoint(run: Path, step: int | None) -> Path:
     """Return the newest checkpoint of a run folder, or that of ``step``."""
     if not run.is_dir():
         raise ValueError(f"there is no run folder {run}")
-    found = {step_of(path): path for path in _steps(run / "checkpoints")}
+    found = {step_of(path): path for path in _steps(folder_of(run))}
     if not found:
         if not (run / "config.json").is_file():
             raise ValueError(f"{run} is not a run folder, which has a config.json: give one of those inside")

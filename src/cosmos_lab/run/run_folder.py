@@ -81,7 +81,7 @@ def _remove_if_empty(folder: Path, made: Sequence[Path]) -> None:
 
 def check_unfinished(config: RunConfig) -> None:
     """Raise a ValueError if the run's folder holds a checkpoint of a run with another config or text."""
-    if checkpoint.latest(config.folder / "checkpoints") is not None:
+    if checkpoint.exists(config.folder):
         _check_same(config)
 
 

@@ -64,7 +64,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: distributed.World, progress: Progress | None = None) -> None:
         self.config, self.world, self.progress = config, world, progress
-        self.checkpoints = config.folder / "checkpoints"
+        self.checkpoints = checkpoint.folder_of(config.folder)
         check = checkpoint.start_check(self.checkpoints, world)  # takes no time while the model is built
         self.bf16 = distributed.pick_bf16(config.training.precision, world.device)
         self.micro_batch = build.micro_batch(config, world.size)

@@ -6,7 +6,8 @@ import datetime
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
@@ -47,35 +48,45 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(nan_to_none(record), allow_nan=False) + "\n"
 
 
-class RunLog:
-    """Appends records to a run folder, and to TensorBoard and W&B if asked."""
+def _truncate(folder: Path, step: int) -> None:
+    """Drop the records of a run folder that were logged after ``step``."""
+    kept = [_line(record) for record in read_metrics(folder) if record["step"] <= step]
+    with atomic_write(folder / METRICS) as out:
+        out.write("".join(kept).encode())
 
-    def __init__(self, config: RunConfig, about: Mapping[str, Any], *, resumed_at: int = 0) -> None:
-        self.folder = config.folder
-        board = wandb = None
+
+class RunLog:
+    """Appends records to a run folder, and to TensorBoard and W&B if asked; made by `open`."""
+
+    def __init__(self, folder: Path, file: TextIO, board: Any = None, wandb_run: Any = None) -> None:
+        self.folder = folder
+        self._file, self._board, self._wandb = file, board, wandb_run
+
+    @classmethod
+    def open(cls, config: RunConfig, about: Mapping[str, Any], *, resumed_at: int = 0) -> RunLog:
+        """Make the run folder ready to train on after step ``resumed_at``, and open its log.
+
+        Makes the folder, writes ``about`` as config.json, removes a summary.json (it could not be read, or the run
+        would be finished), and drops the records of later steps, because these steps are repeated.
+        """
+        folder, tensorboard, wandb, board, run = config.folder, None, None, None, None
         if config.logging.tensorboard:
             message = "--tensorboard needs the package tensorboard: pip install tensorboard"
-            board = require("torch.utils.tensorboard", message)
+            tensorboard = require("torch.utils.tensorboard", message)
         if config.logging.wandb:
             wandb = require("wandb", "--wandb needs the package wandb: pip install wandb")
-        with explained(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / CONFIG, about)
-            (self.folder / SUMMARY).unlink(missing_ok=True)  # an unreadable one
-            self._truncate(resumed_at)
-            self._file = (self.folder / METRICS).open("a", encoding="utf-8")
-        self._board = self._wandb = None
-        if board is not None:
-            self._board = board.SummaryWriter(str(self.folder / "tensorboard"))
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / CONFIG, about)
+            (folder / SUMMARY).unlink(missing_ok=True)
+            _truncate(folder, resumed_at)
+            file = (folder / METRICS).open("a", encoding="utf-8")
+        if tensorboard is not None:
+            board = tensorboard.SummaryWriter(str(folder / "tensorboard"))
         if wandb is not None:
-            project, name, folder = config.logging.wandb, config.run_name, str(self.folder)
-            self._wandb = wandb.init(project=project, name=name, dir=folder, config=config.flat(), resume="allow")
-
-    def _truncate(self, step: int) -> None:
-        """Drop what a killed run logged after its last checkpoint, because those steps are repeated."""
-        kept = [_line(record) for record in read_metrics(self.folder) if record["step"] <= step]
-        with atomic_write(self.folder / METRICS) as out:
-            out.write("".join(kept).encode())
+            project, name = config.logging.wandb, config.run_name
+            run = wandb.init(project=project, name=name, dir=str(folder), config=config.flat(), resume="allow")
+        return cls(folder, file, board, run)
 
     def write(self, record: Mapping[str, Any]) -> None:
         with explained(self.folder / METRICS):

@@ -91,7 +91,7 @@ class Trainer:
     def _open_log(self, source: TokenSource, asked: Mapping[str, Any]) -> run_log.RunLog:
         """Write config.json, drop log lines after the step to continue from, and tell ``progress`` what was opened."""
         about = run_log.about(self.config, self.model, self.optimizer, source, self.val_source, asked)
-        log = run_log.RunLog(self.config, about, resumed_at=self.state.step)
+        log = run_log.RunLog.open(self.config, about, resumed_at=self.state.step)
         if self.progress is not None:
             step, steps = self.state.step, self.config.training.steps
             resumed = f"; continues after step {step} of {steps}" if step else ""

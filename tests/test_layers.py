@@ -32,8 +32,9 @@ ORDER = (
     "integrations",
 )
 # The code that starts and joins processes; everything else gets the layout from the parameters.
-MAY_DISTRIBUTE = ("cosmos_optim.sharding", "cosmos_lab.run.distributed")
+MAY_DISTRIBUTE = ("cosmos_optim.sharding", "cosmos_lab.run.distributed", "cosmos_lab.run.sharded_files")
 MAY_TRITON = ("cosmos_optim.cuda",)
+MAY_PICKLE = ("cosmos_lab.run.sharded_files",)  # which refuses what it does not know
 # Functions of torch that take the default device and dtype unless told otherwise.
 FACTORIES = (
     "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
@@ -213,9 +214,11 @@ def test_imports_have_no_cycles() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize(("name", "allowed"), [("torch.distributed", MAY_DISTRIBUTE), ("triton", MAY_TRITON)])
-def test_torch_distributed_and_triton_are_used_only_in_their_own_folders(name: str, allowed: tuple[str, ...]) -> None:
-    """`torch.distributed` and `triton` are known in their own folders only."""
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("torch.distributed", MAY_DISTRIBUTE), ("triton", MAY_TRITON), ("pickle", MAY_PICKLE)]
+)
+def test_processes_kernels_and_pickles_are_used_only_in_their_own_files(name: str, allowed: tuple[str, ...]) -> None:
+    """Processes, kernels and files that could hold code are the work of few files."""
     wrong = [
         module
         for module in FILES

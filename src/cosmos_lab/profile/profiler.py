@@ -24,8 +24,8 @@ from cosmos_lab.models.loss import CHUNK_ELEMENTS
 from cosmos_lab.optimizers import FIELDS, WEIGHTS, build_optimizer, hyperparameters, optimizer_class
 from cosmos_lab.profile.config import ProfileConfig, split_row
 from cosmos_lab.run import model_cache
-from cosmos_lab.run.build import cast_weights
-from cosmos_lab.run.distributed import pick_bf16, pick_compile, pick_device
+from cosmos_lab.run.build import cast_weights, pick_bf16, pick_compile
+from cosmos_lab.run.distributed import pick_device
 from cosmos_lab.run.meters import GIB, Stopwatch
 
 _MORE_SHAPES = 64  # the search for the largest batch compiles one graph per size; torch would stop at 8

@@ -79,9 +79,19 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def pick_bf16(precision: str, device: torch.device) -> bool:
+    """Tell whether to autocast; "auto" is on a GPU."""
+    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+
+
+def pick_compile(how: str, device: torch.device) -> str:
+    """Return how to compile, "on", "blocks" or "off"; "auto" is the whole model on a GPU."""
+    return how if how != "auto" else "on" if device.type == "cuda" else "off"
+
+
 def wrap(model: Decoder, config: RunConfig, world: distributed.World, bf16: bool) -> nn.Module:
     """Return the model as the loop calls it: sharded or replicated over the processes, and compiled."""
-    how = distributed.pick_compile(config.training.compile, world.device)
+    how = pick_compile(config.training.compile, world.device)
     if how != "off":
         # A sweep builds many models in one process; stale ones count against the recompile limit.
         torch.compiler.reset()

@@ -32,7 +32,7 @@ from cosmos_lab.data import TokenSource
 from cosmos_lab.io import disk_error, first_line, nan_to_none, read_json, valid_text, write_json
 from cosmos_lab.models import Decoder, ModelConfig, build
 from cosmos_lab.optimizers import WEIGHTS
-from cosmos_lab.run import distributed, integrity
+from cosmos_lab.run import distributed, integrity, sharded_files
 from cosmos_lab.run.build import cast_weights
 from cosmos_lab.run.integrity import META, Damaged
 
@@ -219,7 +219,7 @@ def _fill(
         raise ValueError(f"{path} was written {how} --sharding fsdp: resume it the same way")
     if meta["sharded"]:
         try:
-            distributed.load_sharded(state.model, state.optimizer, path / "shards")
+            sharded_files.load(state.model, state.optimizer, path / "shards")
         except OSError as error:
             raise Damaged(str(error)) from error
     else:
@@ -267,7 +267,7 @@ def load_trained(run: Path, step: int | None = None) -> Trained:
     model = build(ModelConfig(**fields))
     if meta["sharded"]:
         cast_weights(model, WEIGHTS[{**EARLIER, **meta["identity"]}["weights"]])
-        distributed.read_shards({"model": model.state_dict()}, path / "shards")
+        sharded_files.fill({"model": model.state_dict()}, path / "shards")
     else:
         weights = _read_tensors(path / "state.pt", torch.device("cpu"))["model"]
         model.load_state_dict(weights, assign=True)  # in the type in which they were trained
@@ -342,7 +342,7 @@ def _make_empty(folder: Path, world: distributed.World) -> None:
 
 def _write(folder: Path, state: TrainingState, world: distributed.World) -> None:
     if world.sharding == "fsdp":
-        distributed.save_sharded(state.model, state.optimizer, folder / "shards")
+        sharded_files.save(state.model, state.optimizer, folder / "shards")
     elif world.main:
         _save(folder / "state.pt", {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()})
     own = {"position": state.data_state, "random": _random_state(world), "loss_sum": state.loss_sum}

@@ -1,4 +1,4 @@
-"""Devices and processes: the only file of the lab that touches torch.distributed.
+"""Devices and processes. In the lab, only this file and `sharded_files` use torch.distributed.
 
 A run under ``torchrun`` finds RANK, LOCAL_RANK and WORLD_SIZE in its environment; without them it is one process.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import os
-import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -164,16 +160,6 @@ def session(asked_device: str, sharding: str) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def pick_bf16(precision: str, device: torch.device) -> bool:
-    """Tell whether to autocast; "auto" is on a GPU."""
-    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
-
-
-def pick_compile(how: str, device: torch.device) -> str:
-    """Return how to compile, "on", "blocks" or "off"; "auto" is the whole model on a GPU."""
-    return how if how != "auto" else "on" if device.type == "cuda" else "off"
-
-
 def distribute(model: nn.Module, world: World, bf16: bool) -> nn.Module:
     """Wrap the model in DDP, or shard each block of ``model.blocks`` and then the rest with FSDP2.
 
@@ -204,78 +190,3 @@ def accumulating(
     if world.sharding == "fsdp":
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
     return contextlib.nullcontext()
-
-
-def save_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write the shards of model and optimizer of every process into the folder ``path``."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    try:
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    except dcp.CheckpointException as error:  # not an Exception, so that `save` would not clean up after a full disk
-        raise next(problem for problem, _ in error.failures.values()) from error
-
-
-def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what ``save_sharded`` wrote, on any number of processes; shards that cannot be read are an OSError."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    read_shards(state, path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
-def read_shards(state: dict[str, Any], path: Path) -> None:
-    """Fill the tensors of ``state`` from shards, on all processes or in one without a process group.
-
-    torch would execute the pickles in ``.metadata`` and in the entries that are not tensors. Here they are data only.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-    from torch.distributed.checkpoint.planner import ReadItem
-
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            metadata: Metadata = _MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
-
-    class Planner(dcp.DefaultLoadPlanner):
-        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            plain = io.BytesIO()
-            torch.save(torch.load(value, weights_only=True), plain)
-            plain.seek(0)
-            super().load_bytes(read_item, plain)
-
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant
-            dcp.load(state, storage_reader=Reader(path), planner=Planner())
-    except dcp.CheckpointException as error:  # every process has it
-        first = next(problem for problem, _ in error.failures.values())
-        raise OSError(f"{path} cannot be read ({first_line(first)})") from error
-
-
-_METADATA_CLASSES = {  # by module
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
-    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.serialization": "_get_layout",
-    "torch": "Size",
-    "pathlib": "PosixPath WindowsPath",
-    "pathlib._local": "PosixPath WindowsPath",  # Python 3.13
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's ``.metadata``, and refuses everything that is not one of its classes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not dtype and name not in _METADATA_CLASSES.get(module, "").split():
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which does not belong into a checkpoint")
-        return super().find_class(module, name)

@@ -21,7 +21,7 @@ from cosmos_lab.formatting import format_table
 from cosmos_lab.models import Decoder
 from cosmos_lab.run import build
 from cosmos_lab.run.checkpoint import load_trained
-from cosmos_lab.run.distributed import pick_bf16, pick_device
+from cosmos_lab.run.distributed import pick_device
 from cosmos_lab.run.run_folder import read_config
 
 _LOGITS = 2**27  # elements of the logits at a time: half a gigabyte in float32
@@ -74,7 +74,7 @@ def _by_position(
     for shard in source.shards:
         shard.check_vocabulary(vocabulary)
     model.to(device)
-    bf16 = pick_bf16(config.training.precision, device)
+    bf16 = build.pick_bf16(config.training.precision, device)
     batch = max(1, _LOGITS // (length * vocabulary))
     sums, windows = torch.zeros(length, dtype=torch.float64, device=device), 0
     for x, y, count in validation_batches(source, batch, length, config.logging.val_tokens):

@@ -68,7 +68,7 @@ def _take(key: tuple[Any, ...] | None) -> Network | None:
 
 def _graph_key(config: RunConfig, shape: ModelConfig, world: distributed.World, bf16: bool) -> tuple[Any, ...] | None:
     """Return what a compiled graph depends on, except for the settings of torch that its guards check."""
-    how = distributed.pick_compile(config.training.compile, world.device)
+    how = build.pick_compile(config.training.compile, world.device)
     if world.sharding != "none" or how == "off":
         return None
     sizes = (shape, build.micro_batch(config, world.size), config.data.seq_len, how)

@@ -66,7 +66,7 @@ class Trainer:
         self.config, self.world, self.progress = config, world, progress
         self.checkpoints = checkpoint.folder_of(config.folder)
         check = checkpoint.start_check(self.checkpoints, world)  # takes no time while the model is built
-        self.bf16 = distributed.pick_bf16(config.training.precision, world.device)
+        self.bf16 = build.pick_bf16(config.training.precision, world.device)
         self.micro_batch = build.micro_batch(config, world.size)
         source, self.val_source, shape = build.open_text(config)
         self.network = model_cache.network(config, shape, world, self.bf16)

@@ -95,6 +95,11 @@ def test_each_epoch_has_every_document_once_in_a_new_order(source: TokenSource) 
     assert epoch_stream(Batches(source, 1, 1, seed=4)) != streams[0]
 
 
+def test_only_the_description_of_a_text_looks_for_its_documents(source: TokenSource) -> None:
+    assert source.fingerprint in repr(source) and "documents" not in vars(source)
+    assert f"{sum(map(len, LENGTHS))} documents" in source.describe()
+
+
 def test_text_without_document_ends_is_shuffled_in_pieces(tmp_path: Path) -> None:
     row = np.arange(5000)
     source = TokenSource([shard_of(row)], Vocabulary("unknown", 5000, None), "test", tmp_path)

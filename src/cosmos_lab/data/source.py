@@ -80,6 +80,10 @@ class TokenSource:
         return int(self._offsets[-1])
 
     def __repr__(self) -> str:
+        return f"{self.name}: {len(self):,} tokens, hash {self.fingerprint}"
+
+    def describe(self) -> str:
+        """Return the numbers of tokens, documents and ids, the tokenizer and the hash; finds the documents."""
         return (
             f"{self.name}: {len(self):,} tokens, {len(self.documents) - 1:,} documents, "
             f"{self.vocab_size:,} ids ({self.vocabulary.name}), hash {self.fingerprint}"

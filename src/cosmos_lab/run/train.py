@@ -95,7 +95,7 @@ class Trainer:
         if self.progress is not None:
             step, steps = self.state.step, self.config.training.steps
             resumed = f"; continues after step {step} of {steps}" if step else ""
-            self.progress({"step": step, "about": f"{source}; {about['parameters']:,} parameters{resumed}"})
+            self.progress({"step": step, "about": f"{source.describe()}; {about['parameters']:,} parameters{resumed}"})
         return log
 
     def _resume(self, batches: Batches, check: checkpoint.Check | None) -> None:

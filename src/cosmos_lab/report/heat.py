@@ -94,7 +94,7 @@ def heat_map(run: Run, label: str = "", budget: int = MOST_CELLS) -> HeatMap | N
     kinds = dict.fromkeys(kind_and_layer(name)[0] for name in names)
     panels = [_panel(kind, names, shots) for kind in sorted(kinds, key=lambda kind: [*KINDS, kind].index(kind))]
     metrics = [metric for name in DIAGNOSTICS if (metric := _metric(name, panels))]
-    metrics.sort(key=lambda metric: metric.constant)  # the page opens on the first: one number everywhere is no map
+    metrics.sort(key=lambda metric: metric.constant)  # the page opens on the first; a constant metric shows nothing
     if not metrics:
         return None
     steps = [f"step {shot.step:g}" for shot in shots]

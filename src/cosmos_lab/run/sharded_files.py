@@ -61,7 +61,8 @@ def fill(state: dict[str, Any], path: Path) -> None:
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant
+            # torch warns that it reads in one process only, which is what an export or an evaluation does.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=Reader(path), planner=Planner())
     except dcp.CheckpointException as error:  # every process has it
         first = next(problem for problem, _ in error.failures.values())
@@ -85,5 +86,5 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and name not in _METADATA_CLASSES.get(module, "").split():
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which does not belong into a checkpoint")
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which does not belong in a checkpoint")
         return super().find_class(module, name)

@@ -165,6 +165,7 @@ def test_the_regimes_of_the_comparison_run_with_its_settings_and_count_its_runs(
     assert "to tune: lr, adam_lr" in table(search, results)
 
 
+@pytest.mark.usefixtures("only_the_packages_rules")
 def test_the_commands_of_the_list_are_commands_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rate_runs.main([]) == 0
     printed = capsys.readouterr().out

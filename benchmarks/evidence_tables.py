@@ -18,18 +18,13 @@ from benchmarks.protocol import BETA2S, RATES, Protocol
 from benchmarks.rate_fit import lowest
 from benchmarks.student import half_width
 from benchmarks.variants import VARIANTS
+from cosmos_lab.formatting import format_rate
 
 NAMES = {
     "adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "soap-f1": "SOAP, frequency 1", "muon": "Muon",
     "normuon": "NorMuon", "cosmos": "COSMOS", "cosmos-paper": "COSMOS as in the paper",
     "muon-eq": "Muon, rows of equal norm (trial)", "soap-polar": "two-sided SOAP and Newton-Schulz (trial)",
 }  # fmt: skip
-
-
-def rate(value: float) -> str:
-    """Return a learning rate as people write it, such as 1.6e-2."""
-    digits, power = f"{value:.3e}".split("e")
-    return f"{float(digits):g}e{int(power)}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -53,7 +48,7 @@ def perplexity(result: Result, text: str = "test") -> str:
 def setting(run: Run | Result) -> str:
     """Return hidden rate, outer rate and beta2."""
     run = run if isinstance(run, Run) else run_of(run)
-    return f"{rate(run.lr)}, {rate(run.adam_lr)}, {run.beta2:g}"
+    return f"{format_rate(run.lr)}, {format_rate(run.adam_lr)}, {run.beta2:g}"
 
 
 def plain(results: Mapping[str, Result], model: str, regime: str) -> list[Result]:
@@ -150,11 +145,11 @@ def search_tables(protocol: Protocol, regime: str, results: Mapping[str, Result]
             into[entry] = [results[run.id] for run in protocol.tried(regime, entry, name, point, loss).values()]
         begin[entry], last[entry] = protocol.at(regime, entry, start), protocol.at(regime, entry, end)
     lines = ["Hidden rate, at the first outer rate and beta2 0.98:", ""]
-    lines += _by("lr", first, {e: f"outer {rate(run.adam_lr)}" for e, run in begin.items()},
+    lines += _by("lr", first, {e: f"outer {format_rate(run.adam_lr)}" for e, run in begin.items()},
                  {e: found[e][0].following is None for e in entries})  # fmt: skip
     lines += ["Outer rate, at the best of these hidden rates:", ""]
     hidden = {e: protocol.at(regime, e, found[e][0].point) for e in entries}
-    lines += _by("adam_lr", outer, {e: f"hidden {rate(run.lr)}" for e, run in hidden.items()},
+    lines += _by("adam_lr", outer, {e: f"hidden {format_rate(run.lr)}" for e, run in hidden.items()},
                  {e: found[e][1].following is None for e in entries})  # fmt: skip
     lines += ["Hidden rate again, at the best outer rate:", ""]
     rows = []
@@ -164,11 +159,11 @@ def search_tables(protocol: Protocol, regime: str, results: Mapping[str, Result]
         cells = _bold([by_rate.get(factor * best.lr) for factor in (0.5, 1.0, 2.0)])
         done = all(one.following is None for one in found[entry][:-1])
         if any(cells):
-            same = f"{rate(best.lr)}, outer {rate(best.adam_lr)}"
+            same = f"{format_rate(best.lr)}, outer {format_rate(best.adam_lr)}"
             rows.append([NAMES[entry], same, *cells, "done" if done else "open"])
     lines += markdown(["optimizer", "same is", "half", "same", "twice", "search"], rows)
     lines += ["beta2, at the best rates:", ""]
-    both = {e: f"{rate(run.lr)}, {rate(run.adam_lr)}" for e, run in last.items()}
+    both = {e: f"{format_rate(run.lr)}, {format_rate(run.adam_lr)}" for e, run in last.items()}
     return lines + _by("beta2", beta2, both, {e: not any(one.following for one in found[e]) for e in entries}, BETA2S)
 
 
@@ -184,7 +179,7 @@ def _by(
         if some:
             cells = _bold([by_value.get(value) for value in values])
             rows.append([NAMES[entry], at[entry], *cells, "done" if done[entry] else "open"])
-    titles = [f"{value:g}" if name == "beta2" else rate(value) for value in values]
+    titles = [f"{value:g}" if name == "beta2" else format_rate(value) for value in values]
     return markdown(["optimizer", "at", *titles, "search"], rows)
 
 

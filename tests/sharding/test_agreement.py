@@ -76,6 +76,30 @@ def other_matrices(rank: int, nonfinite: str) -> tuple[list[str], bool, float]:
     return errors, unchanged, float(opt.state[p]["step"])
 
 
+def other_experts(rank: int) -> str:
+    """Take a step in which the two ranks of one small mesh have gradients of different experts; all have a matrix."""
+    whole, pairs = init_device_mesh("cpu", (4,)), [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    mesh = pairs[rank // 2]
+    dense, experts = matrix(whole), [matrix(mesh, 1), matrix(mesh, 2)]
+    opt = Cosmos([("dense", dense), ("a", experts[0]), ("b", experts[1])], lr=0.01, rank=2, gamma=0.25)
+    for step in range(2):
+        dense.grad = placed(gradient(0, SHAPE, step, torch.float64), whole, (Shard(0),))
+        for i, p in enumerate(experts):
+            p.grad = placed(gradient(i, SHAPE, step, torch.float64), mesh, (Shard(0),))
+        if step and rank < 2:
+            experts[rank].grad = None
+        try:
+            opt.step()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_gradients_of_different_experts_on_some_ranks_are_an_error_on_all() -> None:
+    for text in run_ranks(4, other_experts):
+        assert "gradients of different matrices" in text
+
+
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_gradients_of_different_matrices_are_an_error_on_all_ranks(nonfinite: str) -> None:
     """Their shards have equal shapes, so a step would put rows of both into one matrix."""

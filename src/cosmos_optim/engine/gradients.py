@@ -84,7 +84,6 @@ def check_gradients(
                 "the ranks have gradients of different matrices, so their shards cannot be put together; nothing was "
                 "changed. Use the same modules on every rank, or give a group missing='zero' (see docs/distributed.md)"
             )
-        any_bad = any_bad | others_differ
     none = [False] * len(entries)
     if not on_host:
         return GradientCheck(
@@ -170,9 +169,9 @@ def agree(
 
         [any_bad | max_of_entries, of the entries in `asked` | grad_max, of the blocks of the entries in `shared`]
 
-    The first one begins with h and -h, a hash of the names of its matrices: if the names differ, the maxima do not add
-    up to 0, except for one in 17 million pairs of lists. If the lists differ in length, messages may not fit together,
-    and the backend ends or waits.
+    Each begins with h and -h, a hash of the names of its matrices: if the names differ, the maxima do not add up to 0,
+    except for one in 17 million pairs of lists. If the lists differ in length, messages may not fit together, and the
+    backend ends or waits. The message to all processes is the last, so that it can tell all what others have found.
 
     asked: all entries of the message if the host asks for the maximum of one of them, as in `check_gradients`; else
         none.
@@ -184,9 +183,8 @@ def agree(
     layouts = [e.layout for e in entries]
     maxima = [] if max_of_entries is None else list(max_of_entries.split(1))
     parts = list(grad_max.split([layout.count for layout in layouts]))
-    flag = any_bad.to(grad_max.dtype).view(1)
-    others_differ = flag.new_zeros((), dtype=torch.bool)
-    for number, (members, maximum) in enumerate(max_over_ranks):
+    flag = any_bad.to(grad_max.dtype).view(1)  # 1: a gradient is not finite; 2: gradients are of different matrices
+    for number, (members, maximum) in reversed(list(enumerate(max_over_ranks))):
         host_asks = any(not had_started[i] or entries[i].group["nonfinite"] == "raise" for i in members)
         asked = members if host_asks else []
         shared = [i for i in members if entries[i].rule.constant_size and layouts[i].cut_sides]
@@ -194,21 +192,19 @@ def agree(
         if not is_to_all and not asked and not shared:
             continue
         blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
-        message = [flag, *(maxima[i] for i in asked), *blocks]
-        if is_to_all:
-            matrices = "\n".join(layouts[i].name for i in members if not entries[i].rule.elementwise)
-            names = float(zlib.crc32(matrices.encode()) >> 8)  # 24 bits, which float32 holds
-            message = [flag.new_full((1,), names), flag.new_full((1,), -names), *message]
+        matrices = "\n".join(layouts[i].name for i in members if not entries[i].rule.elementwise)
+        names = float(zlib.crc32(matrices.encode()) >> 8)  # 24 bits, which float32 holds
+        hashes = [flag.new_full((1,), names), flag.new_full((1,), -names)]
+        message = [*hashes, flag, *(maxima[i] for i in asked), *blocks]
         vector = torch.cat(message).to(max_dtype(entries[i] for i in members))
-        answer = list(maximum(vector).split([len(x) for x in message]))
-        if is_to_all:
-            others_differ = (answer.pop(0) + answer.pop(0)).view(()) != 0
-        flag, *agreed = answer
+        highest, minus_lowest, flag, *agreed = maximum(vector).split([len(x) for x in message])
+        flag = flag.maximum(2 * (highest + minus_lowest != 0).to(flag.dtype))
         for i, value in zip(asked, agreed[: len(asked)], strict=True):
             maxima[i] = value
         for i, value in zip(shared, agreed[len(asked) :], strict=True):
             parts[i] = layouts[i].select_local_blocks(value)
-    return flag.view(()) > 0, torch.cat(maxima) if maxima else max_of_entries, torch.cat(parts), others_differ
+    flag = flag.view(())
+    return flag > 0, torch.cat(maxima) if maxima else max_of_entries, torch.cat(parts), flag > 1
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

@@ -414,6 +414,6 @@ def refuse_four_dimensions(name: str, p: Tensor, rule: Rule) -> None:
     if p.dim() > 3:
         raise ValueError(
             f"parameter {name!r} of shape {tuple(p.shape)} may be a convolution's kernel or a stack of matrices, so "
-            f"rule {rule.name!r} cannot tell how to cut it: use param_groups(model), or give its group layout='conv', "
-            "or layout='matrix' for matrices in its last two dimensions"
+            f"rule {rule.name!r} cannot tell how to cut it: use param_groups(model), or give its group layout='conv' "
+            "(transposed: 'conv_in_out'), or layout='matrix' for matrices in its last two dimensions"
         )

@@ -119,7 +119,10 @@ class SkippedSteps:
             which = "a gradient of another process" if is_elsewhere else "a gradient"
             if x is not None:
                 which = f"the gradient of parameter {x.layout.name!r} {tuple(x.p.shape)}"
-            warnings.warn(f"{lead}{which} is NaN or inf, or its square is. {ADVICE}", SkippedStepWarning, stacklevel=2)
+            may_differ = check.skip is not None and any(e.layout.is_sharded for e in check.entries)
+            other = ", or the ranks have gradients of different matrices" if may_differ else ""
+            text = f"{lead}{which} is NaN or inf, or its square is{other}. {ADVICE}"
+            warnings.warn(text, SkippedStepWarning, stacklevel=2)
 
     def total(self) -> int:
         """Return the number of skipped steps; waits for the GPU."""

@@ -136,8 +136,8 @@ class ShardedLayout(Layout):
         if "n" in self.cut_sides and M_SCALE in self.rule_slots(settings):
             raise ValueError(
                 "momentum_dtype=torch.int8 has a scale for each block of a row, but the rows are cut, in the matrix as "
-                "the rule sees it (layout and side may transpose it): shard its outputs, Shard(0) of an (out, in) "
-                "weight, or give its group momentum_dtype=torch.bfloat16"
+                "the rule sees it (layout and side may transpose it): give its group momentum_dtype=torch.bfloat16, or "
+                "shard its outputs, Shard(0) of an (out, in) weight, which a transposed convolution does not have"
             )
 
     @cached_property
@@ -181,7 +181,8 @@ class ShardedLayout(Layout):
         cuts = {role: cut for role, cut in zip(self.roles, self.cuts, strict=True) if role != "b"}
         if self.kind == "conv":  # its columns are several dimensions
             if any(cut.mesh_dims for cut in self.cuts[1:]):
-                raise ValueError("a convolution can only be cut along its output channels, Shard(0)")
+                channels = "input" if self.is_transposed else "output"  # the first dimension of the kernel
+                raise ValueError(f"such a convolution can only be cut along its {channels} channels, Shard(0)")
             columns = self._matrix_shape()[1]
             cuts[self._as_rule_sees("n")] = Cut(columns, (), 0, columns)
         return cuts

@@ -214,3 +214,48 @@ def test_attributes_that_raise_do_not_end_routing(kind: type[nn.Module]) -> None
         param_groups(model)
     attention = made(model=model, **{name: nn.Linear(WIDTH, WIDTH) for name in ("q_proj", "k_proj", "v_proj")})
     param_groups(attention, overrides={"model.weight": "cosmos"}, split_heads=4)
+
+
+class Tower(nn.Module):
+    """A part with an output that may be all that the model has."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(WIDTH, 24), nn.Linear(24, classes)
+
+
+def test_numbered_modules_with_other_shapes_or_without_another_head_are_towers() -> None:
+    for classes in ((2, 5), (3, 3)):
+        model = made(branch1=Tower(classes[0]), branch2=Tower(classes[1]))
+        assert on_adam(model) == {"branch1.head", "branch2.head"}
+    assert on_adam(made(branch1=Tower(3), branch2=Tower(3), classifier=nn.Linear(WIDTH, 3))) == {"classifier"}
+
+
+class TimeBlock(nn.Module):
+    """A block with an embedding of its own, of time steps or labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.linear, self.out = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 24)
+
+
+class WideBlock(nn.Module):
+    """A block with a table as long as its layers are wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.up, self.gate = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64)
+
+
+@pytest.mark.parametrize("kind", [TimeBlock, WideBlock])
+def test_a_block_with_a_table_of_its_own_is_not_a_model(kind: type[nn.Module]) -> None:
+    blocks = nn.ModuleList(kind() for _ in range(3))
+    head = nn.Linear(WIDTH, VOCABULARY)
+    assert on_adam(made(embed=nn.Embedding(VOCABULARY, WIDTH), blocks=blocks, lm_head=head)) == {"lm_head"}
+
+
+def test_a_head_of_the_model_may_feed_its_predictions_back() -> None:
+    back = nn.Linear(VOCABULARY, WIDTH)
+    for name in ("lm_head", "classifier", "predictor"):
+        parts = {name: nn.Linear(WIDTH, VOCABULARY), "conditioning": back}
+        assert on_adam(made(trunk=nn.Linear(WIDTH, WIDTH), **parts)) == {name}

@@ -64,8 +64,12 @@ def find_output_heads(model: nn.Module, head: Head | None) -> set[str]:
 
 
 def _search_heads(modules: Modules) -> set[str]:
-    """Return the declared heads, those found by name, and those with the embedding's shape."""
-    repeated = _inside_blocks(modules)
+    """Return the heads outside of blocks. If there are none, modules with numbered names may be towers with heads."""
+    return _heads_among(modules, _inside_blocks(modules)) or _heads_among(modules, _inside_blocks(modules, False))
+
+
+def _heads_among(modules: Modules, repeated: set[str]) -> set[str]:
+    """Return the declared heads, those found by name, and those with the embedding's shape, all not repeated."""
     once = {path: module for path, module in modules.items() if path not in repeated}
     found = _declared_heads(once, modules) | _class_layers(once) | _adaptive_softmax_layers(once)
     found |= _named_heads(once, modules, found)
@@ -142,12 +146,13 @@ def _adaptive_softmax_layers(once: Modules) -> set[str]:
 def _embedding_shaped_layers(once: Modules, modules: Modules) -> set[str]:
     """Return the linear layers with the embedding's shape: the only one, or several if their output is not used inside.
 
-    Such a layer may be hidden, as in an MLP that is as wide as the table is long. So the only one must not be consumed,
-    and several are heads only if no layer takes as many features. Items of a list of such layers count.
+    Such a layer may be hidden, as in an MLP that is as wide as the table is long. So the next layer must not take the
+    output of the only one, and several are heads only if no layer takes as many features. Items of a list of such
+    layers count.
     """
     tables = [m for path, m in modules.items() if _is_vocabulary(m, path)]
     alone = [path for path, m in once.items()
-             if _is_transposed_table(m, tables) and not _is_consumed(path, {path}, modules)]  # fmt: skip
+             if _is_transposed_table(m, tables) and not _feeds_next(path, {path}, modules)]  # fmt: skip
     taken = {_widths(m)[0] for m in modules.values()}
     unused = [m for m in tables if m.num_embeddings not in taken]
     several = {path for path, m in modules.items() if _is_transposed_table(m, unused)
@@ -183,14 +188,22 @@ def _is_in_list_of_heads(path: str, once: Modules, modules: Modules, tables: Col
 
 
 def _named_heads(once: Modules, modules: Modules, declared: set[str]) -> set[str]:
-    """Return the output layers of the modules with a head's name, unless another head takes their output."""
+    """Return the output layers of the modules with a head's name, unless their output is used inside the model.
+
+    That is so if a head takes it, or, below the model itself, the next layer: a model may feed its predictions back.
+    """
     named = [path for path, m in once.items() if path and path not in declared and _has_head_name(path, m, modules)]
     inner = [path for path in named if not any(other.startswith(f"{path}.") for other in (*named, *declared))]
     first = {id(module): path for path, module in modules.items()}  # a module may be shared, and is listed once
     found = {path: _output_layers(path, modules[path]) for path in inner}
     layers = {path: {first[id(modules[""].get_submodule(layer))] for layer in own} for path, own in found.items()}
     heads = declared.union(*layers.values()) if layers else set(declared)
-    return {layer for path, own in layers.items() if not _is_consumed(path, own, modules, heads) for layer in own}
+
+    def is_hidden(path: str, own: set[str]) -> bool:
+        is_part = modules[path.rpartition(".")[0]] is not _unwrapped(modules[""])
+        return _feeds_head(path, own, modules, heads) or (is_part and _feeds_next(path, own, modules))
+
+    return {layer for path, own in layers.items() if not is_hidden(path, own) for layer in own}
 
 
 def _has_head_name(path: str, module: nn.Module, modules: Modules) -> bool:
@@ -253,18 +266,32 @@ def _output_layers(path: str, module: nn.Module) -> set[str]:
     return {WRAPPERS.sub("", f"{path}.{name}") for name in returned[:1]}
 
 
-def _is_consumed(path: str, layers: set[str], modules: Modules, heads: Collection[str] = ()) -> bool:
-    """Return whether the next module beside this one, or a later head, takes as many features as this one returns."""
-    outputs = {_widths(modules[layer])[1] for layer in layers} - {0}
+def _feeds_next(path: str, layers: set[str], modules: Modules) -> bool:
+    """Return whether the next module beside this one takes as many features as this one's layers return.
+
+    Not if its name is that of a head, because two heads may be parallel.
+    """
+    (name, taken), *_ = _later(path, modules) or [("", 0)]
+    return taken in _returned(layers, modules) and not is_head_name(name)
+
+
+def _feeds_head(path: str, layers: set[str], modules: Modules, heads: Collection[str]) -> bool:
+    """Return whether a later head beside this module takes as many features as this one's layers return."""
+    widths = {taken for name, taken in _later(path, modules)
+              if any(head == name or head.startswith(f"{name}.") for head in heads)}  # fmt: skip
+    return not widths.isdisjoint(_returned(layers, modules))
+
+
+def _later(path: str, modules: Modules) -> list[tuple[str, int]]:
+    """Return the path of each later module beside this one that has matrices, and the features that it takes or 0."""
     beside = [item for item in _children(path.rpartition(".")[0], modules) if _has_matrices(item[1])]
     position = next((i for i, (name, _) in enumerate(beside) if name == path), len(beside))
-    for i, (name, sibling) in enumerate(beside[position + 1 :]):
-        taken = next((width for m in sibling.modules() if (width := _widths(m)[0])), 0)
-        is_head = any(head == name or head.startswith(f"{name}.") for head in heads)
-        is_trunk = i == 0 and not is_head_name(name)  # two heads may be parallel
-        if taken in outputs and (is_trunk or is_head):
-            return True
-    return False
+    return [(name, next((width for m in module.modules() if (width := _widths(m)[0])), 0))
+            for name, module in beside[position + 1 :]]  # fmt: skip
+
+
+def _returned(layers: set[str], modules: Modules) -> set[int]:
+    return {_widths(modules[layer])[1] for layer in layers} - {0}
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -304,14 +331,17 @@ def _children(path: str, modules: Modules) -> list[tuple[str, nn.Module]]:
     return [(f"{path}.{name}".lstrip("."), child) for name, child in modules[path].named_children()]
 
 
-def _inside_blocks(modules: Modules) -> set[str]:
+def _inside_blocks(modules: Modules, numbered: bool = True) -> set[str]:
     """Return the paths of all modules that are an item of a list, or inside a block that occurs several times.
 
-    A block with its own vocabulary is a model. So is the only item of a list that holds everything.
+    A block that is a model has its own heads. So has the only item of a list that holds everything.
+
+    numbered: whether modules of equal class and shapes, with names that differ in a number only, are blocks.
     """
-    vocabularies = [path.split(".") for path, m in modules.items() if _is_vocabulary(m, path)]
-    models = {".".join(parts[:i]) for parts in vocabularies for i in range(len(parts))}
-    blocks = {block for path in modules for block in _blocks_in(path, modules)} - models
+    blocks = {block for path in modules for block in _blocks_in(path, modules, numbered)}
+    vocabularies = [path for path, m in modules.items() if _is_vocabulary(m, path)]
+    if all(any(path.startswith(f"{block}.") for block in blocks) for path in vocabularies):  # none is for all blocks
+        blocks = {block for block in blocks if not _is_language_model(modules[block])}
     inside: set[str] = set()
     for path in modules:  # a module comes before its parts
         parent = path.rpartition(".")[0]
@@ -321,16 +351,28 @@ def _inside_blocks(modules: Modules) -> set[str]:
     return inside
 
 
-def _blocks_in(path: str, modules: Modules) -> set[str]:
-    """Return the parts of a module that are blocks: items of a list, or of one class and with one name but its number.
+def _is_language_model(module: nn.Module) -> bool:
+    """Return whether a module has its own vocabulary, and blocks or a layer with the vocabulary's shape.
 
-    For example block0 and block1, or items of an nn.Sequential. Names of heads are left out, and torch's containers,
-    because fc1 and fc2 may be two of those.
+    A block may have a table too, such as one of time steps, of labels, or of the tokens for each layer.
+    """
+    tables = [m for path, m in module.named_modules() if _is_vocabulary(m, path)]
+    return any(_is_block_list(m) or _is_transposed_table(m, tables) for m in module.modules()) if tables else False
+
+
+def _blocks_in(path: str, modules: Modules, numbered: bool) -> set[str]:
+    """Return the parts of a module that are blocks: items of a list, or alike, of one class.
+
+    For example items of an nn.Sequential, or if `numbered`, block0 and block1 with the same shapes. Names of heads are
+    left out, and torch's containers, because fc1 and fc2 may be two of those.
     """
     holder, children = modules[path], _children(path, modules)
     if isinstance(holder, nn.ModuleList):
         return {name for name, _ in children} if path or len(children) > 1 else set()
     stems = {name: NUMBER.sub("", name.rpartition(".")[2]) for name, _ in children}
-    count = Counter((stems[name], type(child)) for name, child in children)
-    return {name for name, child in children if count[stems[name], type(child)] > 1
-            and not (stems[name] and (type(child) in CONTAINERS or is_head_name(name)))}  # fmt: skip
+    alike = {name: (type(child), stem := stems[name], stem and str([p.shape for p in child.parameters()]))
+             for name, child in children}  # fmt: skip
+    count = Counter(alike.values())
+    may_be = {name for name, child in children if not stems[name]
+              or (numbered and type(child) not in CONTAINERS and not is_head_name(name))}  # fmt: skip
+    return {name for name in may_be if count[alike[name]] > 1}

@@ -244,6 +244,10 @@ def matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
+def _convolution_layout(module: _ConvNd) -> str:
+    return "conv_in_out" if module.transposed else "conv"
+
+
 def _convolution_form(p: Tensor, module: _ConvNd) -> tuple[str, dict[str, Any]]:
     """Return the form of a convolution, which is flattened to (out, in * kernel), one block for each group.
 
@@ -251,7 +255,7 @@ def _convolution_form(p: Tensor, module: _ConvNd) -> tuple[str, dict[str, Any]]:
     place to those of several places. A depthwise convolution is not a matrix.
     """
     groups, kind = module.groups, "transposed convolution" if module.transposed else "convolution"
-    settings = {"layout": "conv_in_out" if module.transposed else "conv"}
+    settings = {"layout": _convolution_layout(module)}
     if groups == 1:
         return kind, settings
     if p.shape[1] == 1 or p.shape[0] == groups:
@@ -300,9 +304,15 @@ def _is_linear(parameter: ModelParameter) -> bool:
             continue
         if is_weight and m % max(rows, 1) == 0 and n % max(columns, 1) == 0:
             return True
-        if not is_weight and _is_adapter(parameter, m, n):
+        if not is_weight and (_is_adapter(parameter, m, n) or _is_only_matrix(parameter, m, n)):
             return True
     return False
+
+
+def _is_only_matrix(parameter: ModelParameter, m: int, n: int) -> bool:
+    """Return whether a parameter is the only matrix of its module, of shape (m, n): the weight by another name."""
+    matrices = [p for p in parameter.module.parameters(recurse=False) if p.dim() > 1]
+    return len(matrices) == 1 and tuple(parameter.p.shape) == (m, n)
 
 
 def _is_adapter(parameter: ModelParameter, m: int, n: int) -> bool:
@@ -360,7 +370,7 @@ def _adam_mini_route(parameter: ModelParameter, route: Route) -> Route:
     """
     if parameter.p.dim() < 2:
         return route
-    usual = "conv" if isinstance(parameter.module, _ConvNd) else "matrix"
+    usual = _convolution_layout(parameter.module) if isinstance(parameter.module, _ConvNd) else "matrix"
     settings = {"layout": route.settings.get("layout", usual)}
     if parameter.attribute == "weight" and _owner_name(parameter) in QUERY | KEY:
         settings["block_rows"] = None  # the optimizer's head_dim

@@ -232,7 +232,7 @@ def test_numbered_modules_with_other_shapes_or_without_another_head_are_towers()
 
 
 class TimeBlock(nn.Module):
-    """A block with an embedding of its own, of time steps or labels."""
+    """A block with its own embedding, of time steps or labels."""
 
     def __init__(self) -> None:
         super().__init__()

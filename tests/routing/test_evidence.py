@@ -223,7 +223,7 @@ def test_scales_and_state_space_matrices_are_not_decayed() -> None:
 
 
 def raw(rows: int = 8) -> nn.Module:
-    """Return a layer of its own kind, which is not recognized."""
+    """Return a layer of an unknown class, which is not recognized."""
     return holder("EqualLinear", {"weight": (rows, 8), "bias": (rows,)})
 
 

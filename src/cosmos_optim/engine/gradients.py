@@ -167,11 +167,11 @@ def agree(
     whether processes have gradients of different matrices, of those that all of them share. There is one message for
     each item of `max_over_ranks`, a vector of which the processes get the maximum:
 
-        [any_bad | max_of_entries, of the entries in `asked` | grad_max, of the blocks of the entries in `shared`]
+        [h | -h | any_bad | max_of_entries, of the entries in `asked` | grad_max, of blocks of the entries in `shared`]
 
-    Each begins with h and -h, a hash of the names of its matrices: if the names differ, the maxima do not add up to 0,
-    except for one in 17 million pairs of lists. If the lists differ in length, messages may not fit together, and the
-    backend ends or waits. The message to all processes is the last, so that it can tell all what others have found.
+    h is a hash of the names of the matrices: if these differ, the maxima of h and -h do not add up to 0, except for one
+    in 17 million pairs of lists. If the lists differ in length, messages may not fit together, and the backend ends or
+    waits. The message to all processes is the last, so that it can tell all what others have found.
 
     asked: all entries of the message if the host asks for the maximum of one of them, as in `check_gradients`; else
         none.

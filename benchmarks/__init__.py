@@ -1,6 +1,6 @@
 """Experiments and measurements.
 
-Commands, `python -m benchmarks.NAME`, with the modules that only they use:
+Commands, `python -m benchmarks.NAME`, with the modules that were made for them:
 
     sweep           the runs of docs/protocol.md, as a queue; makes results/protocol-*.json
                         sweep_options, sweep_queue, sweep_worker, sweep_training, sweep_gpu, sweep_table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 
 import pytest
@@ -207,3 +208,20 @@ def test_the_guard_leaves_out_elements_that_hold_only_rounding_noise(
     assert moved[1e-5][place] < 10 * NOISE
     assert moved[1e-5][0, 0] > 0.1
     assert moved[0.0][place] > 0.1
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("soap", 1e3, math.inf), ("cosmos", 0.99, 1.01)])
+def test_sparse_gradients_of_a_small_matrix_make_huge_updates_of_soap_but_not_of_cosmos(
+    name: str, least: float, most: float
+) -> None:
+    """SOAP's was 1.6e6 lr, as docs/algorithm.md says. Rounding decides it, so another machine may differ."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(17, 12))
+    opt = OPTIMIZERS[name]([("w", p)], lr=1e-3, **small_rank(name, 8))
+    largest = 0.0
+    for _ in range(5):
+        p.grad = torch.randn(17, 12) * (torch.rand(17, 12) < 0.05)
+        before = p.detach().clone()
+        opt.step()
+        largest = max(largest, float((p - before).square().mean().sqrt()) / 1e-3)
+    assert least < largest < most

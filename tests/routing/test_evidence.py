@@ -210,6 +210,13 @@ def test_a_kernel_for_each_sample_is_not_a_table_for_the_whole_batch() -> None:
     assert set(kinds(holder("Any", tables)).values()) == {("adam", "embedding")}
 
 
+def test_the_only_matrix_of_declared_sizes_is_the_weight_by_any_name() -> None:
+    assert kinds(holder("Any", {"kernel": (12, 8), "b": (12,)}, in_dim=8, out_dim=12))["kernel"] == ("cosmos", "hidden")
+    for shapes in ({"kernel": (11, 8)}, {"kernel": (12, 8), "sigma": (12, 8)}):
+        with pytest.raises(ValueError, match="'kernel'.*is not known to be"):
+            param_groups(holder("Any", shapes, in_dim=8, out_dim=12))
+
+
 def test_scales_and_state_space_matrices_are_not_decayed() -> None:
     """They are matrices by shape only: decay would pull A_log towards 0 over a long run."""
     model = holder("Mixer", {"A_log": (16, 4), "D": (2, 16), "layer_scale": (3, 16)})

@@ -123,3 +123,10 @@ def test_a_checkpoint_of_an_older_version_is_refused_until_its_layout_is_given()
     with pytest.raises(ValueError, match="was saved with layout='conv', here it has layout='conv_in_out'"):
         Cosmos(model, rank=3).load_state_dict(saved)
     Cosmos(old, rank=3).load_state_dict(saved)
+
+
+def test_adam_mini_cuts_every_transposed_convolution_by_its_outputs() -> None:
+    model = nn.ModuleDict({"up": nn.ConvTranspose2d(8, 4, 2), "head": nn.ConvTranspose2d(4, 3, 2)})
+    groups = param_groups(model, "adam-mini")
+    cut = {name for group in groups if group.get("layout") == "conv_in_out" for name, _ in group["params"]}
+    assert cut == {"up.weight", "head.weight"}  # the head, which is not decayed, has its own group

@@ -79,6 +79,29 @@ def test_an_optimizer_on_a_gpu_follows_the_one_in_float64_on_a_cpu(
         assert relative(moved[None], expected[None]) < UPDATES
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", [Cosmos, Muon, NorMuon])
+def test_a_transposed_convolution_moves_as_the_matrix_that_it_is(
+    kind: type[torch.optim.Optimizer], graphs: bool
+) -> None:  # fmt: skip
+    """`layout="conv_in_out"` gives the rule the transpose of (in, out * kernel); here it is also stored that way."""
+    torch.manual_seed(0)
+    kernel = torch.randn(192, 48, 3, 3, device=CUDA).mul_(0.02)
+    as_kernel = kernel.clone().requires_grad_()
+    as_matrix = kernel.flatten(1).t().contiguous().requires_grad_()
+    groups = [{"params": [as_kernel], "layout": "conv_in_out"}], [{"params": [as_matrix]}]
+    one, other = (kind(group, lr=0.01, weight_decay=0.1, cuda_graphs=graphs) for group in groups)
+    for _ in range(4):
+        as_kernel.grad = torch.randn_like(kernel)
+        as_matrix.grad = as_kernel.grad.flatten(1).t().contiguous()
+        one.step()
+        other.step()
+    moved = as_kernel.detach() - kernel
+    expected = as_matrix.detach().t().reshape(kernel.shape) - kernel
+    assert relative(moved.flatten(1)[None], expected.flatten(1)[None]) < ALONE
+
+
 def model(device: torch.device) -> list[Tensor]:
     """Return a few matrices of several shapes, with gradients."""
     shapes = [(256, 256)] * 5 + [(512, 256)] * 3 + [(256, 513)] * 2

@@ -112,11 +112,12 @@ def cosmos_trial(
     G: Tensor, state: TrialState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
     gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95, residual_guard: float = 1e-5,
     momentum_dtype: torch.dtype | None = None, basis_beta2: float | None = None, balance: float | None = None,
-    ns: NewtonSchulz = cosmos.DEFLATED, alg: Algebra | None = None,
+    equal_rows: bool = False, ns: NewtonSchulz = cosmos.DEFLATED, alg: Algebra | None = None,
 ) -> tuple[Tensor, TrialState]:
-    """Return COSMOS's direction, changed in two places.
+    """Return COSMOS's direction, changed in three places.
 
     basis_beta2: decay of S, which turns the basis; None is that of V.
+    equal_rows: whether the rows of X get equal norm before Newton-Schulz, as in `muon_eq`; X stays outside the basis.
     balance: weight of the Muon half relative to sqrt(1 - r / n) |X| / sqrt(e): its momentum over its gradient, as the
         SOAP half has for each element. One eigenvalue for all directions outside of the basis is Pro-KLShampoo's model
         (arXiv 2605.06316); this weight is our reading of it. None is gamma.
@@ -139,7 +140,8 @@ def cosmos_trial(
     P = P * cosmos.tracked(S, E, residual_guard)
     X = N - NU @ U.mT
     X_sq = alg.norm_sq(X)
-    B = unit_rms(alg.polar(X, X_sq, ns), alg)
+    Y = quotient(X, alg.row_norm_sq(X).sqrt()) if equal_rows else X
+    B = unit_rms(alg.polar(Y, alg.norm_sq(Y), ns), alg)
     B = B * cosmos.above_noise(X_sq, alg.norm_sq_m(NU), residual_guard)
     weight: float | Tensor = gamma
     if balance is not None:
@@ -187,8 +189,8 @@ def adam_rows_slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
 
 
 COSMOS_TRIAL = Rule(
-    "cosmos-trial", {**cosmos.DEFAULTS, "basis_beta2": None, "balance": None}, TrialState, cosmos_trial_slots,
-    cosmos_trial, take_first_bases, deflates=True, constant_size=True, transposes_few_rows=True,
+    "cosmos-trial", {**cosmos.DEFAULTS, "basis_beta2": None, "balance": None, "equal_rows": False}, TrialState,
+    cosmos_trial_slots, cosmos_trial, take_first_bases, deflates=True, constant_size=True, transposes_few_rows=True,
 )  # fmt: skip
 ADAM_ROWS = Rule(
     "adam-rows", {**adam.DEFAULTS, "row_beta2": 0.95}, AdamRowsState, adam_rows_slots, adam_rows, elementwise=True
@@ -202,7 +204,7 @@ class TrialOptions(MatrixOptimizer):
     outer_rows: True updates embedding and head by `adam_rows`.
     embedding_betas, head_betas: betas of AdamW there.
     gamma_attention, gamma_mlp: factors of gamma in attention and in the MLP.
-    basis_beta2, balance: as in `cosmos_trial`.
+    basis_beta2, balance, equal_rows: as in `cosmos_trial`.
     hidden_rates: factors of lr for the hidden matrices with these words in their names; gamma stays.
     decays: weight decay of "embedding", "head", "hidden", "vectors"; what is not named has that of the optimizer.
     cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
@@ -224,7 +226,7 @@ class TrialOptions(MatrixOptimizer):
         self, params: Any, lr: float, *, head_rule: bool = False, outer_rows: bool = False,
         embedding_betas: tuple[float, float] | None = None, head_betas: tuple[float, float] | None = None,
         gamma_attention: float | None = None, gamma_mlp: float | None = None, basis_beta2: float | None = None,
-        balance: float | None = None, hidden_rates: dict[str, float] | None = None,
+        balance: float | None = None, equal_rows: bool = False, hidden_rates: dict[str, float] | None = None,
         decays: dict[str, float] | None = None, cautious_decay: float = 0.0, lookahead: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         groups = param_groups(params, self.rule) if isinstance(params, torch.nn.Module) else list(params)
@@ -247,8 +249,9 @@ class TrialOptions(MatrixOptimizer):
                 group["rule"] = self.rule
             elif outer and outer_rows:
                 group["rule"] = ADAM_ROWS.name
-            if hidden and (basis_beta2 is not None or balance is not None):
-                group |= {"rule": COSMOS_TRIAL.name, "basis_beta2": basis_beta2, "balance": balance}
+            if hidden and (basis_beta2 is not None or balance is not None or equal_rows):
+                changes = {"basis_beta2": basis_beta2, "balance": balance, "equal_rows": equal_rows}
+                group |= {"rule": COSMOS_TRIAL.name, **changes}
             for module, factor in gammas.items():
                 if hidden and factor is not None and module in name:
                     group["gamma"] = factor * usual["gamma"]

@@ -106,6 +106,17 @@ def test_balance_weighs_the_muon_half_by_its_own_momentum_over_gradient() -> Non
         assert torch.allclose(D, same, atol=ROUNDING)
 
 
+def test_equal_rows_are_those_of_the_momentum_outside_of_the_basis() -> None:
+    (G,) = gradients(1)
+    G = G * torch.logspace(-2, 2, 12, dtype=torch.float64)[:, None]
+    trial = trials.TrialState(*cosmos_state(G, 3), torch.zeros(1, 1, dtype=torch.float64))
+    step = torch.tensor([[1.0]], dtype=torch.float64)
+    D, new = trials.cosmos_trial(G, trial, step, equal_rows=True, gamma=1e9, row_beta2=None, ns=trials.NS5)
+    X = G.numpy() @ (np.eye(8) - new.U.numpy() @ new.U.numpy().T)
+    B = numpy_ns5(X / np.linalg.norm(X, axis=1, keepdims=True))
+    assert np.allclose(D.numpy(), B / np.sqrt(np.mean(B**2)), atol=1e-6)  # at this gamma the SOAP half does not count
+
+
 def test_rows_of_adam_have_equal_size_and_the_whole_keeps_its_size() -> None:
     state = trials.AdamRowsState(*(torch.zeros(6, 4, dtype=torch.float64) for _ in range(3)))
     G = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -27,12 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPARISON = Protocol()
 
 INTRODUCTION = (
-    "The rules are in [the protocol](../protocol.md), and what the tables show is in [the findings](findings.md). "
-    "How to read them: [below](#notes)."
+    "The rules are in [the protocol](../protocol.md), and what the tables show is in [the findings](findings.md). The "
+    "hidden rate is `lr`, the outer rate `adam_lr`. How to read the tables: [below](#notes)."
 )
 NOTES = (
-    "- **Rates**: of the hidden matrices, and of embedding, head and norms (outer rate). In the tables of a search, "
-    "the best value of each row is bold.",
+    "- **Bold**: in the tables of a search, the best value of each row.",
     "- **Runs of the search**: all runs with seed 0 at the full length, of any setting.",
     "- **Difference**: test loss minus that of COSMOS, the mean over pairs of runs with the same seed, with its 95 % "
     "interval by Student's t. The corrected interval (Bonferroni) counts every difference of this model that has an "
@@ -154,7 +153,7 @@ def report(results: Mapping[str, Result]) -> str:
 def costs_part(results: Mapping[str, Result]) -> list[str]:
     """Return what optimizers cost at LLaMA-1B: a step in training, the state, and a step alone."""
     cost, alone, (tokens, at_1b) = costs(), step_times(), small_step()
-    head = ["", "optimizer step in training, ms", "over AdamW's training step", "state GiB"]
+    head = ["optimizer", "its step in training, ms", "over AdamW's training step", "state GiB"]
     rows = []
     for entry, one in cost.items():
         name = f"{NAMES[entry]} ({one.note})" if one.note else NAMES[entry]

@@ -127,11 +127,9 @@ def rates_from_adamw(lr: float) -> Rates:
     128 with 300 steps it was 1 or more: 1e-3 over 1e-3, AdamW's lowest that was tried. LLaMA-130M had too few rates
     to tell.
 
-    At LLaMA-60M with 800 steps and `lr` 1e-3, an `adam_lr` of 2, 4, 8 and 16 times AdamW's rate ends at a perplexity of
-    31.8, 31.3, 31.0 and 31.2. With 3,200 steps and 5e-4, 2, 4, 8, 16 and 32 times its rate end at 30.6, 29.8, 29.2,
-    29.1 and 28.8. So try higher ones if you train from scratch. Nothing was measured above 130M parameters or in runs
-    of more than 3,200 steps. In fine-tuning (docs/fine-tuning.md) both had their best rate at the end of the range,
-    with a ratio of 0.5.
+    To train from scratch, use `rates`: there, 4 to 16 times AdamW's rate was better as `adam_lr` (docs/rates.md).
+    Nothing was measured above 130M parameters or in runs of more than 3,200 steps. In fine-tuning (docs/fine-tuning.md)
+    AdamW and `Cosmos` had their best rate at the end of the range, with a ratio of 0.5.
 
     >>> rates_from_adamw(2e-3)
     Rates(lr=0.001, adam_lr=0.004)

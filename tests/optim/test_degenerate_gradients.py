@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_optim import OPTIMIZERS, Cosmos
+from cosmos_optim.engine.gradients import largest_allowed
 from tests.optim.helpers import gradient, matrix, small_rank
 
 
@@ -29,6 +30,26 @@ def test_finite_gradients_with_squares_that_overflow_leave_finite_state(name: st
     with pytest.raises(FloatingPointError, match="'w'.*its square"):
         opt.param_groups[0]["nonfinite"] = "raise"
         opt.step()
+
+
+@pytest.mark.parametrize("two_sided", [False, True])
+@pytest.mark.parametrize("shape", [(6, 160), (160, 6)])
+@pytest.mark.parametrize("name", ["cosmos", "soap", "galore", "adam-mini", "adam"])
+def test_a_gradient_just_below_the_largest_allowed_one_leaves_finite_state(
+    name: str, shape: tuple[int, int], two_sided: bool
+) -> None:
+    """All of it is in one direction. Steps with normal gradients follow, because a basis reads the state then."""
+    if two_sided and name not in ("cosmos", "soap"):
+        pytest.skip("has no two-sided form")
+    p = matrix(shape)
+    opt = OPTIMIZERS[name]([p], **small_rank(name, 3), **({"two_sided": True} if two_sided else {}))
+    p.grad = torch.ones(shape)
+    p.grad *= 0.999 * largest_allowed(opt._collect())
+    for step in range(4):
+        opt.step()
+        assert opt.skipped_steps == 0
+        assert all(value.isfinite().all() for value in (p, *opt.state[p].values())), step
+        p.grad = gradient(shape, step)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -124,7 +124,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:
-    """Return the largest |g| for which the sum of squares of a matrix fits into its second moment.
+    """Return the largest |g| for which twice the sum of squares of a matrix fits into its second moment.
+
+    Twice, because S + S' and Householder's QR of SOAP's L U need as much.
 
     The limit is one for all entries: that of float32, unless all of them have gradients and state in float64. In
     float64, rules without a second moment have it too, because no wider type holds the norms that they divide by.
@@ -137,7 +139,7 @@ def largest_allowed(entries: Sequence[Entry]) -> float:
         if betas is not None or not narrow:
             weight = 1.0 if betas is None else 1 - betas[1]
             numel = 1 if members[0].rule.elementwise else max(e.p.numel() for e in members)
-            most = max(most, 1.0, weight * numel)
+            most = max(most, 1.0, 2 * weight * numel)
     return math.sqrt(limit / most) if most else limit
 
 

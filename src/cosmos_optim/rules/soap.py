@@ -59,7 +59,7 @@ def direction(
     U = updated_basis(U, L, t, frequency)                               # L6   QR(L U)
     MU = alg.mm(M, U)                                                   # L7
     GU = MU if squares == "momentum" else alg.mm(G, U)
-    V = b2 * V + (1 - b2) * GU.square()                                 # L8
+    V = b2 * V + (1 - b2) * GU * GU                                     # L8
     P = quotient(MU / c1, (V / c2).sqrt() + eps)                        # L9
     return P @ U.mT, SoapState(M, V, L, U)
 
@@ -79,7 +79,7 @@ def direction_two_sided(
     U, O = updated_basis(U, L, t, frequency), updated_basis(O, K, t, frequency)
     OMU = O.mT @ M @ U
     OGU = OMU if squares == "momentum" else O.mT @ G @ U
-    V = b2 * V + (1 - b2) * OGU.square()
+    V = b2 * V + (1 - b2) * OGU * OGU
     P = quotient(OMU / c1, (V / c2).sqrt() + eps)
     return O @ P @ U.mT, TwoSidedSoapState(M, V, L, U, K, O)
 

@@ -33,7 +33,7 @@ class Cosmos(MatrixOptimizer):
 
     For an m x n matrix W with gradient G, Nesterov's momentum N and the tracked eigenbasis U of G'G:
 
-        A = (N U / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps) U'       the SOAP half
+        A = (N U / (1 - b1^(t+1))) / (sqrt(V / (1 - b2^t)) + eps) U'   the SOAP half
         B = NORM(NS5((N - N U U') / |N - N U U'|))                     the Muon half
         D = A + gamma B sqrt(m), each row divided by the root of its average mean square
         W <- W - lr sqrt(m) NORM(D)                                    so each update has RMS lr

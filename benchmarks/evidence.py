@@ -83,7 +83,7 @@ def regime_part(protocol: Protocol, regime: str, results: Mapping[str, Result]) 
     if source := protocol.source(regime):
         tuned, like = source
         lines += [f"No optimizer was tuned here: the settings are the best of {tuned.model}, regime {like}.", ""]
-    if len(rows) > 1:
+    if len(rows) > 1 and ("cosmos" in rows or "adamw" in rows):
         lines += _differences_and_tokens(protocol, regime, rows, results)
     lines += tables.short_table(protocol, regime, rows, results)
     if listed := tables.changes_table(protocol, regime, results):

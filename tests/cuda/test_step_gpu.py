@@ -20,6 +20,8 @@ CUDA = torch.device("cuda")
 ALONE = 1e-4
 # The sum of four updates. Computed on a CPU with plain torch in float32, Newton-Schulz in float16: 3.3e-3.
 UPDATES = 7e-3
+# Two ways to store a matrix: Newton-Schulz in float16 adds in another order. Measured: 1.9e-4 with Muon and NorMuon.
+STORED = 4e-4
 
 
 @pytest.mark.gpu
@@ -99,7 +101,7 @@ def test_a_transposed_convolution_moves_as_the_matrix_that_it_is(
         other.step()
     moved = as_kernel.detach() - kernel
     expected = as_matrix.detach().t().reshape(kernel.shape) - kernel
-    assert relative(moved.flatten(1)[None], expected.flatten(1)[None]) < ALONE
+    assert relative(moved.flatten(1)[None], expected.flatten(1)[None]) < STORED
 
 
 def model(device: torch.device) -> list[Tensor]:

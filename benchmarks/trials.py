@@ -14,6 +14,8 @@ the package's own rule.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -41,17 +43,23 @@ OUTER = {"embed.weight": "embedding", "head.weight": "head"}  # what the lab's n
 # -- baselines --------------------------------------------------------------------------------------------------------
 
 
-def muon_eq(
-    G: Tensor, state: muon.MuonState, t: Tensor | None = None, *, momentum: float = 0.95, nesterov: bool = True,
-    momentum_dtype: torch.dtype | None = None, scaling: str = "paper", ns: NewtonSchulz = NS5,
-    alg: Algebra | None = None,
-) -> tuple[Tensor, muon.MuonState]:  # fmt: skip
-    """Return Muon's direction of the momentum with each row divided by its norm."""
-    alg = alg or Algebra(*G.shape[-2:])
-    M = as_stored(torch.lerp(state.M, G, 1 - momentum), momentum_dtype)
-    N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M
-    N = quotient(N, alg.row_norm_sq(N).sqrt())
-    return muon.SCALINGS[scaling](alg.m, alg.n) * alg.polar(N, alg.norm_sq(N), ns), muon.MuonState(M)
+class EqualRows(Algebra):
+    """Whole matrices whose rows get equal norm before Newton-Schulz (MuonEq)."""
+
+    def polar(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz) -> Tensor:
+        """Return Newton-Schulz of X with each row divided by its norm; rows of zeros stay."""
+        rows = quotient(X, self.row_norm_sq(X).sqrt())
+        return super().polar(rows, self.norm_sq(rows), ns)
+
+
+def with_equal_rows(direction: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function `direction` of a rule, with `EqualRows`."""
+
+    @functools.wraps(direction)
+    def changed(G: Tensor, state: Any, t: Tensor | None = None, **settings: Any) -> Any:
+        return direction(G, state, t, **{**settings, "alg": EqualRows(*G.shape[-2:])})
+
+    return changed
 
 
 def soap_polar(
@@ -74,7 +82,10 @@ def soap_polar(
 
 
 _ITERATION = {"ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None}
-MUON_EQ = Rule("muon-eq", muon.DEFAULTS, muon.MuonState, muon.slots, muon_eq, constant_size=True)
+MUON_EQ, NORMUON_EQ = (
+    dataclasses.replace(rule, name=f"{rule.name}-eq", direction=with_equal_rows(rule.direction))
+    for rule in (RULES["muon"], RULES["normuon"])
+)
 SOAP_POLAR = Rule(
     "soap-polar", {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "nesterov": True, **_ITERATION},
     soap.TwoSidedSoapState, soap.slots_two_sided, soap_polar, take_first_bases, constant_size=True, shardable="none",
@@ -117,12 +128,12 @@ def cosmos_trial(
     """Return COSMOS's direction, changed in three places.
 
     basis_beta2: decay of S, which turns the basis; None is that of V.
-    equal_rows: whether the rows of X get equal norm before Newton-Schulz, as in `muon_eq`; X stays outside the basis.
+    equal_rows: whether the rows of X get equal norm before Newton-Schulz, as in MuonEq; X stays outside the basis.
     balance: weight of the Muon half relative to sqrt(1 - r / n) |X| / sqrt(e): its momentum over its gradient, as the
         SOAP half has for each element. One eigenvalue for all directions outside of the basis is Pro-KLShampoo's model
         (arXiv 2605.06316); this weight is our reading of it. None is gamma.
     """
-    alg = alg or Algebra(*G.shape[-2:])
+    alg = EqualRows(*G.shape[-2:]) if equal_rows else alg or Algebra(*G.shape[-2:])
     (b1, b2), (M, U_old, S, V, v, e), extra_step = betas, state, int(nesterov)
     b_S = b2 if basis_beta2 is None else basis_beta2
     c1, c2 = bias_correction(b1, t + extra_step), bias_correction(b2, t)
@@ -140,8 +151,7 @@ def cosmos_trial(
     P = P * cosmos.tracked(S, E, residual_guard)
     X = N - NU @ U.mT
     X_sq = alg.norm_sq(X)
-    Y = quotient(X, alg.row_norm_sq(X).sqrt()) if equal_rows else X
-    B = unit_rms(alg.polar(Y, alg.norm_sq(Y), ns), alg)
+    B = unit_rms(alg.polar(X, X_sq, ns), alg)
     B = B * cosmos.above_noise(X_sq, alg.norm_sq_m(NU), residual_guard)
     weight: float | Tensor = gamma
     if balance is not None:
@@ -204,7 +214,8 @@ class TrialOptions(MatrixOptimizer):
     outer_rows: True updates embedding and head by `adam_rows`.
     embedding_betas, head_betas: betas of AdamW there.
     gamma_attention, gamma_mlp: factors of gamma in attention and in the MLP.
-    basis_beta2, balance, equal_rows: as in `cosmos_trial`.
+    basis_beta2, balance: as in `cosmos_trial`.
+    equal_rows: rows of equal norm before Newton-Schulz, in COSMOS of the part of the momentum outside the basis.
     hidden_rates: factors of lr for the hidden matrices with these words in their names; gamma stays.
     decays: weight decay of "embedding", "head", "hidden", "vectors"; what is not named has that of the optimizer.
     cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
@@ -249,7 +260,9 @@ class TrialOptions(MatrixOptimizer):
                 group["rule"] = self.rule
             elif outer and outer_rows:
                 group["rule"] = ADAM_ROWS.name
-            if hidden and (basis_beta2 is not None or balance is not None or equal_rows):
+            if hidden and equal_rows and self.rule != "cosmos":
+                group["rule"] = f"{self.rule}-eq"
+            elif hidden and (basis_beta2 is not None or balance is not None or equal_rows):
                 changes = {"basis_beta2": basis_beta2, "balance": balance, "equal_rows": equal_rows}
                 group |= {"rule": COSMOS_TRIAL.name, **changes}
             for module, factor in gammas.items():
@@ -372,5 +385,5 @@ OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
 
 def register() -> None:
     """Enter the rules and the optimizers by name, next to the package's; a second call changes nothing."""
-    RULES.update({rule.name: rule for rule in (MUON_EQ, SOAP_POLAR, COSMOS_TRIAL, ADAM_ROWS)})
+    RULES.update({rule.name: rule for rule in (MUON_EQ, NORMUON_EQ, SOAP_POLAR, COSMOS_TRIAL, ADAM_ROWS)})
     cosmos_optim.OPTIMIZERS.update(OPTIMIZERS)

@@ -52,12 +52,20 @@ def numpy_ns5(X: np.ndarray) -> np.ndarray:
 def test_muon_eq_orthogonalizes_a_momentum_with_rows_of_norm_one() -> None:
     state, mean = muon.MuonState(torch.zeros(12, 8, dtype=torch.float64)), np.zeros((12, 8))
     for G in gradients(3):
-        D, state = trials.muon_eq(G, state, momentum=0.9)
+        D, state = trials.MUON_EQ.direction(G, state, momentum=0.9)
         g = G.numpy()
         mean = 0.9 * mean + 0.1 * g
         ahead = 0.9 * mean + 0.1 * g
         rows = ahead / np.linalg.norm(ahead, axis=1, keepdims=True)
         assert np.allclose(D.numpy(), 12**0.5 * numpy_ns5(rows), atol=ROUNDING)
+
+
+def test_normuon_with_equal_rows_is_normuon_of_such_a_momentum() -> None:
+    (G,) = gradients(1)
+    state = muon.NorMuonState(torch.zeros(12, 8, dtype=torch.float64), torch.zeros(12, 1, dtype=torch.float64))
+    D, _ = trials.NORMUON_EQ.direction(G, state)
+    same, _ = muon.direction_normuon(G / G.norm(dim=1, keepdim=True), state)
+    assert torch.allclose(D, same, atol=ROUNDING)
 
 
 def test_soap_polar_orthogonalizes_adam_in_both_eigenbases() -> None:

@@ -23,7 +23,6 @@ from tests.cuda.step_problems import (
     errors,
     problem,
     relative,
-    run_schedule,
     schedule,
     to_bfloat16,
     use_large_tiles,
@@ -255,41 +254,3 @@ def test_equal_factors_for_all_rows_give_the_step_without_factors(device: torch.
     old = DECAY * torch.stack(start.W).double()
     assert relative(found["W"] - old, expected["W"] - old) < SIZE
     assert equal(list(found["v"]), ones)
-
-
-# -- sums over rows ---------------------------------------------------------------------------------------------------
-
-# COSMOS: |G U|^2, G'G U, E, |X|^2 (for Newton-Schulz and again for the gain), |N U|^2, |B|^2, |P|^2, and |D|^2 if rows
-# have factors. Muon: |X|^2, and the sum that normalizes the update.
-SUMS = {"cosmos": 8, "cosmos without rows": 7, "muon": 1, "muon, normalized": 2, "normuon": 2}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_sum_over_rows_goes_through_total(name: str, device: torch.device) -> None:
-    """A `total` that copies changes no bit, and is called once for each sum."""
-    (start, plain), calls = plain_step(name, device), []
-
-    def total(parts: Tensor) -> Tensor:
-        calls.append(parts.shape)
-        return parts.clone()
-
-    found = run_schedule(KINDS[name], start.copy(), total=total)
-    assert equal([*found.values()], [*plain.values()])
-    assert len(calls) == SUMS[name], calls
-
-
-def test_two_equal_halves_of_the_rows_have_the_thin_state_of_the_whole(device: torch.device) -> None:
-    """Of two GPUs with the same rows each, `total` is twice the own sum; U, S and V are those of the whole matrix.
-
-    Newton-Schulz sums over rows too, without `total`: row shards gather the whole matrix for it.
-    """
-    case = Case("cosmos", 24, 20, {"rank": 4, "row_beta2": None})
-    half = problem(case, device)
-    whole = Problem(
-        [torch.cat([w, w]) for w in half.W], [torch.cat([g, g]) for g in half.G],
-        half.state | {name: [torch.cat([x, x]) for x in half.state[name]] for name in "MV"},
-    )  # fmt: skip
-    found, exact = schedule(case, half, total=lambda parts: 2 * parts), definition(case, whole)
-    assert relative(found["U"], exact["U"]) < U_ERROR
-    assert relative(found["S"], exact["S"]) < S_ERROR
-    assert relative(found["V"], exact["V"][:, :24]) < V_ERROR

@@ -10,9 +10,7 @@ these schedules with them. The letters are the same. A step on a batch of matric
     W  read and written        update_
 
 Thin factors U, S, V, P, v are stacked, (batch, ...). A kernel returns a sum over rows, such as a sum of squares, in
-parts, one for each block of rows: (batch, parts) or (batch, parts, ...). `total` adds them over the GPUs that share the
-rows of a matrix; on one GPU it returns its argument, and the kernel that needs the sum adds the parts. Nothing gives
-another `total` yet: shards by rows would also have to share the maxima that choose the powers of two of half precision.
+parts, one for each block of rows: (batch, parts) or (batch, parts, ...). The kernel that needs the sum adds them.
 """
 
 from __future__ import annotations
@@ -47,14 +45,8 @@ from cosmos_optim.rules.cosmos import ROW_FLOOR, CosmosState
 from cosmos_optim.rules.muon import SCALINGS, MuonState, NorMuonState
 
 Number = float | Tensor
-Total = Callable[[Tensor], Tensor]
 # Replaces |X|^2 of a zero matrix, so that quotients stay finite; they are multiplied by 0 later.
 LEAST_NORM_SQ = 1e-30
-
-
-def on_one_gpu(parts: Tensor) -> Tensor:
-    """Return the parts unchanged, because this GPU holds all rows."""
-    return parts
 
 
 def do_nothing() -> None:
@@ -64,8 +56,7 @@ def do_nothing() -> None:
 # fmt: off
 def cosmos_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
-    skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
-    M_done: Callable[[], None] = do_nothing,
+    skip: Tensor | None = None, seeds: Tensor | None = None, M_done: Callable[[], None] = do_nothing,
     betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
     residual_guard: float, ns: NewtonSchulz, momentum_dtype: torch.dtype | None = None,
 ) -> CosmosState:
@@ -86,15 +77,15 @@ def cosmos_step_(
 
     GU = project(G, split(U_old), r, grad_max)                                              # L5   G U
     GU_sq, GU_max = norm_sq_and_max(GU)
-    Z, Z_max, c = scale_for_power_step(GU, S, total(GU_sq), GU_max)                         #      G U / c
-    HU = total(project_transposed(G, Z, Z_max, r, grad_max))                                #      G'G U / c
+    Z, Z_max, c = scale_for_power_step(GU, S, GU_sq, GU_max)                                #      G U / c
+    HU = project_transposed(G, Z, Z_max, r, grad_max)                                       #      G'G U / c
     del GU, Z
     Y, Y_columns = power_sum(U_old, S, HU, c, b2)                                           #      b2 U S + (1-b2) G'G U
     U = orthonormalize(Y, U_old, Y_columns)                                                 #      QR
     U_f16, U_bf16 = split_both(U)
 
     GU, MU, M_max = momentum_(M, G, 1 - b1, (U_f16, U_bf16), r, skip, grad_max)             # L4, with G U and M U
-    C, E = thin_product_parts(U, U_old), total(thin_product_parts(GU, GU, gain=1 - b2))
+    C, E = thin_product_parts(U, U_old), thin_product_parts(GU, GU, gain=1 - b2)
     S, tracked = second_moment(S, C, E, b2, guard)                                          # L6
     NU = torch.add(a * MU, GU, alpha=1 - a) if nesterov else MU
     V, P, minus_NU, (P_sq, NU_sq) = soap_half(
@@ -104,17 +95,15 @@ def cosmos_step_(
     M_done()
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products
-    X_sq = total(X_sq)
     B, norm_sq = newton_schulz_in_place(X, X_sq, ns)                                        # L9
     BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      B U: noise, taken out
-    B_sq, P_sq = total(B_sq), total(P_sq)
-    b = muon_gain(X_sq, X_scale, total(NU_sq), B_sq, norm_sq, gamma * unit, guard)          #      gamma NORM sqrt(m)
+    b = muon_gain(X_sq, X_scale, NU_sq, B_sq, norm_sq, gamma * unit, guard)                 #      gamma NORM sqrt(m)
 
     D_sq: tuple[Tensor | None, Tensor] = B_sq, P_sq                                         #      |b B|^2 + |P|^2
     rows = None
     if row_beta2 is not None:                                                               #      Not in the paper
         v, rows, rows_sq = row_gains(v, B_rows, norm_sq, n, row_beta2, max(eps, ROW_FLOOR), b=b, P=P)
-        D_sq = None, total(rows_sq)                                                         #      |D|^2 in one number
+        D_sq = None, rows_sq                                                                #      |D|^2 in one number
     factors, thin = update_coefficients(
         b, norm_sq, lr, decay, grad_max, P=P, BU=BU, row_gain=rows, B_sq=D_sq[0], other_sq=D_sq[1],
         target_norm=unit)                                                                   # L10, L11
@@ -124,8 +113,7 @@ def cosmos_step_(
 
 def muon_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
-    skip: Tensor | None = None, seeds: Tensor | None = None, total: Total = on_one_gpu,
-    M_done: Callable[[], None] = do_nothing,
+    skip: Tensor | None = None, seeds: Tensor | None = None, M_done: Callable[[], None] = do_nothing,
     momentum: float, nesterov: bool, ns: NewtonSchulz, scaling: str = "paper", normalize: bool = False,
     beta2: float | None = None, eps: float = 0.0, momentum_dtype: torch.dtype | None = None,
 ) -> MuonState | NorMuonState:
@@ -136,15 +124,14 @@ def muon_step_(
     _, _, M_max = momentum_(M, G, 1 - momentum, None, 1, skip)                              # L4
     X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max)                                # L5   N
     M_done()
-    B, norm_sq = newton_schulz_in_place(X, total(X_sq), ns)                                 # L6   NS5(N / |N|)
+    B, norm_sq = newton_schulz_in_place(X, X_sq, ns)                                        # L6   NS5(N / |N|)
 
     b = rows = B_sq = D_sq = v = None
     if beta2 is not None:                                                                   #      NorMuon
         B_rows = row_norm_sq(B if m >= n else B.mT)
         v, rows, D_sq = row_gains(state.v, B_rows, norm_sq, n, beta2, eps)
-        D_sq = total(D_sq)
     elif normalize:                                                                         # L7   sqrt(m) NORM(B)
-        B_sq = total(torch.linalg.vector_norm(B, dim=(1, 2), dtype=torch.float64).square()[:, None])
+        B_sq = torch.linalg.vector_norm(B, dim=(1, 2), dtype=torch.float64).square()[:, None]
     else:                                                                                   # L7   sqrt(m) B
         b = t.new_full((1, 1, 1), SCALINGS[scaling](m, n))
     target = 0.0 if b is not None else unit                                                 #      0: D keeps its size

@@ -22,6 +22,8 @@ from cosmos_optim.engine.batching import Entry, by_group
 # Positions of entries, and a function: the elementwise maximum of a vector over the processes that share these entries.
 # The first function is over all processes that share any.
 MaxOverRanks = Sequence[tuple[list[int], Callable[[Tensor], Tensor]]]
+# What `agree` finds on any process: a gradient that is not finite, or gradients of different matrices.
+NOT_FINITE, DIFFERENT_MATRICES = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +78,11 @@ def check_gradients(
     host_asks = may_raise or not all(had_started)  # which entry is not finite, or which has its first gradient
     max_of_entries = entry_max(entries, grad_max) if host_asks else None
     if max_over_ranks is not None:
-        any_bad, max_of_entries, grad_max, others_differ = agree(
+        problem, max_of_entries, grad_max = agree(
             entries, had_started, any_bad, max_of_entries, grad_max, max_over_ranks
         )
-        if on_host and bool(others_differ):
+        any_bad = problem > 0
+        if on_host and bool(problem == DIFFERENT_MATRICES):
             raise RuntimeError(
                 "the ranks have gradients of different matrices, so their shards cannot be put together; nothing was "
                 "changed. Use the same modules on every rank, or give a group missing='zero' (see docs/distributed.md)"
@@ -162,14 +165,14 @@ def entry_max(entries: Sequence[Entry], grad_max: Tensor) -> Tensor:
 def agree(
     entries: Sequence[Entry], had_started: Sequence[bool], any_bad: Tensor, max_of_entries: Tensor | None,
     grad_max: Tensor, max_over_ranks: MaxOverRanks,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Return the three results as all processes that share an entry see them: the maximum over these processes.
 
-    `any_bad` is over all processes; `max_of_entries` and `grad_max` change only for shards. The fourth result is
-    whether processes have gradients of different matrices, of those that all of them share. There is one message for
-    each item of `max_over_ranks`, a vector of which the processes get the maximum:
+    `any_bad` becomes the largest problem of all processes: 0, NOT_FINITE or DIFFERENT_MATRICES (of the matrices that
+    all of them share). `max_of_entries` and `grad_max` change only for shards. There is one message for each item of
+    `max_over_ranks`, a vector of which the processes get the maximum:
 
-        [h | -h | any_bad | max_of_entries, of the entries in `asked` | grad_max, of blocks of the entries in `shared`]
+        [h | -h | problem | max_of_entries, of the entries in `asked` | grad_max, of blocks of the entries in `shared`]
 
     h is a hash of the names of the matrices: if these differ, the maxima of h and -h do not add up to 0, except for one
     in 17 million pairs of lists. If the lists differ in length, messages may not fit together, and the backend ends or
@@ -185,28 +188,27 @@ def agree(
     layouts = [e.layout for e in entries]
     maxima = [] if max_of_entries is None else list(max_of_entries.split(1))
     parts = list(grad_max.split([layout.count for layout in layouts]))
-    flag = any_bad.to(grad_max.dtype).view(1)  # 1: a gradient is not finite; 2: gradients are of different matrices
+    problem = any_bad.to(grad_max.dtype).view(1)  # True is NOT_FINITE
     for number, (members, maximum) in reversed(list(enumerate(max_over_ranks))):
         host_asks = any(not had_started[i] or entries[i].group["nonfinite"] == "raise" for i in members)
         asked = members if host_asks else []
         shared = [i for i in members if entries[i].rule.constant_size and layouts[i].cut_sides]
-        is_to_all = number == 0  # all processes learn `any_bad` from it
+        is_to_all = number == 0  # all processes learn the problem from it
         if not is_to_all and not asked and not shared:
             continue
         blocks = [layouts[i].expand_to_all_blocks(parts[i]) for i in shared]
         matrices = "\n".join(layouts[i].name for i in members if not entries[i].rule.elementwise)
         names = float(zlib.crc32(matrices.encode()) >> 8)  # 24 bits, which float32 holds
-        hashes = [flag.new_full((1,), names), flag.new_full((1,), -names)]
-        message = [*hashes, flag, *(maxima[i] for i in asked), *blocks]
+        hashes = [problem.new_full((1,), names), problem.new_full((1,), -names)]
+        message = [*hashes, problem, *(maxima[i] for i in asked), *blocks]
         vector = torch.cat(message).to(max_dtype(entries[i] for i in members))
-        highest, minus_lowest, flag, *agreed = maximum(vector).split([len(x) for x in message])
-        flag = flag.maximum(2 * (highest + minus_lowest != 0).to(flag.dtype))
+        highest, minus_lowest, problem, *agreed = maximum(vector).split([len(x) for x in message])
+        problem = problem.maximum(DIFFERENT_MATRICES * (highest + minus_lowest != 0).to(problem.dtype))
         for i, value in zip(asked, agreed[: len(asked)], strict=True):
             maxima[i] = value
         for i, value in zip(shared, agreed[len(asked) :], strict=True):
             parts[i] = layouts[i].select_local_blocks(value)
-    flag = flag.view(())
-    return flag > 0, torch.cat(maxima) if maxima else max_of_entries, torch.cat(parts), flag > 1
+    return problem.view(()), torch.cat(maxima) if maxima else max_of_entries, torch.cat(parts)
 
 
 def block_max(entries: Sequence[Entry]) -> Tensor:

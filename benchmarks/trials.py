@@ -88,7 +88,7 @@ MUON_EQ, NORMUON_EQ = (
 )
 SOAP_POLAR = Rule(
     "soap-polar", {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "nesterov": True, **_ITERATION},
-    soap.TwoSidedSoapState, soap.slots_two_sided, soap_polar, take_first_bases, constant_size=True, shardable="none",
+    soap.TwoSidedSoapState, soap.slots_two_sided, soap_polar, take_first_bases, constant_size=True, shardable_sides="",
 )  # fmt: skip
 
 

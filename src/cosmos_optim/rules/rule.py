@@ -58,7 +58,7 @@ class Rule:
         is given to the rule transposed, because some columns would hold nothing. If False, no matrix is.
     constant_size: whether the update keeps its size while the momentum decays. A matrix with a zero gradient is then
         only decayed.
-    shardable: which sides of a matrix may be cut over processes: "both", "rows" (columns whole) or "none".
+    shardable_sides: the sides of a matrix that may be cut over processes: "mn", "m" (rows), or "" for whole matrices.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Rule:
     one_sided: bool = False
     transposes_few_rows: bool = False
     constant_size: bool = False
-    shardable: str = "both"
+    shardable_sides: str = "mn"
 
     @cached_property
     def _argument_names(self) -> list[str]:

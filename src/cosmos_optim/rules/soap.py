@@ -108,8 +108,8 @@ def slots_two_sided(m: int, n: int, settings: Settings) -> dict[str, Slot]:
     return slots(m, n, settings) | {"K": Slot("mq", (m, m)), "O": Slot("mq", (m, m))}
 
 
-RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, take_first_bases, one_sided=True, shardable="rows")
+RULE = Rule("soap", DEFAULTS, SoapState, slots, direction, take_first_bases, one_sided=True, shardable_sides="m")
 TWO_SIDED = Rule(
     "soap-two-sided", DEFAULTS, TwoSidedSoapState, slots_two_sided, direction_two_sided, take_first_bases,
-    shardable="none",
+    shardable_sides="",
 )  # fmt: skip

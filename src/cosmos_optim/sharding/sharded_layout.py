@@ -34,9 +34,6 @@ from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, sharded_location
 from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
 
-# Which sides of a matrix may be cut, by Rule.shardable.
-SHARDABLE_SIDES = {"both": "mn", "rows": "m", "none": ""}
-
 
 class ShardedLayout(Layout):
     """Views of the local part of a parameter that is divided over a mesh.
@@ -174,7 +171,7 @@ class ShardedLayout(Layout):
         self.blocks_mn = self.sizes_mn * math.prod(self._part_shape(self.batch_cuts))
         self.matrix_cuts = self._cut_matrices()
         self.cut_sides = {side for side, cut in self.matrix_cuts.items() if cut.mesh_dims}
-        self.needs_owners = not self.cut_sides <= set(SHARDABLE_SIDES[self.rule.shardable])
+        self.needs_owners = not self.cut_sides <= set(self.rule.shardable_sides)
 
     def _cut_matrices(self) -> dict[str, Cut]:
         """Return the cut of the rows "m" and of the columns "n" of a matrix."""

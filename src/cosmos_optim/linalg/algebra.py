@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from cosmos_optim.linalg.cholesky_qr import orthonormalize
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, newton_schulz
+from cosmos_optim.linalg.normalization import norm_sq
 
 
 class Algebra:
@@ -74,17 +75,10 @@ class Algebra:
         values, vectors = torch.linalg.eigh(A)
         return values, vectors
 
-    def polar(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz) -> Tensor:
+    def polar(self, X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> Tensor:
         """Return Newton-Schulz of X / |X|: X with its singular values moved towards 1. A zero matrix stays zero."""
-        return newton_schulz(X, ns, norm_sq=norm_sq)
+        return newton_schulz(X, ns, X_sq=X_sq)
 
     def slice_n(self, Y: Tensor) -> Tensor:
         """Return the rows of a whole (n, k) matrix that belong to the local columns of X."""
         return Y
-
-
-def norm_sq(X: Tensor) -> Tensor:
-    """Return the sum of squares of each matrix, (..., 1, 1), in double precision if the device supports it."""
-    dtype = X.dtype if X.device.type == "mps" else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
-    return norm.square()

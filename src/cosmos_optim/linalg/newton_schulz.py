@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.linalg.coefficients import COEFFICIENTS, MERGED, Coefficients, Iteration, MergedIterations
+from cosmos_optim.linalg.normalization import norm_sq
 
 # Which matrices of a stack to compute: those with a flag of the given value, or all if the flags are None.
 Selection = tuple[Tensor | None, bool]
@@ -290,23 +291,21 @@ def _rescale(coefficients: Coefficients, scale: float) -> Coefficients:
     return a, b / scale**2, c / scale**4
 
 
-def normalized(X: Tensor, norm_sq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def normalized(X: Tensor, X_sq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return scale X / |X| in a type that may be narrower; a zero matrix stays zero."""
-    norm = norm_sq.sqrt().to(torch.promote_types(X.dtype, torch.float32))
+    norm = X_sq.sqrt().to(torch.promote_types(X.dtype, torch.float32))
     # Divide before the cast, because 1e18 and 1e-30 do not fit in the narrower type.
     # Below the smallest normal number, the norm is rounded so much that X / norm may be too long to converge.
     Y = torch.where(norm > 0, X / norm.clamp_min(torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
     return (Y * scale).to(dtype)
 
 
-def newton_schulz(
-    X: Tensor, ns: NewtonSchulz, products: Products | None = None, norm_sq: Tensor | None = None
-) -> Tensor:
+def newton_schulz(X: Tensor, ns: NewtonSchulz, products: Products | None = None, X_sq: Tensor | None = None) -> Tensor:
     """Run the iterations of `ns` on X / |X|_F, for any (..., m, n). A zero matrix stays zero.
 
     Args:
         products: the products of the loop; torch's batched products by default.
-        norm_sq: |X|^2, (..., 1, 1), if it is known.
+        X_sq: |X|^2, (..., 1, 1), if it is known.
 
     >>> X = torch.linspace(1, 2, 6, dtype=torch.float64).view(3, 2) ** 3
     >>> Y = newton_schulz(X, NewtonSchulz(steps=8, coefficients="polar-express"))
@@ -315,10 +314,7 @@ def newton_schulz(
     """
     dtype, shape = ns.working_dtype(X), X.shape
     scale = HALF_SCALE if dtype is torch.float16 else 1.0
-    if norm_sq is None:
-        wide = X.dtype if X.device.type == "mps" else torch.float64
-        norm_sq = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).square()
-    is_wide, Y = shape[-2] < shape[-1], normalized(X, norm_sq, scale, dtype)
+    is_wide, Y = shape[-2] < shape[-1], normalized(X, norm_sq(X) if X_sq is None else X_sq, scale, dtype)
     Y = (Y.mT if is_wide else Y).reshape(-1, max(shape[-2:]), min(shape[-2:]))
     products = products or TorchProducts()
     iterations, gram_steps = iterations_for(ns, Y.shape[-2], Y.shape[-1], dtype, products.selective)

@@ -1,4 +1,4 @@
-"""Scaling functions that several rules share.
+"""Norms, and scaling functions that several rules share.
 
 Shapes: X, D (..., m, n) a matrix or a stack of them, v (..., m, 1) a number for each row, t (..., 1, 1) the step count.
 """
@@ -6,11 +6,20 @@ Shapes: X, D (..., m, n) a matrix or a stack of them, v (..., m, 1) a number for
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.algebra import Algebra
+if TYPE_CHECKING:
+    from cosmos_optim.linalg.algebra import Algebra
+
+
+def norm_sq(X: Tensor) -> Tensor:
+    """Return the sum of squares of each matrix, (..., 1, 1), in double precision if the device supports it."""
+    dtype = X.dtype if X.device.type == "mps" else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=dtype)
+    return norm.square()
 
 
 def bias_correction(beta: float, t: Tensor) -> Tensor:
@@ -29,8 +38,8 @@ def unit_rms(X: Tensor, alg: Algebra) -> Tensor:
 
     If X is so small that the factor would be infinite in its type, the result is smaller.
     """
-    norm_sq = alg.norm_sq(X)
-    factor = torch.where(norm_sq > 0, math.sqrt(alg.m * alg.n) * norm_sq.rsqrt(), torch.zeros_like(norm_sq))
+    X_sq = alg.norm_sq(X)
+    factor = torch.where(X_sq > 0, math.sqrt(alg.m * alg.n) * X_sq.rsqrt(), torch.zeros_like(X_sq))
     return X * factor.clamp_max(torch.finfo(X.dtype).max).to(X.dtype)
 
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_optim.linalg.algebra import Algebra, norm_sq
+from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz
-from cosmos_optim.linalg.normalization import bias_correction, normalize_rows, quotient, unit_rms
+from cosmos_optim.linalg.normalization import bias_correction, norm_sq, normalize_rows, quotient, unit_rms
 from cosmos_optim.linalg.subspace import NOISE, or_one, power_step, take_first_bases
 from cosmos_optim.rules.rule import Rule, Settings, Slot, as_stored, momentum_slots
 

@@ -84,13 +84,13 @@ class ShardedAlgebra(Algebra):
 
     # -- Newton-Schulz --------------------------------------------------------------------------------------------
 
-    def polar(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz) -> Tensor:
+    def polar(self, X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> Tensor:
         """Return Newton-Schulz of X / |X|, by sums or at owners, whichever is cheaper."""
         dtype, team = ns.working_dtype(X), self.location.team
         if self.location.only_long_side_is_cut and prefer_sums(X.shape[0], self.m, self.n, team.size, ns.steps, dtype):
-            return self._polar_by_sums(X, norm_sq, ns, dtype, team)
+            return self._polar_by_sums(X, X_sq, ns, dtype, team)
         # Scale by a power of two, which is exact; Newton-Schulz is invariant to scale.
-        exponent = EXCHANGE_EXPONENT - norm_sq.sqrt().clamp_min(1e-38).log2().round()
+        exponent = EXCHANGE_EXPONENT - X_sq.sqrt().clamp_min(1e-38).log2().round()
         scale = torch.exp2(exponent.clamp(-120, 120)).to(X.dtype)
         exchange = self.location.exchange(X.shape[0])
         (whole,) = exchange.to_owners([(X * scale).to(dtype)])
@@ -99,10 +99,10 @@ class ShardedAlgebra(Algebra):
         (B,) = exchange.to_shards([whole])
         return B.to(X.dtype)
 
-    def _polar_by_sums(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz, dtype: torch.dtype, team: Team) -> Tensor:
+    def _polar_by_sums(self, X: Tensor, X_sq: Tensor, ns: NewtonSchulz, dtype: torch.dtype, team: Team) -> Tensor:
         """Return Newton-Schulz of X / |X| with the longer side divided over ranks."""
         scale = HALF_SCALE if dtype is torch.float16 else 1.0
-        is_wide, Y = self.m < self.n, normalized(X, norm_sq, scale, dtype)
+        is_wide, Y = self.m < self.n, normalized(X, X_sq, scale, dtype)
         coefficients = ns.coefficients_of_steps()
         gram_steps = choose_gram_steps(max(self.m, self.n), min(self.m, self.n), coefficients, dtype)
         tall = Y.mT if is_wide else Y

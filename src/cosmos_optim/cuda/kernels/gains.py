@@ -92,7 +92,7 @@ def _number(pointer, value, in_memory):
 @jit(unaligned=("lr_ptr", "decay_ptr"))
 def _update_coefficients(
     p, bu, b_ptr, row_gain, grad_max, other_sq, b_sq, norm_sq, lr_ptr, decay_ptr, thin, coefficients, m, r, part_stride,
-    b_step, other_count, b_count, target_norm, lr_value, lr_in_memory, decay_value, decay_in_memory,
+    b_batch_stride, other_count, b_count, target_norm, lr_value, lr_in_memory, decay_value, decay_in_memory,
     BLOCK: tl.constexpr, R: tl.constexpr, B_GIVEN: tl.constexpr, THIN: tl.constexpr, ROW_GAIN: tl.constexpr,
     NORMALIZE: tl.constexpr, OTHER_PARTS: tl.constexpr, B_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def _update_coefficients(
     lr_s, decay = _number(lr_ptr, lr_value, lr_in_memory), _number(decay_ptr, decay_value, decay_in_memory)
     b, square = tl.full((), 1.0, dtype=tl.float64), tl.load(norm_sq + batch)
     if B_GIVEN:
-        b = tl.load(b_ptr + batch * b_step).to(tl.float64)
+        b = tl.load(b_ptr + batch * b_batch_stride).to(tl.float64)
     lr_s = tl.where(tl.load(grad_max + batch) > 0, lr_s, 0.0)
     if NORMALIZE:
         total = tl.full((), 0.0, dtype=tl.float64)

@@ -32,7 +32,7 @@ UNALIGNED_LAUNCH = Launch(128, 32, stages=2)
 
 @jit(unaligned=("g",), unspecialized=("m",))
 def _momentum(
-    g, mom, u_f16, u_bf16, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, w, gain,
+    g, mom, u_f16, u_bf16, gu, mu, block_max, grad_max, skip, u_part_stride, m, n, r, sm, sn, mom_sm, mom_sn, w, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, ALIGNMENT_CLASSES: tl.constexpr,
     SINGLE_PART: tl.constexpr, M_SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
@@ -55,35 +55,35 @@ def _momentum(
         before = columns_before_alignment(first, sm, ELEMENT, ALIGNMENT_CLASSES)
         rows, body = (m - first + ALIGNMENT_CLASSES - 1) // ALIGNMENT_CLASSES, (n - before) // BK * BK
         g_begin, g_stride = rows_of_class(g_start, first, before, sm, ELEMENT, ALIGNMENT_CLASSES)
-        m_begin, m_stride = rows_of_class(m_start, first, before, mm, MOMENT, ALIGNMENT_CLASSES)
+        m_begin, m_stride = rows_of_class(m_start, first, before, mom_sm, MOMENT, ALIGNMENT_CLASSES)
         tile_max = tl.zeros((BM, BK), dtype=tl.float32)
         for k in range(0, body, BK):
             j = k + tl.arange(0, BK)
             grad = load_full_columns(g_begin, q, j, rows, g_stride, sn).to(tl.float32)
-            new = load_full_columns(m_begin, q, j, rows, m_stride, mn).to(tl.float32)
+            new = load_full_columns(m_begin, q, j, rows, m_stride, mom_sn).to(tl.float32)
             new = (new + w * (grad - new)).to(MOMENT)
-            tl.store(m_begin + q[:, None] * m_stride + j[None, :] * mn, new, mask=(q[:, None] < rows) & write)
+            tl.store(m_begin + q[:, None] * m_stride + j[None, :] * mom_sn, new, mask=(q[:, None] < rows) & write)
             new = new.to(tl.float32)
             tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(grad), tl.abs(new)))
             if THIN:
                 at = base + (before + j[:, None]) * R + c[None, :]
-                u1, u2 = tl.load(u_f16 + at), tl.load(u_f16 + u_step + at)
+                u1, u2 = tl.load(u_f16 + at), tl.load(u_f16 + u_part_stride + at)
                 acc_g = dot_split_tile(grad, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-                v1, v2 = tl.load(u_bf16 + at), tl.load(u_bf16 + u_step + at)
+                v1, v2 = tl.load(u_bf16 + at), tl.load(u_bf16 + u_part_stride + at)
                 acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, M_SINGLE_PART, FLOAT32_DOTS)
         largest = tl.max(tile_max)
         if body < n:
             j = tl.arange(0, 2 * BK)
             j = tl.where(j < before, j, j + body)
             acc_g, acc_m, largest = _masked_tile(
-                g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn,
-                mm, mn, w, R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
+                g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_part_stride, m, n,
+                sm, sn, mom_sm, mom_sn, w, R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
             acc_g, acc_m, largest = _masked_tile(
-                g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn,
-                mm, mn, w, R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
+                g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_part_stride, m, n,
+                sm, sn, mom_sm, mom_sn, w, R, THIN, MOMENT, SINGLE_PART, M_SINGLE_PART, FLOAT32_DOTS)  # fmt: skip
     tl.store(block_max + batch * tl.num_programs(0) + tl.program_id(0), largest)
     if THIN:
         at = (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
@@ -94,23 +94,24 @@ def _momentum(
 
 @jit
 def _masked_tile(
-    g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_step, m, n, sm, sn, mm, mn, w,
+    g_start, m_start, u_f16, u_bf16, base, i, j, acc_g, acc_m, largest, e, write, u_part_stride, m, n,
+    sm, sn, mom_sm, mom_sn, w,
     R: tl.constexpr, THIN: tl.constexpr, MOMENT: tl.constexpr, SINGLE_PART: tl.constexpr, M_SINGLE_PART: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Update M at any columns j, some of which may not exist; return both sums and the largest |entry| so far."""
     grad = load_tile(g_start, i, j, m, n, sm, sn).to(tl.float32)
-    new = load_tile(m_start, i, j, m, n, mm, mn).to(tl.float32)
+    new = load_tile(m_start, i, j, m, n, mom_sm, mom_sn).to(tl.float32)
     new = (new + w * (grad - new)).to(MOMENT)
     inside = (i[:, None] < m) & (j[None, :] < n) & write
-    tl.store(m_start + i[:, None] * mm + j[None, :] * mn, new, mask=inside)
+    tl.store(m_start + i[:, None] * mom_sm + j[None, :] * mom_sn, new, mask=inside)
     new = new.to(tl.float32)
     largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(grad), tl.abs(new))))
     if THIN:
         at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
-        u1, u2 = tl.load(u_f16 + at, mask=held, other=0.0), tl.load(u_f16 + u_step + at, mask=held, other=0.0)
+        u1, u2 = tl.load(u_f16 + at, mask=held, other=0.0), tl.load(u_f16 + u_part_stride + at, mask=held, other=0.0)
         acc_g = dot_split_tile(grad, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
-        v1, v2 = tl.load(u_bf16 + at, mask=held, other=0.0), tl.load(u_bf16 + u_step + at, mask=held, other=0.0)
+        v1, v2 = tl.load(u_bf16 + at, mask=held, other=0.0), tl.load(u_bf16 + u_part_stride + at, mask=held, other=0.0)
         acc_m = dot_bfloat16_tile(new, v1, v2, acc_m, M_SINGLE_PART, FLOAT32_DOTS)
     return acc_g, acc_m, largest
 
@@ -143,7 +144,7 @@ def momentum_(
         **source, g=G.table, mom=M.table, u_f16=block_max if U is None else U[0],
         u_bf16=block_max if U is None else U[1], gu=GU, mu=MU, block_max=block_max,
         grad_max=block_max if grad_max is None else grad_max, skip=false_flag(M.device) if skip is None else skip,
-        u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"], w=w,
+        u_part_stride=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mom_sm=target["sm"], mom_sn=target["sn"], w=w,
         gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R, THIN=U is not None,
         MOMENT=target["ELEMENT"], SINGLE_PART=G.dtype is torch.bfloat16,
         M_SINGLE_PART=M.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,

@@ -46,16 +46,17 @@ def nearest_code(x):
 
 
 @jit
-def _load_updated(g_start, codes, old, i, j, m, n, sm, sn, mm, mn, w):
+def _load_updated(g_start, codes, old, i, j, m, n, sm, sn, mom_sm, mom_sn, w):
     """Load a tile of G; return it with the new M, not yet rounded."""
     grad = load_tile(g_start, i, j, m, n, sm, sn).to(tl.float32)
-    new = load_tile(codes, i, j, m, n, mm, mn).to(tl.float32) * old[:, None]
+    new = load_tile(codes, i, j, m, n, mom_sm, mom_sn).to(tl.float32) * old[:, None]
     return grad, new + w * (grad - new)
 
 
 @jit(unaligned=("g",), unspecialized=("m",))
 def _momentum_int8(
-    g, mom, scales, u, gu, mu, block_max, grad_max, skip, u_step, m, n, r, sm, sn, mm, mn, scale_stride, w, gain,
+    g, mom, scales, u, gu, mu, block_max, grad_max, skip, u_part_stride, m, n, r, sm, sn, mom_sm, mom_sn, scale_stride,
+    w, gain,
     BM: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, M_ALIGNED: tl.constexpr, SINGLE_PART: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
@@ -73,7 +74,7 @@ def _momentum_int8(
         e = exponent(tl.load(grad_max + batch))
     next_old, next_max = tl.load(row_scales, mask=i < m, other=0.0), tl.zeros((BM,), dtype=tl.float32)
     for k in range(0, BLOCK, BK):
-        _, new = _load_updated(g_start, codes, next_old, i, k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        _, new = _load_updated(g_start, codes, next_old, i, k + tl.arange(0, BK), m, n, sm, sn, mom_sm, mom_sn, w)
         next_max = tl.maximum(next_max, tl.max(tl.abs(new), axis=1))
     tl.debug_barrier()  # warps may hold copies of a scale: all must have read it before one writes it
     old, scale = next_old, next_max
@@ -86,18 +87,18 @@ def _momentum_int8(
         next_k = k + BLOCK
         loaded = tl.load(row_scales + next_k // BLOCK, mask=(i < m) & (next_k < n) & first, other=0.0)
         next_old = tl.where(first, loaded, next_old)
-        _, new = _load_updated(g_start, codes, next_old, i, next_k + tl.arange(0, BK), m, n, sm, sn, mm, mn, w)
+        _, new = _load_updated(g_start, codes, next_old, i, next_k + tl.arange(0, BK), m, n, sm, sn, mom_sm, mom_sn, w)
         next_max = tl.maximum(tl.where(first, 0.0, next_max), tl.max(tl.abs(new), axis=1))
 
         j = k + tl.arange(0, BK)
-        grad, new = _load_updated(g_start, codes, old, i, j, m, n, sm, sn, mm, mn, w)
+        grad, new = _load_updated(g_start, codes, old, i, j, m, n, sm, sn, mom_sm, mom_sn, w)
         code = nearest_code(new * (1.0 / scale)[:, None])
-        tl.store(codes + i[:, None] * mm + j[None, :] * mn, code.to(tl.int8),
+        tl.store(codes + i[:, None] * mom_sm + j[None, :] * mom_sn, code.to(tl.int8),
                  mask=(i[:, None] < m) & (j[None, :] < n) & write)  # fmt: skip
         tl.store(row_scales + k // BLOCK, scale, mask=(i < m) & write & first)  # all have read `old` a block ago
         tile_max = tl.maximum(tile_max, tl.maximum(tl.abs(grad), tl.abs(code * scale[:, None])))
         if THIN:
-            u1, u2 = load_parts(u + base + j[:, None] * R + c[None, :], u_step, j[:, None] < n)
+            u1, u2 = load_parts(u + base + j[:, None] * R + c[None, :], u_part_stride, j[:, None] < n)
             acc_g = dot_split_tile(grad, e, u1, u2, acc_g, SINGLE_PART, False, FLOAT32_DOTS)
             code = code.to(tl.float16)  # one part is exact; the scales of the rows come after the product
             acc_m += scale[:, None] * dot_parts(
@@ -126,7 +127,7 @@ def momentum_int8_(
         **source, g=G.table, mom=M.table, scales=M.scales.table, u=block_max if U is None else U[0], gu=GU, mu=MU,
         block_max=block_max, grad_max=block_max if grad_max is None else grad_max,
         skip=false_flag(M.device) if skip is None else skip,
-        u_step=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mm=target["sm"], mn=target["sn"],
+        u_part_stride=0 if U is None else U[0].stride(0), m=m, n=n, r=r, mom_sm=target["sm"], mom_sn=target["sn"],
         scale_stride=M.scales.tensors[0].stride(0), w=w, gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, BLOCK=BLOCK,
         R=R, THIN=U is not None, M_ALIGNED=target["ALIGNED"], SINGLE_PART=G.dtype is torch.bfloat16,
         FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,

@@ -34,7 +34,7 @@ OVERLAP_LAUNCH = Launch(128, 64, stages=4)
 
 @jit(unaligned=("g",), unspecialized=("m",))
 def _project(
-    g, u, gu, grad_max, u_step, m, n, r, sm, sn, gain,
+    g, u, gu, grad_max, u_part_stride, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
     ALIGNMENT_CLASSES: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
@@ -55,28 +55,29 @@ def _project(
             j = k + tl.arange(0, BK)
             grad = load_full_columns(begin, q, j, rows, class_stride, sn).to(tl.float32)
             at = base + (before + j[:, None]) * R + c[None, :]
-            acc = dot_split_tile(grad, e, tl.load(at), tl.load(at + u_step), acc, SINGLE_PART, False, FLOAT32_DOTS)
+            acc = dot_split_tile(
+                grad, e, tl.load(at), tl.load(at + u_part_stride), acc, SINGLE_PART, False, FLOAT32_DOTS)  # fmt: skip
         if body < n:
             j = tl.arange(0, 2 * BK)
             j = tl.where(j < before, j, j + body)
-            acc = _masked_tile(g_start, base, i, j, acc, e, u_step, m, n, sm, sn, R, SINGLE_PART, FLOAT32_DOTS)
+            acc = _masked_tile(g_start, base, i, j, acc, e, u_part_stride, m, n, sm, sn, R, SINGLE_PART, FLOAT32_DOTS)
     else:
         for k in range(0, n, BK):
             j = k + tl.arange(0, BK)
-            acc = _masked_tile(g_start, base, i, j, acc, e, u_step, m, n, sm, sn, R, SINGLE_PART, FLOAT32_DOTS)
+            acc = _masked_tile(g_start, base, i, j, acc, e, u_part_stride, m, n, sm, sn, R, SINGLE_PART, FLOAT32_DOTS)
     at = gu + (batch.to(tl.int64) * m + i[:, None]) * r + c[None, :]
     tl.store(at, acc * gain, mask=(i[:, None] < m) & (c[None, :] < r))
 
 
 @jit
 def _masked_tile(
-    g_start, base, i, j, acc, e, u_step, m, n, sm, sn,
+    g_start, base, i, j, acc, e, u_part_stride, m, n, sm, sn,
     R: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     """Return acc + the product over any columns j, some of which may not exist."""
     grad = load_tile(g_start, i, j, m, n, sm, sn).to(tl.float32)
     at, held = base + j[:, None] * R + tl.arange(0, R)[None, :], j[:, None] < n
-    u1, u2 = load_parts(at, u_step, held)
+    u1, u2 = load_parts(at, u_part_stride, held)
     return dot_split_tile(grad, e, u1, u2, acc, SINGLE_PART, False, FLOAT32_DOTS)
 
 
@@ -94,7 +95,7 @@ def project(G: MatrixList, U: Tensor, r: int, grad_max: Tensor) -> Tensor:
     blocks = source["ALIGNMENT_CLASSES"] * -(-m // (source["ALIGNMENT_CLASSES"] * how.rows))
     GU = torch.empty(batch, m, r, dtype=torch.float32, device=U.device)
     _project[(blocks, batch)](
-        **source, g=G.table, u=U, gu=GU, grad_max=grad_max, u_step=U.stride(0), m=m, n=n, r=r,
+        **source, g=G.table, u=U, gu=GU, grad_max=grad_max, u_part_stride=U.stride(0), m=m, n=n, r=r,
         gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
         SINGLE_PART=G.dtype is torch.bfloat16, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
@@ -103,11 +104,11 @@ def project(G: MatrixList, U: Tensor, r: int, grad_max: Tensor) -> Tensor:
 
 @jit
 def _overlap(
-    b, u, bu, outside_sq, row_outside_sq, stride, u_step, m, n, r, sm, sn, gain,
+    b, u, bu, outside_sq, row_outside_sq, b_batch_stride, u_part_stride, m, n, r, sm, sn, gain,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
-    b_start = b + batch.to(tl.int64) * stride
+    b_start = b + batch.to(tl.int64) * b_batch_stride
     i, c = block * BM + tl.arange(0, BM), tl.arange(0, R)
     base = u + batch.to(tl.int64) * n * R
     acc = tl.zeros((BM, R), dtype=tl.float32)
@@ -117,7 +118,7 @@ def _overlap(
         a = load_tile(b_start, i, j, m, n, sm, sn)
         squares += a.to(tl.float32) * a.to(tl.float32)
         at, held = base + j[:, None] * R + c[None, :], j[:, None] < n
-        product = dot_add(a, tl.load(at + u_step, mask=held, other=0.0), tl.zeros_like(acc), FLOAT32_DOTS)
+        product = dot_add(a, tl.load(at + u_part_stride, mask=held, other=0.0), tl.zeros_like(acc), FLOAT32_DOTS)
         # Add outside of the dot, so that it has finished. Triton 3.6 counts buffers only by the other use of `a` (the
         # squares): a dot that accumulates into `acc` would still read the buffer that is filled next.
         acc = acc + dot_add(a, tl.load(at, mask=held, other=0.0), product, FLOAT32_DOTS)
@@ -145,8 +146,8 @@ def overlap(B: Tensor, U: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     outside_sq = torch.empty(batch, blocks, dtype=torch.float32, device=U.device)
     rows = torch.empty(batch, m, dtype=torch.float32, device=U.device)
     _overlap[(blocks, batch)](
-        b=B, u=U, bu=BU, outside_sq=outside_sq, row_outside_sq=rows, stride=B.stride(0), u_step=U.stride(0), m=m, n=n,
-        r=r, sm=B.stride(1), sn=B.stride(2), gain=1 / BASIS_SCALE, BM=how.rows, BK=how.cols, R=R,
-        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
+        b=B, u=U, bu=BU, outside_sq=outside_sq, row_outside_sq=rows, b_batch_stride=B.stride(0),
+        u_part_stride=U.stride(0), m=m, n=n, r=r, sm=B.stride(1), sn=B.stride(2), gain=1 / BASIS_SCALE, BM=how.rows,
+        BK=how.cols, R=R, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip
     return BU, outside_sq, rows

@@ -19,7 +19,7 @@ UNALIGNED_LAUNCH = Launch(64, 32, warps=4, stages=1)
 
 @jit(unaligned=("g",), unspecialized=("m",))
 def _project_transposed(
-    g, z, out, z_max, grad_max, z_step, m, n, r, sm, sn,
+    g, z, out, z_max, grad_max, z_part_stride, m, n, r, sm, sn,
     BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, SINGLE_PART: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def _project_transposed(
             grad = next_tile.to(tl.float32)
             next_tile = load_tile(g_start, i + BK, j, m, n, sm, sn)
         at = base + i[:, None] * R + c[None, :]
-        z1, z2 = load_parts(at, z_step, i[:, None] < m)
+        z1, z2 = load_parts(at, z_part_stride, i[:, None] < m)
         acc = dot_split_tile(grad, e, z1, z2, acc, SINGLE_PART, True, FLOAT32_DOTS)
     value = tl.trans(acc) * scale_down(exponent(tl.load(z_max + batch)))
     at = out + (batch.to(tl.int64) * n + j[:, None]) * r + c[None, :]
@@ -60,7 +60,7 @@ def project_transposed(G: MatrixList, Z: Tensor, z_max: Tensor, r: int, grad_max
     how = (LAUNCH if source["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
     out = torch.empty(batch, n, r, dtype=torch.float32, device=Z.device)
     _project_transposed[(-(-n // how.rows), batch)](
-        **source, g=G.table, z=Z, out=out, z_max=z_max, grad_max=grad_max, z_step=Z.stride(0), m=m, n=n, r=r,
+        **source, g=G.table, z=Z, out=out, z_max=z_max, grad_max=grad_max, z_part_stride=Z.stride(0), m=m, n=n, r=r,
         BN=how.rows, BK=how.cols, R=R, SINGLE_PART=G.dtype is torch.bfloat16,
         FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip

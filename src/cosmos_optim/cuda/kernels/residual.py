@@ -32,10 +32,11 @@ def buffer_scale(block_max, batch, blocks, BLOCKS: tl.constexpr):
 
 @jit
 def load_momentum(
-    state, scales, i, first, m, n, mm, mn, scale_stride, BN: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr
+    state, scales, i, first, m, n, mom_sm, mom_sn, scale_stride,
+    BN: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Load the tile of M that begins at column `first`; if M is codes, times the scales of their block."""
-    value = load_tile(state, i, first + tl.arange(0, BN), m, n, mm, mn).to(tl.float32)
+    value = load_tile(state, i, first + tl.arange(0, BN), m, n, mom_sm, mom_sn).to(tl.float32)
     if QUANTIZED:
         at = scales + i * scale_stride + first // BLOCK  # one block: BN divides BLOCK
         value = value * tl.load(at, mask=(i < m) & (first < n), other=0.0)[:, None]
@@ -44,8 +45,8 @@ def load_momentum(
 
 @jit(unaligned=("g",))
 def _residual(
-    g, mom, scales, minus_nu, u, out, norm_sq_parts, scale, block_max, nu_step, u_step, m, n, blocks, sm, sn, mm, mn,
-    scale_stride, a, b, out_stride, om, on,
+    g, mom, scales, minus_nu, u, out, norm_sq_parts, scale, block_max, nu_part_stride, u_part_stride, m, n,
+    blocks, sm, sn, mom_sm, mom_sn, scale_stride, a, b, out_batch_stride, out_sm, out_sn,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, BLEND: tl.constexpr,
     BLOCKS: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
     MOMENT: tl.constexpr, M_ALIGNED: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr,
@@ -59,27 +60,28 @@ def _residual(
     i, k = block * BM + tl.arange(0, BM), tl.arange(0, R)
     if THIN:
         at_nu = minus_nu + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
-        nu1, nu2 = load_parts(at_nu, nu_step, i[:, None] < m)
-    target = out + batch.to(tl.int64) * out_stride
+        nu1, nu2 = load_parts(at_nu, nu_part_stride, i[:, None] < m)
+    target = out + batch.to(tl.int64) * out_batch_stride
     squares = tl.zeros((BM, BN), dtype=tl.float32)
     # Triton prefetches only the operands of products, so the code loads the next tile explicitly.
-    next_m = load_momentum(m_start, scale_start, i, 0, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
+    next_m = load_momentum(m_start, scale_start, i, 0, m, n, mom_sm, mom_sn, scale_stride, BN, QUANTIZED, BLOCK)
     if BLEND:
         next_g = load_tile(g_start, i, tl.arange(0, BN), m, n, sm, sn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         value = next_m
-        next_m = load_momentum(m_start, scale_start, i, first + BN, m, n, mm, mn, scale_stride, BN, QUANTIZED, BLOCK)
+        next_m = load_momentum(
+            m_start, scale_start, i, first + BN, m, n, mom_sm, mom_sn, scale_stride, BN, QUANTIZED, BLOCK)  # fmt: skip
         if BLEND:
             value = a * value + b * next_g
             next_g = load_tile(g_start, i, j + BN, m, n, sm, sn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
-            value = add_outer(value, nu1, nu2, at_u, u_step, j[:, None] < n, FLOAT32_DOTS)
+            value = add_outer(value, nu1, nu2, at_u, u_part_stride, j[:, None] < n, FLOAT32_DOTS)
         value = value * c
         inside = (i[:, None] < m) & (j[None, :] < n)
         squares += tl.where(inside, value * value, 0.0)
-        tl.store(target + i[:, None] * om + j[None, :] * on, value.to(tl.float16), mask=inside)
+        tl.store(target + i[:, None] * out_sm + j[None, :] * out_sn, value.to(tl.float16), mask=inside)
     tl.store(norm_sq_parts + batch * tl.num_programs(0) + block, tl.sum(squares))
     tl.store(scale + batch, c)
 
@@ -104,15 +106,15 @@ def residual(
     blocks = -(-m // how.rows)
     norm_sq_parts = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)
-    om, on = (X.stride(1), 1) if m >= n else (1, X.stride(1))
+    out_sm, out_sn = (X.stride(1), 1) if m >= n else (1, X.stride(1))
     _residual[(blocks, batch)](
         **G.rows_source(), g=G.table, mom=M.table, scales=(M.scales or M).table,
         minus_nu=X if minus_NU is None else minus_NU, u=X if U is None else U, out=X,
         norm_sq_parts=norm_sq_parts, scale=c, block_max=block_max,
-        nu_step=0 if minus_NU is None else minus_NU.stride(0), u_step=0 if U is None else U.stride(0), m=m, n=n,
-        blocks=block_max.shape[1], mm=target["sm"], mn=target["sn"],
-        scale_stride=0 if M.scales is None else M.scales.tensors[0].stride(0), a=a, b=b, out_stride=X.stride(0),
-        om=om, on=on, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
+        nu_part_stride=0 if minus_NU is None else minus_NU.stride(0), u_part_stride=0 if U is None else U.stride(0),
+        m=m, n=n, blocks=block_max.shape[1], mom_sm=target["sm"], mom_sn=target["sn"],
+        scale_stride=0 if M.scales is None else M.scales.tensors[0].stride(0), a=a, b=b, out_batch_stride=X.stride(0),
+        out_sm=out_sm, out_sn=out_sn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None,
         BLEND=(a, b) != (1.0, 0.0), BLOCKS=power_of_two(block_max.shape[1]), MOMENT=target["ELEMENT"],
         M_ALIGNED=target["ALIGNED"], QUANTIZED=M.scales is not None, BLOCK=BLOCK,
         FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,

@@ -35,27 +35,28 @@ def dither(value, index, seed):
 
 
 @jit
-def _load_weights(w_start, low, i, j, m, n, sm, sn, cm, cn, CORRECTED: tl.constexpr):
+def _load_weights(w_start, low, i, j, m, n, sm, sn, low_sm, low_sn, CORRECTED: tl.constexpr):
     """Load a tile of W in float32; `low` is where its corrections begin."""
     w = load_tile(w_start, i, j, m, n, sm, sn)
     if CORRECTED:
-        return join_weight(w, load_tile(low, i, j, m, n, cm, cn))
+        return join_weight(w, load_tile(low, i, j, m, n, low_sm, low_sn))
     return w.to(tl.float32)
 
 
 @jit
 def _update(
-    w, corrections, b, thin, u, coefficients, row_gain, skip, seeds, b_stride, thin_step, u_step, m, n, sm, sn, cm, cn,
-    bm, bn, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
+    w, corrections, b, thin, u, coefficients, row_gain, skip, seeds, b_batch_stride, thin_part_stride, u_part_stride,
+    m, n, sm, sn, low_sm, low_sn, b_sm, b_sn,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, THIN: tl.constexpr, SEEDED: tl.constexpr,
     ROW_GAIN: tl.constexpr, CORRECTED: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    C_ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
+    LOW_ALIGNED: tl.constexpr, FLOAT32_DOTS: tl.constexpr,
 ):  # fmt: skip
     block, batch = tl.program_id(0), tl.program_id(1)
     w_start = matrix_start(w, batch, ELEMENT, ALIGNED)
     low = w_start
     if CORRECTED:
-        low = matrix_start(corrections, batch, tl.int8, C_ALIGNED)
-    b_start = b + batch.to(tl.int64) * b_stride
+        low = matrix_start(corrections, batch, tl.int8, LOW_ALIGNED)
+    b_start = b + batch.to(tl.int64) * b_batch_stride
     decay, gain = tl.load(coefficients + batch * 2), tl.load(coefficients + batch * 2 + 1)
     write = tl.load(skip) == 0
     seed = 0
@@ -66,24 +67,24 @@ def _update(
         gain = gain * tl.load(row_gain + batch * m + i, mask=i < m, other=0.0)[:, None]
     if THIN:
         at_thin = thin + (batch.to(tl.int64) * m + i[:, None]) * R + k[None, :]
-        thin1, thin2 = load_parts(at_thin, thin_step, i[:, None] < m)
+        thin1, thin2 = load_parts(at_thin, thin_part_stride, i[:, None] < m)
     # Triton prefetches only the operands of products, so the code loads the next tiles explicitly.
-    next_w = _load_weights(w_start, low, i, tl.arange(0, BN), m, n, sm, sn, cm, cn, CORRECTED)
-    next_b = load_tile(b_start, i, tl.arange(0, BN), m, n, bm, bn).to(tl.float32)
+    next_w = _load_weights(w_start, low, i, tl.arange(0, BN), m, n, sm, sn, low_sm, low_sn, CORRECTED)
+    next_b = load_tile(b_start, i, tl.arange(0, BN), m, n, b_sm, b_sn).to(tl.float32)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         value = decay * next_w - gain * next_b
-        next_w = _load_weights(w_start, low, i, j + BN, m, n, sm, sn, cm, cn, CORRECTED)
-        next_b = load_tile(b_start, i, j + BN, m, n, bm, bn).to(tl.float32)
+        next_w = _load_weights(w_start, low, i, j + BN, m, n, sm, sn, low_sm, low_sn, CORRECTED)
+        next_b = load_tile(b_start, i, j + BN, m, n, b_sm, b_sn).to(tl.float32)
         if THIN:
             at_u = u + (batch.to(tl.int64) * n + j[:, None]) * R + k[None, :]
-            value = add_outer(value, thin1, thin2, at_u, u_step, j[:, None] < n, FLOAT32_DOTS)
+            value = add_outer(value, thin1, thin2, at_u, u_part_stride, j[:, None] < n, FLOAT32_DOTS)
         inside = (i[:, None] < m) & (j[None, :] < n) & write
         if SEEDED:
             value = dither(value, i[:, None] * n + j[None, :], seed)
         if CORRECTED:
             value, correction = split_weight(value)
-            tl.store(low + i[:, None] * cm + j[None, :] * cn, correction, mask=inside)
+            tl.store(low + i[:, None] * low_sm + j[None, :] * low_sn, correction, mask=inside)
         tl.store(w_start + i[:, None] * sm + j[None, :] * sn, value.to(ELEMENT), mask=inside)
 
 
@@ -105,14 +106,15 @@ def update_(
     (m, n), batch = W.shape, len(W)
     R = 16 if U is None else U.shape[-1]
     how = LAUNCH.fit(R)
-    bm, bn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
+    b_sm, b_sn = (B.stride(1), 1) if m >= n else (1, B.stride(1))
     low = (W.corrections or W).rows_source()
     _update[(-(-m // how.rows), batch)](
-        **W.rows_source(), w=W.table, corrections=(W.corrections or W).table, cm=low["sm"], cn=low["sn"],
-        C_ALIGNED=low["ALIGNED"], CORRECTED=W.corrections is not None, b=B, thin=B if thin is None else thin,
+        **W.rows_source(), w=W.table, corrections=(W.corrections or W).table, low_sm=low["sm"], low_sn=low["sn"],
+        LOW_ALIGNED=low["ALIGNED"], CORRECTED=W.corrections is not None, b=B, thin=B if thin is None else thin,
         u=B if U is None else U, coefficients=coefficients, row_gain=coefficients if row_gain is None else row_gain,
         skip=false_flag(W.device) if skip is None else skip, seeds=coefficients if seeds is None else seeds,
-        b_stride=B.stride(0), thin_step=0 if thin is None else thin.stride(0), u_step=0 if U is None else U.stride(0),
-        m=m, n=n, bm=bm, bn=bn, BM=how.rows, BN=how.cols, R=R, THIN=U is not None, SEEDED=seeds is not None,
-        ROW_GAIN=row_gain is not None, FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
+        b_batch_stride=B.stride(0), thin_part_stride=0 if thin is None else thin.stride(0),
+        u_part_stride=0 if U is None else U.stride(0), m=m, n=n, b_sm=b_sm, b_sn=b_sn, BM=how.rows, BN=how.cols, R=R,
+        THIN=U is not None, SEEDED=seeds is not None, ROW_GAIN=row_gain is not None,
+        FLOAT32_DOTS=launch.TARGET.float32_dots, **how.options,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.launch import jit, power_of_two, thin_rows, tl
 from cosmos_optim.cuda.kernels.reductions import sum_parts
 from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
 
@@ -149,7 +149,7 @@ def update_coefficients(
     """
     m, r = (1, 16) if P is None else P.shape[1:]
     R, device = power_of_two(r), norm_sq.device
-    block = max(1, 2048 // R)
+    block = thin_rows(R)
     thin = None if P is None else torch.empty(2, len(norm_sq), m, R, dtype=torch.bfloat16, device=device)
     coefficients = torch.empty(len(norm_sq), 2, dtype=torch.float32, device=device)
     sums = [norm_sq if x is None else x.contiguous() for x in (other_sq, B_sq)]

@@ -25,6 +25,8 @@ except ImportError:  # no kernels; `jit` returns the functions unchanged
 
     triton, tl, TensorDescriptor = None, _Missing(), None
 
+# Entries of a thin factor that one program holds in registers.
+THIN_ENTRIES = 2048
 # Every function that `jit` has compiled, including those that only other kernels call.
 KERNELS: list[Any] = []
 
@@ -96,6 +98,11 @@ def false_flag(device: torch.device) -> Tensor:
 def power_of_two(x: int, least: int = 16) -> int:
     """Return the smallest power of two that is at least x and at least `least`."""
     return max(least, 1 << (x - 1).bit_length())
+
+
+def thin_rows(R: int) -> int:
+    """Return the rows of a thin factor of R columns that one program of four warps takes."""
+    return max(1, THIN_ENTRIES // R)
 
 
 @dataclass(frozen=True)

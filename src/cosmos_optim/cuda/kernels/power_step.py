@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
-from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.launch import jit, power_of_two, thin_rows, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts, sum_parts
 from cosmos_optim.cuda.kernels.thin_qr import row_blocks, supports, warps
 from cosmos_optim.cuda.kernels.tiles import (
@@ -65,7 +65,7 @@ def scale_for_power_step(
     GU, S, R = GU.contiguous(), S.contiguous(), power_of_two(r)
     GU_parts = torch.empty(2, batch, m, R, dtype=torch.float16, device=GU.device)
     c, GU_max = (torch.empty(batch, dtype=torch.float32, device=GU.device) for _ in range(2))
-    block, parts = max(1, 2048 // R), norm_sq_parts.shape[1]
+    block, parts = thin_rows(R), norm_sq_parts.shape[1]
     _scale_for_power_step[(-(-m // block), batch)](
         GU, S, norm_sq_parts, max_abs_parts, GU_parts, c, GU_max, m, r, parts, GU_parts.stride(0), NOISE[torch.float32],
         BLOCK=block, R=R, PARTS=power_of_two(parts), num_warps=4,

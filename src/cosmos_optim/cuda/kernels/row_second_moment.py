@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, thin_rows, tl
 from cosmos_optim.cuda.kernels.tiles import load_thin, load_tile
 
 LAUNCH = Launch(64, 64, warps=4, stages=3)
@@ -83,7 +83,7 @@ def row_gains(
     """
     batch, m, r = (*v.shape[:2], 16) if P is None else P.shape
     v, R = v.contiguous(), power_of_two(r)
-    v_new, gain, block = torch.empty_like(v), torch.empty_like(v), max(1, 2048 // R)
+    v_new, gain, block = torch.empty_like(v), torch.empty_like(v), thin_rows(R)
     blocks = -(-m // block)
     D_sq = torch.empty(batch, blocks, dtype=torch.float64, device=v.device)
     _row_gains[(blocks, batch)](

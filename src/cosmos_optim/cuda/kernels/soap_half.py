@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.launch import jit, power_of_two, thin_rows, tl
 from cosmos_optim.cuda.kernels.reductions import norm_sq
 from cosmos_optim.cuda.kernels.tiles import load_thin, store_bfloat16_parts
 from cosmos_optim.rules.cosmos import noise_floor
@@ -77,7 +77,7 @@ def soap_half(
     batch, m, r = V.shape
     V, GU, NU, R = V.contiguous(), GU.contiguous(), NU.contiguous(), power_of_two(r)
     V_new, P = torch.empty_like(V), torch.empty_like(V)
-    block = max(1, 2048 // R)
+    block = thin_rows(R)
     blocks = -(-m // block)
     minus_NU = torch.empty(2, batch, m, R, dtype=torch.bfloat16, device=V.device)
     norm_sq_parts = torch.empty(2, batch, blocks, dtype=torch.float64, device=V.device)

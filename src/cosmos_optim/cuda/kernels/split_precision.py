@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels.launch import jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.launch import jit, power_of_two, thin_rows, tl
 from cosmos_optim.cuda.kernels.tiles import exponent, load_thin, scale_up, split_float16, store_bfloat16_parts
 
 # c for factors with entries of at most 1.
@@ -39,7 +39,7 @@ def split(U: Tensor, x_max: Tensor | None = None) -> Tensor:
     batch, k, r = U.shape
     U, R = U.contiguous(), power_of_two(r)
     Y = torch.empty(2, batch, k, R, dtype=torch.float16, device=U.device)
-    block = max(1, 2048 // R)
+    block = thin_rows(R)
     _split[(-(-batch * k // block),)](
         U, Y, U if x_max is None else x_max, batch * k, k, r, Y.stride(0), BASIS_SCALE if x_max is None else 1.0,
         BLOCK=block, R=R, MAX_GIVEN=x_max is not None, num_warps=4,
@@ -63,7 +63,7 @@ def split_both(U: Tensor) -> tuple[Tensor, Tensor]:
     batch, k, r = U.shape
     U, R = U.contiguous(), power_of_two(r)
     half, wide = (torch.empty(2, batch, k, R, dtype=d, device=U.device) for d in (torch.float16, torch.bfloat16))
-    block = max(1, 2048 // R)
+    block = thin_rows(R)
     _split_both[(-(-batch * k // block),)](
         U, half, wide, batch * k, r, half.stride(0), BASIS_SCALE, BLOCK=block, R=R, num_warps=4
     )

@@ -20,8 +20,8 @@ from cosmos_optim.cuda.precompile import launches_disabled
 from cosmos_optim.cuda.self_check import relative_error, within_bound
 from cosmos_optim.engine import adam_state
 from cosmos_optim.engine.batching import Entry, by_group, decay_of
+from cosmos_optim.engine.capture import is_capturing
 from cosmos_optim.engine.elementwise import run_elementwise
-from cosmos_optim.engine.gradients import is_capturing
 from cosmos_optim.linalg.normalization import bias_correction
 from cosmos_optim.linalg.weight24 import join_weight
 from cosmos_optim.rules import adam

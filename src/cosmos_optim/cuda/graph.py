@@ -29,7 +29,8 @@ from cosmos_optim.cuda.step import SCHEDULES
 from cosmos_optim.cuda.streams import Streams
 from cosmos_optim.cuda.support import supported
 from cosmos_optim.engine.batching import Batch, Entry, batches, by_group, decay_of, settings_key, signed_lr
-from cosmos_optim.engine.gradients import GradientCheck, is_capturing
+from cosmos_optim.engine.capture import is_capturing
+from cosmos_optim.engine.gradients import GradientCheck
 from cosmos_optim.engine.layout import Job
 
 # Repeats of a key before recording: by then kernels are compiled, and gradient addresses are stable. The first step of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels.launch import tl
-from cosmos_optim.engine.gradients import is_capturing
+from cosmos_optim.engine.capture import is_capturing
 from cosmos_optim.rules.rule import M_SCALE
 
 # Maximum number of cached tables, because gradients may have new addresses at every step.

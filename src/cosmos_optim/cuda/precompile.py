@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cosmos_optim.cuda.kernels.launch import KERNELS, on_device, triton
-from cosmos_optim.engine.gradients import is_capturing
+from cosmos_optim.engine.capture import is_capturing
 
 # The compiler holds Python's lock part of the time, so more threads gain little.
 THREADS = 16

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.engine.batching import Entry, by_group
+from cosmos_optim.engine.capture import is_capturing
 
 # Positions of entries, and a function: the elementwise maximum of a vector over the processes that share these entries.
 # The first function is over all processes that share any.
@@ -119,11 +120,6 @@ def find_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:
     counts = torch.stack([e.layout.local(e.state["step"]).to(new[0].p.device) for e in new]).tolist()
     started.update(e.p for e, count in zip(new, counts, strict=True) if count > 0)
     return [e.p in started for e in entries]
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, in which the host must not look at numbers of the device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def largest_allowed(entries: Sequence[Entry]) -> float:

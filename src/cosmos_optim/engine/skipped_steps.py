@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cosmos_optim.engine.gradients import GradientCheck, is_capturing
+from cosmos_optim.engine.capture import is_capturing
+from cosmos_optim.engine.gradients import GradientCheck
 
 # Skipped steps in a row before a warning; the next one comes after ten times as many.
 MANY = 20

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cosmos_optim.engine.gradients import is_capturing
+from cosmos_optim.engine.capture import is_capturing
 from cosmos_optim.engine.layout import Job, Location, TakeStep, Tensors
 from cosmos_optim.linalg.algebra import Algebra
 from cosmos_optim.sharding import overlap

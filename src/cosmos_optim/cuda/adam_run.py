@@ -68,7 +68,7 @@ def kernel_supports(e: Entry) -> bool:
 
 def state_names(e: Entry) -> tuple[str, ...]:
     """Return the names of the moments, and of their scales if they are codes."""
-    return adam_state.QUANTIZED if "exp_avg_scale" in e.state else adam.AdamState._fields
+    return adam_state.QUANTIZED if adam.has_codes(e.state) else adam.AdamState._fields
 
 
 def step_alike(entries: Sequence[Entry], skip: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from cosmos_optim.linalg.int8_adam import (
     quantize_root,
     quantize_signed,
 )
-from cosmos_optim.rules.adam import SCALES, AdamState
+from cosmos_optim.rules.adam import SCALES, AdamState, has_codes
 
 QUANTIZED = (*AdamState._fields, *SCALES)  # all state of a tensor with codes
 
@@ -26,7 +26,7 @@ QUANTIZED = (*AdamState._fields, *SCALES)  # all state of a tensor with codes
 def load(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> AdamState:
     """Return the moments for computation in `dtype`."""
     m, v = tensors["exp_avg"], tensors["exp_avg_sq"]
-    if "exp_avg_scale" not in tensors:
+    if not has_codes(tensors):
         return AdamState(m.to(dtype), v.to(dtype))
     m = dequantize_signed(m, tensors["exp_avg_scale"], dtype)
     return AdamState(m, dequantize_root(v, tensors["exp_avg_sq_scale"], dtype))
@@ -42,7 +42,7 @@ def stored(
         t: the step count, a 0-dim tensor. With the number of an element it decides how a code is rounded.
         first, width: the place of the state in a larger tensor, as `element_index` takes it.
     """
-    if "exp_avg_scale" not in tensors:
+    if not has_codes(tensors):
         return state._asdict()
     index = element_index(state.exp_avg, first, width)
     m, m_scale = quantize_signed(state.exp_avg, index, t)
@@ -55,6 +55,6 @@ def without_codes(saved: Mapping[str, Any], slots: Mapping[str, Any]) -> Mapping
 
     Checkpoints from before `SHORTEST_ROW` have codes of short rows too.
     """
-    if SCALES[0] not in saved or SCALES[0] in slots:
+    if has_codes(slots) or not has_codes(saved):
         return saved
     return {name: x for name, x in saved.items() if name not in SCALES} | load(saved, torch.float32)._asdict()

@@ -15,7 +15,7 @@ from torch import Tensor
 from cosmos_optim.engine import adam_state
 from cosmos_optim.engine.batching import Entry, by_group, decay_of
 from cosmos_optim.engine.rounding import read_weight, write_
-from cosmos_optim.rules.adam import SCALES
+from cosmos_optim.rules.adam import has_codes
 from cosmos_optim.rules.rule import Settings
 
 
@@ -82,7 +82,7 @@ def run_one(e: Entry, skip: Tensor | None) -> None:
     tensors = {k: local(e.state[k]) for k in e.layout.rule_slots(e.group)}
     t = local(e.state["step"])
     arguments = e.rule.arguments(e.group)
-    if are_codes := SCALES[0] in tensors:
+    if are_codes := has_codes(tensors):
         state: Any = adam_state.load(tensors, dtype)
     else:
         state = e.rule.State(**{k: x.to(dtype) for k, x in tensors.items()})

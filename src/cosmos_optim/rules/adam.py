@@ -8,6 +8,7 @@ codes of 8 bits, with the scales of their blocks. `engine.adam_state` converts t
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,11 @@ def direction(
 def stores_codes(m: int, n: int, settings: Settings) -> bool:
     """Return whether m rows of n elements store their moments as codes of 8 bits."""
     return settings.get("adam_dtype") is torch.int8 and m * n > LARGEST_FLOAT32 and n >= SHORTEST_ROW
+
+
+def has_codes(state: Container[str]) -> bool:
+    """Return whether state with these names stores its moments as codes of 8 bits."""
+    return SCALES[0] in state
 
 
 def slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:

@@ -25,6 +25,7 @@ from cosmos_optim.cuda.kernels.weight24_tiles import join_weight, split_weight
 from cosmos_optim.cuda.pointer_list import ELEMENT_TYPES, addresses
 from cosmos_optim.linalg import int8_adam
 from cosmos_optim.linalg.int8_momentum import BLOCK
+from cosmos_optim.rules.adam import has_codes
 
 # Blocks of a program, and its warps: 2048 elements, 16 for each thread.
 UNITS, WARPS = 16, 4
@@ -138,7 +139,7 @@ def adam_(
         seeded: round bfloat16 parameters stochastically.
         first, width: the place of the tensors in larger ones, as `int8_adam.element_index` takes it.
     """
-    like, quantized = params[0], "exp_avg_scale" in state
+    like, quantized = params[0], has_codes(state)
     n = like.shape[-1] if like.dim() else 1
     m, blocks, units = like.numel() // n, -(-n // BLOCK), launch.TARGET.block(UNITS)
     p, g, exp_avg, exp_avg_sq = (addresses(x) for x in (params, grads, state["exp_avg"], state["exp_avg_sq"]))

@@ -178,7 +178,7 @@ def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
 
     monkeypatch.setattr(adam_run, "available", lambda device: True)
     monkeypatch.setattr(adam_run, "adam_", counted)
-    monkeypatch.setattr(adam_run, "kernel_works", lambda *kind: True)
+    monkeypatch.setattr(adam_run, "adam_kernel_works", lambda *kind: True)
     found = trained(**options)
     assert launches == tensors * 4
     for p, q, a, b in zip(*found[:1], *expected[:1], found[1], expected[1], strict=True):
@@ -197,7 +197,7 @@ def test_steps_of_an_optimizer_by_the_kernel_equal_those_of_plain_torch(
 def test_the_kernel_does_not_step_another_elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state may have the same names, as that of AdamW with rows of equal size."""
     monkeypatch.setattr(adam_run, "available", lambda device: True)
-    monkeypatch.setattr(adam_run, "kernel_works", lambda *kind: True)
+    monkeypatch.setattr(adam_run, "adam_kernel_works", lambda *kind: True)
     p = nn.Parameter(torch.zeros(4, 4, dtype=BF16))
     opt = Adam([p])
     entry = Entry(p, torch.zeros_like(p), opt.state[p], opt._layouts[p], opt.param_groups[0], adam.RULE)

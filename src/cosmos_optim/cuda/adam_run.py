@@ -63,7 +63,7 @@ def kernel_supports(e: Entry) -> bool:
         return False
     if not all(x.is_contiguous() for x in tensors) or not (correction is None or correction.is_contiguous()):
         return False
-    return kernel_works(p.device, p.dtype, grad.dtype, m.dtype is torch.int8, correction is not None)
+    return adam_kernel_works(p.device, p.dtype, grad.dtype, m.dtype is torch.int8, correction is not None)
 
 
 def state_names(e: Entry) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def coefficients(steps: Tensor, group: dict[str, Any]) -> Tensor:
 # -- the comparison before the first use -------------------------------------------------------------------------------
 
 
-def kernel_works(
+def adam_kernel_works(
     device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype, quantized: bool, corrected: bool
 ) -> bool:  # fmt: skip
     """Return whether the kernel agrees with the definition; compare once for each kind of tensor."""

@@ -118,7 +118,7 @@ def plan_jobs(
                 precompiler.add(chunk.device, kind_of(chunk, "start"), partial(start_empty, chunk, check.skip))
                 start_staging.reserve_batch(chunk, ("U",))
                 work.starts.append((chunk.device, partial(start_staged_chunk, chunk, check, start_staging)))
-        batch = batch.started()
+        batch = replace(batch, fresh=False)  # `starts` run first
         for chunk in batch.split(matrices_in_a_chunk(batch)):
             precompiler.add(chunk.device, kind_of(chunk, "step"), partial(run_empty, chunk, check.skip))
             work.pool_bytes[chunk.device] = max(work.pool_bytes[chunk.device], product_bytes(chunk))

@@ -91,10 +91,6 @@ class Batch:
         names = [name for name in self.matrices[0].state if name != CORRECTION]
         return {name: [x.state[name] for x in self.matrices] for name in names}
 
-    def started(self) -> Batch:
-        """Return the same batch with its first bases taken."""
-        return replace(self, fresh=False)
-
     def split(self, size: int) -> Iterator[Batch]:
         """Cut the batch into parts of at most `size` matrices, as even as possible."""
         total = len(self.matrices)

@@ -73,12 +73,12 @@ def find_attention_heads(
     return found
 
 
-def with_heads(parameter: ModelParameter, route: Route, heads: Heads | None, asked: Mapping[str, Any]) -> Route:
+def with_heads(parameter: ModelParameter, route: Route, heads: Heads | None, override: Mapping[str, Any]) -> Route:
     """Return the route with the cut into heads, unless AdamW trains the parameter or an override cuts it.
 
-    asked: the settings of the override.
+    override: the settings of the override that the parameter matches.
     """
-    if heads is None or route.rule == "adam" or "split_sizes" in asked or parameter.p.dim() != 2:
+    if heads is None or route.rule == "adam" or "split_sizes" in override or parameter.p.dim() != 2:
         return route
     rows, columns = parameter.p.shape if route.settings.get("layout") != "in_out" else parameter.p.shape[::-1]
     length, unit = (rows, "rows") if heads.side == "output" else (columns, "columns")

@@ -8,7 +8,7 @@ the issue trackers of similar optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -110,19 +110,13 @@ def routes(
     """Return every trainable parameter with its route, and if `frozen`, also the others that are recognized."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"give the model, not its parameters (got a {type(model).__name__}): routing reads its modules")
-    if overrides and not isinstance(overrides, Mapping):
-        raise TypeError(f"overrides must map patterns to rules or settings, got {overrides!r}")
     if split_heads and rule == "adam":
         raise ValueError(f"split_heads={split_heads!r}: AdamW updates each element by itself, so heads change nothing")
     if decay not in DECAYS:
         raise ValueError(f"decay={decay!r} is not valid: give one of {DECAYS}")
-    asked = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
-    for pattern, settings in asked.items():
-        if not isinstance(settings, Mapping):
-            wanted = "neither a rule's name nor a mapping of hyper-parameters"
-            raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
+    settings_of = _settings_by_pattern(overrides)
     return_to_shards(model)
-    taken: dict[str, set[str]] = {pattern: set() for pattern in asked}  # the patterns that win where it matches
+    taken: dict[str, set[str]] = {pattern: set() for pattern in settings_of}  # the patterns that win where it matches
     output_heads = find_output_heads(model, head)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[ModelParameter, Route]] = []
@@ -132,17 +126,13 @@ def routes(
     for parameter in parameters:
         _refuse_piece(parameter)
         names = (parameter.name, *parameter.aliases)
-        matching = [pattern for pattern in asked if any(matches(name, pattern) for name in names)]
+        matching = [pattern for pattern in settings_of if any(matches(name, pattern) for name in names)]
         for pattern in matching:
-            taken[pattern].add(pattern if asked[pattern] == asked[matching[0]] else matching[0])
+            taken[pattern].add(pattern if settings_of[pattern] == settings_of[matching[0]] else matching[0])
         if not (parameter.p.requires_grad or frozen):
             continue
-        is_embedding, is_head = id(parameter.p) in embeddings, parameter.module_path in output_heads
-        route = route_of(parameter, rule, is_embedding=is_embedding, is_head=is_head)
-        is_tied_head = any(alias.rpartition(".")[0] in output_heads for alias in parameter.aliases)
-        if is_tied_head and (route is None or route.kind == "hidden"):  # a tied embedding stays an embedding
-            route = route_of(parameter, rule, is_embedding=is_embedding, is_head=True)
-        override = asked[matching[0]] if matching else {}
+        route = _own_route(parameter, rule, embeddings, output_heads)
+        override = settings_of[matching[0]] if matching else {}
         if matching:
             route = _overridden(parameter, route, matching[0], override)
         if route is not None:
@@ -153,6 +143,34 @@ def routes(
     _refuse_unused(taken, [parameter.name for parameter in parameters][:3])
     _refuse_unknown(unknown, rule, [name for known, _ in found for name in (known.name, *known.aliases)])
     return found
+
+
+def _settings_by_pattern(overrides: Overrides | None) -> dict[str, Mapping[str, Any]]:
+    """Return the settings of each override. A rule's name means {"rule": name}; any other form is an error."""
+    if overrides and not isinstance(overrides, Mapping):
+        raise TypeError(f"overrides must map patterns to rules or settings, got {overrides!r}")
+    found = {pattern: {"rule": x} if isinstance(x, str) else x for pattern, x in (overrides or {}).items()}
+    for pattern, settings in found.items():
+        if not isinstance(settings, Mapping):
+            wanted = "neither a rule's name nor a mapping of hyper-parameters"
+            raise ValueError(f"override {pattern!r}: {settings!r} is {wanted}")
+    return found
+
+
+def _own_route(parameter: ModelParameter, rule: str, embeddings: Set[int], output_heads: Set[str]) -> Route | None:
+    """Return the route that a parameter has without overrides, or None if it is not recognized.
+
+    Args:
+        embeddings: the ids of all weights of embeddings.
+        output_heads: the paths of the output heads. A matrix that is tied to one is trained as one; a tied embedding
+            stays an embedding.
+    """
+    is_embedding, is_head = id(parameter.p) in embeddings, parameter.module_path in output_heads
+    route = route_of(parameter, rule, is_embedding=is_embedding, is_head=is_head)
+    is_tied_head = any(alias.rpartition(".")[0] in output_heads for alias in parameter.aliases)
+    if is_tied_head and (route is None or route.kind == "hidden"):
+        return route_of(parameter, rule, is_embedding=is_embedding, is_head=True)
+    return route
 
 
 def _refuse_unused(taken: Mapping[str, set[str]], names: Sequence[str]) -> None:
@@ -183,16 +201,18 @@ def _without_decay(route: Route) -> Route:
     return replace(route, settings={"weight_decay": 0.0, **route.settings})
 
 
-def _overridden(parameter: ModelParameter, route: Route | None, pattern: str, asked: Mapping[str, Any]) -> Route | None:
+def _overridden(
+    parameter: ModelParameter, route: Route | None, pattern: str, override: Mapping[str, Any]
+) -> Route | None:
     """Return the route changed by an override; None if neither of them names a rule."""
-    if "rule" not in asked and route is None:
+    if "rule" not in override and route is None:
         return None
-    rule = asked.get("rule", route.rule if route else None)
+    rule = override.get("rule", route.rule if route else None)
     if route is not None and route.rule == rule:
         kept = route.settings
     else:
         kept = {} if rule == "adam" else matrix_form(parameter)[1]
-    settings = {**kept, **{k: v for k, v in asked.items() if k != "rule"}}
+    settings = {**kept, **{k: v for k, v in override.items() if k != "rule"}}
     return Route(rule, f"override {pattern!r}", settings, route.kind if route else "")
 
 

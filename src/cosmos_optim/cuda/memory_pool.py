@@ -62,6 +62,7 @@ def iterate_bytes(batch: int, length: int, width: int, element: int, grams: int,
         batch, length, width: the shape of X.
         element: bytes of an element.
         grams: number of iterations that compute the Gram matrix from X.
+        steps: number of all iterations.
     """
     row_bytes = -(-width * element // 16) * 16
     like_X, squares = min(grams - 1, 2), 2 if grams == steps else 4

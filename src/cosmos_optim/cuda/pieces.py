@@ -29,9 +29,7 @@ def reserve_pieces(entries: Sequence[Entry], staging: StagingByDevice) -> None:
             staging[e.p.device].reserve("pieces", [first.state[name] for name in _names(e)], any_address=True)
 
 
-def run_elementwise_in_pieces(
-    entries: Sequence[Entry], skip: Tensor | None, staging: StagingByDevice
-) -> None:  # fmt: skip
+def run_elementwise_in_pieces(entries: Sequence[Entry], skip: Tensor | None, staging: StagingByDevice) -> None:
     """Step all entries with an elementwise rule: those with state in host memory in pieces, the others whole."""
     elementwise = [(e, _names(e)) for e in entries if e.rule.elementwise]
     run_adam([e for e, names in elementwise if not names], skip)

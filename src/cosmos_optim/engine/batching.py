@@ -57,7 +57,7 @@ class Batch:
     """Matrices of one group with equal shape, dtypes, device and location.
 
     m, n: their global shape.
-    fresh: whether this is their first real gradient, so that their first bases must be taken.
+    fresh: whether this is their first non-zero gradient, so that their first bases must be taken.
     """
 
     m: int
@@ -115,7 +115,7 @@ def batches(entries: Sequence[Entry], fresh: set[Tensor], copies: list[tuple[Ten
     """Return all matrices of the entries, those of equal group, shape, dtype and location together.
 
     Args:
-        fresh: parameters that have their first real gradient.
+        fresh: parameters that have their first non-zero gradient.
         copies: receives (parameter, copy) if the memory order allows no matrix views (channels-last); the caller must
             write the copies back after the step.
     """

@@ -134,8 +134,8 @@ class Layout:
         """Return whether the rule gets the transpose of what is stored, because of a group's `side` or `is_transposed`.
 
         A `side` other than "input" may put the basis on the side of the rows. "auto" does if there are fewer rows than
-        the basis would have columns, and the rule asks for it (`Rule.transposes_few_rows`). A rule that does not track
-        one side never gets the transpose, nor do blocks of different sizes, because their bases could differ in width.
+        the basis would have columns, and the rule asks for it (`Rule.transposes_few_rows`). `side` has no effect on a
+        rule that does not track one side, and none on blocks of different sizes: their bases could differ in width.
         """
         if not self.rule.one_sided or len(set(self._block_sizes())) > 1:
             return self.is_transposed

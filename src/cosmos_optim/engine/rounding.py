@@ -18,7 +18,7 @@ from cosmos_optim.linalg.weight24 import join_weight, split_weight
 
 LOW16 = 0xFFFF
 # Odd multipliers of the hash: of the index, and of the murmur3 finalizer, as signed 32-bit integers.
-INDEX_MIX = 0x9E3779B  # of the golden ratio 28 bits; other bits would round saved runs in another way
+INDEX_MIX = 0x9E3779B  # the first 28 bits of the golden ratio's inverse; a resumed run needs the same multiplier
 MIX1 = 0x85EBCA6B - (1 << 32)
 MIX2 = 0xC2B2AE35 - (1 << 32)
 

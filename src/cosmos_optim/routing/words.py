@@ -1,4 +1,4 @@
-"""Whole words of the names of parameters and modules: the only text that routing reads."""
+"""Words of the names of parameters and modules: split a name, match it with a pattern, and look for whole words."""
 
 from __future__ import annotations
 

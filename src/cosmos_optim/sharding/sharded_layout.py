@@ -94,8 +94,8 @@ class ShardedLayout(Layout):
             # FSDP2 numbers the parts by the ranks of a process group, which torch sorts; DTensor by the mesh.
             if self.mesh.get_local_rank(dim) != coordinate[dim]:
                 raise ValueError(
-                    "the ranks of its mesh do not ascend along a dimension that cuts it, so torch itself is of two "
-                    "minds about which part is whose: build the mesh as init_device_mesh does"
+                    "the ranks of its mesh do not ascend along a dimension that cuts it, and FSDP2 and DTensor then "
+                    "disagree about which rank has which part: build the mesh as init_device_mesh does"
                 )
         held, expected = tuple(p.to_local().shape), self._part_shape(self.cuts)
         if held != expected:

@@ -257,7 +257,7 @@ def entries(opt: Cosmos) -> list[Entry]:
 def check_of(held: Sequence[Entry], skip: Tensor | None) -> GradientCheck:
     """Return the result of checking gradients of ones."""
     count = len(held)
-    return GradientCheck(held, False, skip, [True] * count, [False] * count, torch.ones(count))
+    return GradientCheck(held, torch.ones(count), [True] * count, [False] * count, skip=skip)
 
 
 def test_the_key_holds_all_that_a_recorded_step_does_not_read_from_the_device() -> None:

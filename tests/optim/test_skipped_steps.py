@@ -137,7 +137,7 @@ def on_device(skipped: SkippedSteps, flags: list[bool]) -> list[str]:
     """Count steps with a flag that only the device knows, and return the warnings."""
     with recorded() as texts:
         for flag in flags:
-            check = GradientCheck([], False, torch.tensor(flag), [], [], torch.zeros(0))
+            check = GradientCheck([], torch.zeros(0), [], [], skip=torch.tensor(flag))
             skipped.count(check, torch.device("cpu"))
             skipped.report(check)
     return texts

@@ -31,20 +31,20 @@ NOT_FINITE, DIFFERENT_MATRICES = 1, 2
 class GradientCheck:
     """The result of `check_gradients`.
 
-    skip_on_host: the host knows that this step must be skipped.
-    skip: whether to skip, as a boolean scalar on the device, if only the device knows it; else None.
+    grad_max: the largest |g| of each block of each entry, on the device, over all processes that share the block.
     started: for each entry, whether it has had a non-zero gradient by now.
     fresh: for each entry, whether this gradient is its first.
-    grad_max: the largest |g| of each block of each entry, on the device, over all processes that share the block.
+    skip_on_host: the host knows that this step must be skipped.
+    skip: whether to skip, as a boolean scalar on the device, if only the device knows it; else None.
     not_finite: the first entry with a gradient that is not finite on this process, if the host knows.
     """
 
     entries: Sequence[Entry]
-    skip_on_host: bool
-    skip: Tensor | None
+    grad_max: Tensor
     started: list[bool]
     fresh: list[bool]
-    grad_max: Tensor
+    skip_on_host: bool = False
+    skip: Tensor | None = None
     not_finite: Entry | None = None
 
     @cached_property
@@ -90,22 +90,18 @@ def check_gradients(
             )
     none = [False] * len(entries)
     if not on_host:
-        return GradientCheck(
-            entries, skip_on_host=False, skip=any_bad, started=had_started, fresh=none, grad_max=grad_max
-        )
+        return GradientCheck(entries, grad_max, had_started, none, skip=any_bad)
     if bool(any_bad):
         if max_of_entries is not None:
             _raise_if_asked(itertools.compress(entries, (max_of_entries > limit).tolist()))
         first = next(itertools.compress(entries, (entry_max(entries, grad_max) > limit).tolist()), None)
-        return GradientCheck(
-            entries, skip_on_host=True, skip=None, started=had_started, fresh=none, grad_max=grad_max, not_finite=first
-        )
+        return GradientCheck(entries, grad_max, had_started, none, skip_on_host=True, not_finite=first)
     fresh = none
     if max_of_entries is not None:
         is_nonzero = (max_of_entries > 0).tolist()
         fresh = [now and not before for now, before in zip(is_nonzero, had_started, strict=True)]
     has_started = [before or is_fresh for before, is_fresh in zip(had_started, fresh, strict=True)]
-    return GradientCheck(entries, skip_on_host=False, skip=None, started=has_started, fresh=fresh, grad_max=grad_max)
+    return GradientCheck(entries, grad_max, has_started, fresh)
 
 
 def find_started(entries: Sequence[Entry], started: set[Tensor]) -> list[bool]:

@@ -56,9 +56,10 @@ def rates(model: nn.Module | int, steps: int, tokens_per_step: int) -> Rates:
     steps, tokens_per_step = _positive("steps", steps), _positive("tokens_per_step", tokens_per_step)
     given = {"width": width, "tokens_per_step": tokens_per_step, "tokens in all": steps * tokens_per_step}
     outside = [
-        f"{name} {value:,} ({low:,} to {high:,})"
-        for (name, value), (low, high) in zip(given.items(), MEASURED.values(), strict=True) if not low <= value <= high
-    ]  # fmt: skip
+        f"{name} {given[name]:,} ({low:,} to {high:,})"
+        for name, (low, high) in MEASURED.items()
+        if not low <= given[name] <= high
+    ]
     if isinstance(model, nn.Module):
         outside += _not_measured(model)
     if outside:

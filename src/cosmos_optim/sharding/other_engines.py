@@ -96,17 +96,12 @@ def without_filled_in(group: dict[str, Any], options: Mapping[str, Any]) -> dict
     return {key: value for key, value in group.items() if key not in options or options[key] is not value}
 
 
-def is_distributed() -> bool:
-    """Return whether this process is part of a job of several."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def should_warn(text: str, knows_cause: bool = True) -> bool:
     """Return whether this process of a job should print a text: rank 0, and the first other one that knows the cause.
 
     Many launchers show rank 0 alone. No process waits for another: the store that connected them answers.
     """
-    if not is_distributed():
+    if not (dist.is_available() and dist.is_initialized()):  # not a job of several processes
         return True
     if dist.get_rank() > 0 and not knows_cause:
         return False

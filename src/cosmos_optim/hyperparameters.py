@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from cosmos_optim.rules import RULES, Rule
 from cosmos_optim.rules.adam_mini import HEAD_ROWS
 from cosmos_optim.rules.muon import SCALINGS
 from cosmos_optim.rules.rule import TWO_SIDED_SUFFIX, two_sided_name
+
+if TYPE_CHECKING:
+    from cosmos_optim.optimizer import MatrixOptimizer
 
 # The hyper-parameters of every group, for any rule.
 COMMON: dict[str, Any] = {
@@ -196,23 +199,22 @@ def adam_rate(lr: Any, adam_lr: Any, ratio: float) -> Any:
         return lr if ratio == 1 else ratio * lr
 
 
-def check_arguments(optimizer: type, given: Iterable[str]) -> None:
+def check_arguments(optimizer: type[MatrixOptimizer], given: Iterable[str]) -> None:
     """Raise a TypeError if the optimizer's constructor does not have one of these arguments."""
-    signature = inspect.signature(optimizer.__init__)  # type: ignore[misc]
+    signature = inspect.signature(optimizer.__init__)
     known = [name for name in signature.parameters if name != "self"]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return
     for name in given:
         if name in ROUTING:
-            own = "" if optimizer.rule == "cosmos" else f"{optimizer.rule!r}, "  # type: ignore[attr-defined]
+            own = "" if optimizer.rule == "cosmos" else f"{optimizer.rule!r}, "
             raise TypeError(f"{name!r} is an argument of param_groups: give param_groups(model, {own}{name}=...)")
         if name not in known:
             hint = suggestion("betas" if name == "momentum" else name, known)  # beta1 is COSMOS's momentum
             if name in TORCHS_OWN:
                 hint = ": leave it out, it is for torch's optimizers"
             if not hint:
-                rule: Rule = RULES[optimizer.rule]  # type: ignore[attr-defined]
-                is_key = name in COMMON and (name != "side" or rule.one_sided)
+                is_key = name in COMMON and (name != "side" or RULES[optimizer.rule].one_sided)
                 hint = ": give it in a parameter group" if is_key else f"; it has {', '.join(known)}"
             raise TypeError(f"{optimizer.__name__} has no argument {name!r}{hint}")
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from cosmos_optim.engine.layout import Layout
+from cosmos_optim.sharding.mesh import ranks_in
 from cosmos_optim.sharding.sharded_layout import ShardedLayout
 
 LONGEST_PAUSE_S = 0.25  # between two looks at the store
@@ -67,8 +67,7 @@ def _text(value: Any) -> str:
 
 def ranks_of(layouts: Sequence[Layout]) -> list[int]:
     """Return the ranks that share these parameters; none if no mesh contains the ranks of all others."""
-    meshes: set[DeviceMesh] = {x.mesh for x in layouts if isinstance(x, ShardedLayout)}
-    ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    ranks = [ranks_in(mesh) for mesh in {x.mesh for x in layouts if isinstance(x, ShardedLayout)}]
     largest = max(ranks, key=lambda x: (len(x), sorted(x)), default=set())
     return sorted(largest) if all(largest >= x for x in ranks) else []
 

@@ -136,6 +136,11 @@ def team_of(mesh: DeviceMesh, dims: Sequence[int]) -> Team | None:
     return _teams[key]
 
 
+def ranks_in(mesh: DeviceMesh) -> set[int]:
+    """Return all ranks of a mesh."""
+    return set(mesh.mesh.flatten().tolist())
+
+
 def groups_covering(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return groups: taking the maximum over each in turn gives the maximum over all ranks of the mesh."""
     if mesh.size() == dist.get_world_size() and mesh.ndim > 1 and dist.group.WORLD is not None:

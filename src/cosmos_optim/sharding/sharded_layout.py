@@ -32,7 +32,7 @@ from cosmos_optim.linalg.int8_momentum import BLOCK, scale_columns
 from cosmos_optim.rules.rule import M_SCALE, Rule, Settings, Slot
 from cosmos_optim.sharding import collectives
 from cosmos_optim.sharding.location import ShardedLocation, sharded_location
-from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering
+from cosmos_optim.sharding.mesh import SUPPORTED, Cut, Interval, cuts_of, groups_covering, ranks_in
 
 
 class ShardedLayout(Layout):
@@ -346,9 +346,9 @@ def prepare(layouts: Sequence[Layout]) -> None:
     """
     sharded = _sharded(layouts)
     largest = _on_largest_mesh(sharded)
-    ranks = set(largest.mesh.mesh.flatten().tolist())
+    ranks = ranks_in(largest.mesh)
     for other in sharded:
-        if not ranks >= set(other.mesh.mesh.flatten().tolist()):
+        if not ranks >= ranks_in(other.mesh):
             raise ValueError(
                 f"parameters {largest.name!r} (placements {largest.placements} on {largest.mesh}) and {other.name!r} "
                 f"(placements {other.placements} on {other.mesh}) are on meshes of different ranks, so the ranks "

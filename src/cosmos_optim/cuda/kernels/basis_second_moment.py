@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels import launch, thin_qr
 from cosmos_optim.cuda.kernels.launch import jit, tl
-from cosmos_optim.cuda.kernels.thin_qr import supports
 from cosmos_optim.cuda.kernels.tiles import (
     dot_parts,
     dot_split_tile,
@@ -78,7 +77,7 @@ def second_moment(S: Tensor, c_parts: Tensor, e_parts: Tensor, beta: float, guar
         guard: 0 tracks all columns.
     """
     batch, r = S.shape[:2]
-    if not supports(r):
+    if not thin_qr.supports(r):
         C, E = c_parts.sum(1), e_parts.sum(1)
         S = symmetric(beta * C @ S @ C.mT + E)
         return S, tracked(S, E, guard)

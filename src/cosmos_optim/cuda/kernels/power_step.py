@@ -14,10 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_optim.cuda.kernels import launch
+from cosmos_optim.cuda.kernels import launch, thin_qr
 from cosmos_optim.cuda.kernels.launch import jit, power_of_two, thin_rows, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts, sum_parts
-from cosmos_optim.cuda.kernels.thin_qr import row_blocks, supports, warps
 from cosmos_optim.cuda.kernels.tiles import (
     dot_split_tile,
     exponent,
@@ -117,13 +116,13 @@ def power_sum(U: Tensor, S: Tensor, HU: Tensor, c: Tensor, beta: float) -> tuple
     U, S: the old basis and its second moment. HU: G'(G U / c). c: from `scale_for_power_step`.
     """
     batch, n, r = U.shape
-    if not supports(r):
+    if not thin_qr.supports(r):
         return beta * U @ (moment_without_noise(S) / c / c) + (1 - beta) * HU / c, None
-    parts, how = row_blocks(n, r)
+    parts, how = thin_qr.row_blocks(n, r)
     U, S, HU = U.contiguous(), S.contiguous(), HU.contiguous()
     Y, columns = torch.empty_like(U), U.new_empty(batch, parts, how["R"])
     _power_sum[(parts, batch)](
         U, S, HU, c, Y, columns, n, r, beta, 1 - beta, NOISE[torch.float32], FLOAT32_DOTS=launch.TARGET.float32_dots,
-        **how, num_warps=warps(how["R"]), num_stages=1,
+        **how, num_warps=thin_qr.warps(how["R"]), num_stages=1,
     )  # fmt: skip
     return Y, columns

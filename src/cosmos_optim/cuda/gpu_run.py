@@ -82,13 +82,13 @@ def run(entries: Sequence[Entry], check: GradientCheck, diagnostics: Diagnostics
         with ExitStack() as start_forks:
             for staging in work.start_staging.values():
                 start_forks.enter_context(staging.forked())
-            for where, start in work.starts:  # before the streams fork, so every chunk waits for them
-                with on_device(where):
+            for start_device, start in work.starts:  # before the streams fork, so every chunk waits for them
+                with on_device(start_device):
                     start()
         for staging in work.staging.values():
             forks.enter_context(staging.forked())
-        for where, size in work.pool_bytes.items():  # a model may be on several GPUs
-            forks.enter_context(Streams.of(where).forked(size))
+        for chunk_device, size in work.pool_bytes.items():  # a model may be on several GPUs
+            forks.enter_context(Streams.of(chunk_device).forked(size))
         alone = [(batch, job) for batch, job in work.jobs if batch.location.team is None]
         for k, (batch, job) in enumerate(alone):
             with Streams.of(batch.device).chunk(k):

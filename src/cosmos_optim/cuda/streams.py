@@ -27,10 +27,10 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.on = device.type == "cuda"
-        self.chunk_streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if self.on else []
-        self.product_stream = torch.cuda.Stream(device, priority=0) if self.on else None
-        self.depth = 0
+        is_cuda = device.type == "cuda"
+        self.chunk_streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if is_cuda else []
+        self.product_stream = torch.cuda.Stream(device, priority=0) if is_cuda else None
+        self.depth = 0  # forks that are not joined yet
         self._pool: MemoryPool | None = None
         self._pool_bytes = 0
 
@@ -44,7 +44,7 @@ class Streams:
     @contextmanager
     def forked(self, pool_bytes: int = 0) -> Iterator[None]:
         """Fork the streams for all chunks of a step, and join them after it. Products need up to `pool_bytes`."""
-        if not self.on:
+        if self.product_stream is None:
             yield
             return
         caller = torch.cuda.current_stream(self.device)

@@ -12,6 +12,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from cosmos_optim.cuda.kernels.launch import padded_row
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, gram_count
 
 # Every part begins at a multiple of this many bytes.
@@ -34,7 +35,7 @@ class MemoryPool:
         If the pool is full, the tensor is allocated outside of it.
         """
         batch, s, size = A.shape[0], A.shape[2], A.element_size()
-        row_stride = -(-s * size // 16) * 16 // size
+        row_stride = padded_row(s, size)
         count = batch * rows * row_stride
         begin = self._find(count * size)
         if begin is None:
@@ -64,7 +65,7 @@ def iterate_bytes(batch: int, length: int, width: int, element: int, grams: int,
         grams: number of iterations that compute the Gram matrix from X.
         steps: number of all iterations.
     """
-    row_bytes = -(-width * element // 16) * 16
+    row_bytes = padded_row(width, element) * element
     like_X, squares = min(grams - 1, 2), 2 if grams == steps else 4
     parts = [batch * length * row_bytes] * like_X + [batch * width * row_bytes] * squares
     return sum(-(-part // ALIGN) * ALIGN for part in parts)

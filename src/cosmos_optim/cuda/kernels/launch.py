@@ -100,6 +100,11 @@ def power_of_two(x: int, least: int = 16) -> int:
     return max(least, 1 << (x - 1).bit_length())
 
 
+def padded_row(length: int, element_size: int) -> int:
+    """Return the elements of a row in memory so that each row begins at a multiple of 16 bytes if the first does."""
+    return -(-length * element_size // 16) * 16 // element_size
+
+
 def thin_rows(R: int) -> int:
     """Return the rows of a thin factor of R columns that one program of four warps takes."""
     return max(1, THIN_ENTRIES // R)

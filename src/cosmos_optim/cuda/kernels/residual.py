@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
-from cosmos_optim.cuda.kernels.launch import Launch, jit, power_of_two, tl
+from cosmos_optim.cuda.kernels.launch import Launch, jit, padded_row, power_of_two, tl
 from cosmos_optim.cuda.kernels.reductions import max_parts
 from cosmos_optim.cuda.kernels.tiles import add_outer, exponent, load_parts, load_tile, matrix_start
 from cosmos_optim.cuda.pointer_list import MatrixList
@@ -101,8 +101,7 @@ def residual(
     target = M.rows_source()
     how = (LAUNCH if target["ALIGNED"] else UNALIGNED_LAUNCH).fit(R)
     long, short = max(m, n), min(m, n)
-    padded = -(-short // 8) * 8  # rows begin at multiples of 16 bytes
-    X = torch.empty(batch, long, padded, dtype=torch.float16, device=M.device)[:, :, :short]
+    X = torch.empty(batch, long, padded_row(short, 2), dtype=torch.float16, device=M.device)[:, :, :short]
     blocks = -(-m // how.rows)
     norm_sq_parts = torch.empty(batch, blocks, dtype=torch.float32, device=M.device)
     c = torch.empty(batch, 1, 1, dtype=torch.float32, device=M.device)

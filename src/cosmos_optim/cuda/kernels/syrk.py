@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cosmos_optim.cuda.kernels import launch
-from cosmos_optim.cuda.kernels.launch import TensorDescriptor, false_flag, jit, tl
+from cosmos_optim.cuda.kernels.launch import TensorDescriptor, false_flag, jit, padded_row, tl
 from cosmos_optim.linalg.newton_schulz import EVERY_MATRIX, Selection
 
 
@@ -223,7 +223,7 @@ def empty_norm_sq_parts(A: Tensor) -> Tensor:
 def empty_stack(A: Tensor, rows: int) -> Tensor:
     """Return an empty stack of (rows, s) matrices with rows padded to 16 bytes; s and dtype are those of A."""
     batch, s = A.shape[0], A.shape[2]
-    return A.new_empty(batch, rows, -(-s // 8) * 8)[:, :, :s]
+    return A.new_empty(batch, rows, padded_row(s, A.element_size()))[:, :, :s]
 
 
 def _descriptor(X: Tensor, rows: int, cols: int) -> Any:

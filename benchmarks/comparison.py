@@ -101,7 +101,7 @@ class Comparison:
             "soap-f1": Entry("soap", {"A": (4e-3, 1.6e-2), "B": (2e-3, 1.6e-2)}, ("frequency=1",), cost=_EVERY_STEP),
             # The paper's outer rate: its gamma is lr / adam_lr, so a search from 1.6e-2 has little Muon left in it.
             "cosmos-paper": Entry("cosmos-paper", {"A": (1e-3, 2e-3), "B": (5e-4, 2e-3)}),
-            "muon-eq": Entry("muon-eq", _LATER),
+            "muon-eq": Entry("muon", _LATER, ("equal_rows=True",)),
             "soap-polar": Entry("soap-polar", _LATER, ("frequency=10",), cost=2.0),
         }
     )

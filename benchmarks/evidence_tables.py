@@ -23,7 +23,7 @@ from cosmos_lab.formatting import format_rate
 NAMES = {
     "adamw": "AdamW", "soap-f10": "SOAP, frequency 10", "soap-f1": "SOAP, frequency 1", "muon": "Muon",
     "normuon": "NorMuon", "cosmos": "COSMOS", "cosmos-paper": "COSMOS as in the paper",
-    "muon-eq": "Muon, rows of equal norm (trial)", "soap-polar": "two-sided SOAP and Newton-Schulz (trial)",
+    "muon-eq": "Muon, rows of equal norm", "soap-polar": "two-sided SOAP and Newton-Schulz (trial)",
 }  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Optimizers and changes that are only tried: rules outside the package, and classes that take them as options.
 
-Baselines at any memory, to see what COSMOS's memory costs:
+A baseline at any memory, to see what COSMOS's memory costs:
 
-    MuonEq    Muon with rows of equal norm in the momentum before Newton-Schulz (arXiv 2603.28254)
     SoapPolar two-sided SOAP with an orthogonalized update: D = sqrt(max(m, n)) NS5(O P U')
 
 Single changes, as options of TrialCosmos, TrialMuon, TrialNorMuon, TrialSoap and TrialAdam: see `TrialOptions`.
@@ -14,8 +13,6 @@ the package's own rule.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -43,25 +40,6 @@ OUTER = {"embed.weight": "embedding", "head.weight": "head"}  # what the lab's n
 # -- baselines --------------------------------------------------------------------------------------------------------
 
 
-class EqualRows(Algebra):
-    """Whole matrices whose rows get equal norm before Newton-Schulz (MuonEq)."""
-
-    def polar(self, X: Tensor, norm_sq: Tensor, ns: NewtonSchulz) -> Tensor:
-        """Return Newton-Schulz of X with each row divided by its norm; rows of zeros stay."""
-        rows = quotient(X, self.row_norm_sq(X).sqrt())
-        return super().polar(rows, self.norm_sq(rows), ns)
-
-
-def with_equal_rows(direction: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function `direction` of a rule, with `EqualRows`."""
-
-    @functools.wraps(direction)
-    def changed(G: Tensor, state: Any, t: Tensor | None = None, **settings: Any) -> Any:
-        return direction(G, state, t, **{**settings, "alg": EqualRows(*G.shape[-2:])})
-
-    return changed
-
-
 def soap_polar(
     G: Tensor, state: soap.TwoSidedSoapState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98),
     eps: float = 1e-8, frequency: int = 1, nesterov: bool = True, ns: NewtonSchulz = NS5, alg: Algebra | None = None,
@@ -82,20 +60,10 @@ def soap_polar(
 
 
 _ITERATION = {"ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None}
-MUON_EQ, NORMUON_EQ = (
-    dataclasses.replace(rule, name=f"{rule.name}-eq", direction=with_equal_rows(rule.direction))
-    for rule in (RULES["muon"], RULES["normuon"])
-)
 SOAP_POLAR = Rule(
     "soap-polar", {"betas": (0.9, 0.98), "eps": 1e-8, "frequency": 1, "nesterov": True, **_ITERATION},
     soap.TwoSidedSoapState, soap.slots_two_sided, soap_polar, take_first_bases, constant_size=True, shardable_sides="",
 )  # fmt: skip
-
-
-class MuonEq(Muon):
-    """Muon with rows of equal norm before Newton-Schulz; the arguments are those of `Muon`."""
-
-    rule = "muon-eq"
 
 
 class SoapPolar(SOAP):
@@ -123,17 +91,16 @@ def cosmos_trial(
     G: Tensor, state: TrialState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
     gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95, residual_guard: float = 1e-5,
     momentum_dtype: torch.dtype | None = None, basis_beta2: float | None = None, balance: float | None = None,
-    equal_rows: bool = False, ns: NewtonSchulz = cosmos.DEFLATED, alg: Algebra | None = None,
+    ns: NewtonSchulz = cosmos.DEFLATED, alg: Algebra | None = None,
 ) -> tuple[Tensor, TrialState]:
-    """Return COSMOS's direction, changed in three places.
+    """Return COSMOS's direction, changed in two places.
 
     basis_beta2: decay of S, which turns the basis; None is that of V.
-    equal_rows: whether the rows of X get equal norm before Newton-Schulz, as in MuonEq; X stays outside the basis.
     balance: weight of the Muon half relative to sqrt(1 - r / n) |X| / sqrt(e): its momentum over its gradient, as the
         SOAP half has for each element. One eigenvalue for all directions outside of the basis is Pro-KLShampoo's model
         (arXiv 2605.06316); this weight is our reading of it. None is gamma.
     """
-    alg = EqualRows(*G.shape[-2:]) if equal_rows else alg or Algebra(*G.shape[-2:])
+    alg = alg or Algebra(*G.shape[-2:])
     (b1, b2), (M, U_old, S, V, v, e), extra_step = betas, state, int(nesterov)
     b_S = b2 if basis_beta2 is None else basis_beta2
     c1, c2 = bias_correction(b1, t + extra_step), bias_correction(b2, t)
@@ -199,8 +166,8 @@ def adam_rows_slots(m: int, n: int, settings: Settings) -> dict[str, Slot]:
 
 
 COSMOS_TRIAL = Rule(
-    "cosmos-trial", {**cosmos.DEFAULTS, "basis_beta2": None, "balance": None, "equal_rows": False}, TrialState,
-    cosmos_trial_slots, cosmos_trial, take_first_bases, deflates=True, constant_size=True, transposes_few_rows=True,
+    "cosmos-trial", {**cosmos.DEFAULTS, "basis_beta2": None, "balance": None}, TrialState, cosmos_trial_slots,
+    cosmos_trial, take_first_bases, deflates=True, constant_size=True, transposes_few_rows=True,
 )  # fmt: skip
 ADAM_ROWS = Rule(
     "adam-rows", {**adam.DEFAULTS, "row_beta2": 0.95}, AdamRowsState, adam_rows_slots, adam_rows, elementwise=True
@@ -215,7 +182,6 @@ class TrialOptions(MatrixOptimizer):
     embedding_betas, head_betas: betas of AdamW there.
     gamma_attention, gamma_mlp: factors of gamma in attention and in the MLP.
     basis_beta2, balance: as in `cosmos_trial`.
-    equal_rows: rows of equal norm before Newton-Schulz, in COSMOS of the part of the momentum outside the basis.
     hidden_rates: factors of lr for the hidden matrices with these words in their names; gamma stays.
     decays: weight decay of "embedding", "head", "hidden", "vectors"; what is not named has that of the optimizer.
     cautious_decay: decay of those elements of hidden matrices for which it does not oppose the update, times lr, as in
@@ -237,7 +203,7 @@ class TrialOptions(MatrixOptimizer):
         self, params: Any, lr: float, *, head_rule: bool = False, outer_rows: bool = False,
         embedding_betas: tuple[float, float] | None = None, head_betas: tuple[float, float] | None = None,
         gamma_attention: float | None = None, gamma_mlp: float | None = None, basis_beta2: float | None = None,
-        balance: float | None = None, equal_rows: bool = False, hidden_rates: dict[str, float] | None = None,
+        balance: float | None = None, hidden_rates: dict[str, float] | None = None,
         decays: dict[str, float] | None = None, cautious_decay: float = 0.0, lookahead: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         groups = param_groups(params, self.rule) if isinstance(params, torch.nn.Module) else list(params)
@@ -260,11 +226,8 @@ class TrialOptions(MatrixOptimizer):
                 group["rule"] = self.rule
             elif outer and outer_rows:
                 group["rule"] = ADAM_ROWS.name
-            if hidden and equal_rows and self.rule != "cosmos":
-                group["rule"] = f"{self.rule}-eq"
-            elif hidden and (basis_beta2 is not None or balance is not None or equal_rows):
-                changes = {"basis_beta2": basis_beta2, "balance": balance, "equal_rows": equal_rows}
-                group |= {"rule": COSMOS_TRIAL.name, **changes}
+            if hidden and (basis_beta2 is not None or balance is not None):
+                group |= {"rule": COSMOS_TRIAL.name, "basis_beta2": basis_beta2, "balance": balance}
             for module, factor in gammas.items():
                 if hidden and factor is not None and module in name:
                     group["gamma"] = factor * usual["gamma"]
@@ -378,12 +341,12 @@ class TrialAdam(TrialOptions, Adam):
 
 
 OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {
-    "muon-eq": MuonEq, "soap-polar": SoapPolar, "trial-cosmos": TrialCosmos, "trial-muon": TrialMuon,
+    "soap-polar": SoapPolar, "trial-cosmos": TrialCosmos, "trial-muon": TrialMuon,
     "trial-normuon": TrialNorMuon, "trial-soap": TrialSoap, "trial-adam": TrialAdam,
 }  # fmt: skip
 
 
 def register() -> None:
     """Enter the rules and the optimizers by name, next to the package's; a second call changes nothing."""
-    RULES.update({rule.name: rule for rule in (MUON_EQ, NORMUON_EQ, SOAP_POLAR, COSMOS_TRIAL, ADAM_ROWS)})
+    RULES.update({rule.name: rule for rule in (SOAP_POLAR, COSMOS_TRIAL, ADAM_ROWS)})
     cosmos_optim.OPTIMIZERS.update(OPTIMIZERS)

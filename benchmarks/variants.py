@@ -40,7 +40,8 @@ def _trial(name: str, formula: str, *options: str, rows: tuple[str, ...] = EVERY
 
 
 QUALITY = (  # In the order in which they should be tried.
-    _trial("equal-rows", "rows of equal norm before Newton-Schulz", "equal_rows=True", rows=("cosmos", "normuon")),
+    Variant("equal-rows", "rows of equal norm before Newton-Schulz", ("cosmos", "normuon"),
+            options=("equal_rows=True",)),
     Variant("norms-quarter", "norms at a quarter of the outer rate", outer={"vector_lr": 0.25}),
     Variant("norms-eighth", "norms at an eighth of the outer rate", outer={"vector_lr": 1 / 8}),
     Variant("norms-half", "norms at half the outer rate", outer={"vector_lr": 0.5}),

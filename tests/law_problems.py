@@ -19,9 +19,10 @@ from cosmos_optim.rules.rule import Rule, Settings
 PAPER = {name: value for name, value in cosmos.PAPER.items() if name != "rank"}
 # Options to draw from; {} is the defaults. `gamma` has no default here because the optimizer chooses it.
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
-    "cosmos": [{}, PAPER, {"row_beta2": None}, {"nesterov": False}, {"eps_placement": "inside"}, {"row_beta2": 0.5}],
-    "muon": [{}, {"nesterov": False}, {"scaling": "original"}, {"normalize": True}],
-    "normuon": [{}, {"nesterov": False}],
+    "cosmos": [{}, PAPER, {"row_beta2": None}, {"nesterov": False}, {"eps_placement": "inside"}, {"row_beta2": 0.5},
+               {"equal_rows": True}],
+    "muon": [{}, {"nesterov": False}, {"scaling": "original"}, {"normalize": True}, {"equal_rows": True}],
+    "normuon": [{}, {"nesterov": False}, {"equal_rows": True}],
     "soap": [{}, {"frequency": 2}, {"squares": "momentum"}],
     "galore": [{}, {"update_gap": 2}],
     # O'GU is diagonal at the first step and its other entries are rounding noise: epsilon must exceed that noise.

@@ -122,7 +122,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("momentum", "beta2"), _FRACTION),
     **dict.fromkeys(("rank", "ns_steps", "frequency", "update_gap"), _integer),
     **dict.fromkeys(("head_dim", "block_rows"), _integer_or_none),
-    **dict.fromkeys(("maximize", "normalize", "two_sided", "cuda_graphs"), require_bool),
+    **dict.fromkeys(("maximize", "normalize", "equal_rows", "two_sided", "cuda_graphs"), require_bool),
     **dict.fromkeys(("stochastic_rounding", "weight_correction"), require_bool),
     "betas": _betas,
     "gamma": _number(0, math.inf, "give 0 or a positive number, or None to compute it from the rates", optional=True),

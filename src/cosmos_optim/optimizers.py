@@ -55,6 +55,7 @@ class Cosmos(MatrixOptimizer):
         eps: added to the root of the second moment; 0 is allowed.
         nesterov: use Nesterov's momentum in both halves.
         row_beta2: decay of the mean squares of the update's rows, as in NorMuon; None leaves the rows as they are.
+        equal_rows: give the rows of N - N U U' equal norm before Newton-Schulz, as `Muon` can; it needs no state.
         two_sided: track a basis on both sides of a matrix (Algorithm 4).
         side: the tracked side: "auto" (columns; rows if there are fewer of them than `rank`), "input" (columns), or
             "smaller", which saves state. Not with two_sided.
@@ -95,8 +96,8 @@ class Cosmos(MatrixOptimizer):
     def __init__(
         self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
         rank: int = 32, gamma: float | None = None, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        nesterov: bool = True, row_beta2: float | None = 0.95, two_sided: bool = False, side: str = "auto",
-        eps_placement: str = "outside", residual_guard: float = 1e-5,
+        nesterov: bool = True, row_beta2: float | None = 0.95, equal_rows: bool = False, two_sided: bool = False,
+        side: str = "auto", eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
@@ -124,8 +125,8 @@ class CosmosPaper(Cosmos):
     def __init__(
         self, params: Params, lr: Rate = 5e-4, *, adam_lr: Rate = 2e-3, weight_decay: float = 0.0,
         rank: int = 64, gamma: float | None = None, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
-        nesterov: bool = False, row_beta2: float | None = None, two_sided: bool = False, side: str = "auto",
-        eps_placement: str = "outside", residual_guard: float = 1e-5,
+        nesterov: bool = False, row_beta2: float | None = None, equal_rows: bool = False, two_sided: bool = False,
+        side: str = "auto", eps_placement: str = "outside", residual_guard: float = 1e-5,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
@@ -146,6 +147,7 @@ class Muon(MatrixOptimizer):
     Options that rarely need a change; each is also a key of a parameter group, except cuda_graphs and offload:
         momentum: decay of the momentum; the paper's LLaMA runs use 0.9.
         nesterov: use Nesterov's momentum.
+        equal_rows: give the rows of N equal norm before Newton-Schulz (MuonEq, arXiv 2603.28254).
         scaling: "paper" is the formula above; "original" and "match_rms_adamw" are those of torch.optim.Muon.
         normalize: scale every update to RMS lr (the paper's normalization ablation); `scaling` is then ignored.
         betas: decay of AdamW's two moments.
@@ -163,8 +165,8 @@ class Muon(MatrixOptimizer):
 
     def __init__(
         self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
-        momentum: float = 0.95, nesterov: bool = True, scaling: str = "paper", normalize: bool = False,
-        betas: Betas = (0.9, 0.98), eps: float = 1e-8,
+        momentum: float = 0.95, nesterov: bool = True, equal_rows: bool = False, scaling: str = "paper",
+        normalize: bool = False, betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,
         adam_dtype: torch.dtype | None = None, maximize: bool = False, nonfinite: str = "skip", missing: str = "skip",
@@ -188,6 +190,7 @@ class NorMuon(MatrixOptimizer):
         momentum: decay of the momentum.
         beta2: decay of the row second moments.
         nesterov: use Nesterov's momentum.
+        equal_rows: give the rows of N equal norm before Newton-Schulz, as `Muon` can.
         betas: decay of AdamW's two moments.
         eps: added to the roots of the second moments, of rows and of AdamW.
         ns_steps, ns_coefficients, ns_dtype, momentum_dtype, adam_dtype, split_sizes, maximize, nonfinite, missing,
@@ -203,7 +206,7 @@ class NorMuon(MatrixOptimizer):
 
     def __init__(
         self, params: Params, lr: Rate = 1e-3, *, adam_lr: Rate | None = None, weight_decay: float = 0.0,
-        momentum: float = 0.95, beta2: float = 0.95, nesterov: bool = True,
+        momentum: float = 0.95, beta2: float = 0.95, nesterov: bool = True, equal_rows: bool = False,
         betas: Betas = (0.9, 0.98), eps: float = 1e-8,
         ns_steps: int = 5, ns_coefficients: str = "ns5", ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None, split_sizes: int | Sequence[int] | None = None,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cosmos_optim.rules import RULES
 from cosmos_optim.rules.cosmos import PAPER
 from cosmos_optim.rules.rule import TWO_SIDED_SUFFIX, Settings
 
@@ -81,8 +82,8 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group in the terms of this version.
 
     Rule "muon-norm" is now rule "muon" with `normalize=True`; older "muon" groups lack that key. Older "adam" groups
-    lack `adam_dtype`, because their moments are in float32. `nesterov` used to be the number of steps to look ahead,
-    with 1 for Nesterov's momentum.
+    lack `adam_dtype`, because their moments are in float32, and older groups of matrices lack `equal_rows`. `nesterov`
+    used to be the number of steps to look ahead, with 1 for Nesterov's momentum.
     """
     group = dict(group)
     if group.get("rule") == "muon-norm":
@@ -91,6 +92,8 @@ def _translate(index: int, group: dict[str, Any]) -> dict[str, Any]:
         group.setdefault("normalize", False)
     elif group.get("rule") == "adam":
         group.setdefault("adam_dtype", None)
+    if group.get("rule") in RULES and "equal_rows" in RULES[group["rule"]].defaults:
+        group.setdefault("equal_rows", False)
     steps = group.get("nesterov", False)
     if not isinstance(steps, bool):
         if steps not in (0, 1):

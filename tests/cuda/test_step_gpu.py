@@ -51,7 +51,8 @@ def test_matrices_of_a_stack_move_as_they_would_alone(graphs: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("kind", "options"), [
-    (Cosmos, {"gamma": 0.25}), (CosmosPaper, {"gamma": 0.25}), (Muon, {}), (Muon, {"normalize": True}), (NorMuon, {}),
+    (Cosmos, {"gamma": 0.25}), (CosmosPaper, {"gamma": 0.25}), (Muon, {}), (Muon, {"equal_rows": True}),
+    (Cosmos, {"gamma": 0.25, "equal_rows": True}), (Muon, {"normalize": True}), (NorMuon, {}),
 ])  # fmt: skip
 def test_an_optimizer_on_a_gpu_follows_the_one_in_float64_on_a_cpu(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], graphs: bool

@@ -17,7 +17,7 @@ from cosmos_lab.models import build, resolve
 from cosmos_lab.optimizers import build_optimizer
 from cosmos_optim import Cosmos
 from cosmos_optim.linalg.subspace import take_first_bases
-from cosmos_optim.rules import RULES, cosmos, muon, soap
+from cosmos_optim.rules import RULES, cosmos, soap
 
 ROUNDING = 1e-9  # float64, a few products
 
@@ -29,8 +29,7 @@ def registered(only_the_packages_rules: None) -> None:
 
 
 def test_trials_are_no_part_of_the_package() -> None:
-    assert not {"muon-eq", "soap-polar"} & {name for name in dir(cosmos_optim) if not name.startswith("_")}
-    assert all(rule.name in RULES for rule in (trials.MUON_EQ, trials.SOAP_POLAR))
+    assert "soap-polar" not in dir(cosmos_optim) and trials.SOAP_POLAR.name in RULES
 
 
 def gradients(count: int, m: int = 12, n: int = 8) -> list[Tensor]:
@@ -47,25 +46,6 @@ def numpy_ns5(X: np.ndarray) -> np.ndarray:
         R = X.T @ X
         X = X @ (3.4445 * np.eye(len(R)) - 4.775 * R + 2.0315 * R @ R)
     return X
-
-
-def test_muon_eq_orthogonalizes_a_momentum_with_rows_of_norm_one() -> None:
-    state, mean = muon.MuonState(torch.zeros(12, 8, dtype=torch.float64)), np.zeros((12, 8))
-    for G in gradients(3):
-        D, state = trials.MUON_EQ.direction(G, state, momentum=0.9)
-        g = G.numpy()
-        mean = 0.9 * mean + 0.1 * g
-        ahead = 0.9 * mean + 0.1 * g
-        rows = ahead / np.linalg.norm(ahead, axis=1, keepdims=True)
-        assert np.allclose(D.numpy(), 12**0.5 * numpy_ns5(rows), atol=ROUNDING)
-
-
-def test_normuon_with_equal_rows_is_normuon_of_such_a_momentum() -> None:
-    (G,) = gradients(1)
-    state = muon.NorMuonState(torch.zeros(12, 8, dtype=torch.float64), torch.zeros(12, 1, dtype=torch.float64))
-    D, _ = trials.NORMUON_EQ.direction(G, state)
-    same, _ = muon.direction_normuon(G / G.norm(dim=1, keepdim=True), state)
-    assert torch.allclose(D, same, atol=ROUNDING)
 
 
 def test_soap_polar_orthogonalizes_adam_in_both_eigenbases() -> None:
@@ -112,17 +92,6 @@ def test_balance_weighs_the_muon_half_by_its_own_momentum_over_gradient() -> Non
         ratio = np.linalg.norm(X) / (1 - 0.9 ** (t + 1)) / np.sqrt(energy / (1 - 0.98**t))
         same, _ = trials.cosmos_trial(G, before, step, gamma=float((5 / 8) ** 0.5 * ratio))
         assert torch.allclose(D, same, atol=ROUNDING)
-
-
-def test_equal_rows_are_those_of_the_momentum_outside_of_the_basis() -> None:
-    (G,) = gradients(1)
-    G = G * torch.logspace(-2, 2, 12, dtype=torch.float64)[:, None]
-    trial = trials.TrialState(*cosmos_state(G, 3), torch.zeros(1, 1, dtype=torch.float64))
-    step = torch.tensor([[1.0]], dtype=torch.float64)
-    D, new = trials.cosmos_trial(G, trial, step, equal_rows=True, gamma=1e9, row_beta2=None, ns=trials.NS5)
-    X = G.numpy() @ (np.eye(8) - new.U.numpy() @ new.U.numpy().T)
-    B = numpy_ns5(X / np.linalg.norm(X, axis=1, keepdims=True))
-    assert np.allclose(D.numpy(), B / np.sqrt(np.mean(B**2)), atol=1e-6)  # at this gamma the SOAP half does not count
 
 
 def test_rows_of_adam_have_equal_size_and_the_whole_keeps_its_size() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.oracles.linalg import NS5, Matrix, leading_eigenvectors, newton_schulz, qr, ratio, unit_rms
+from tests.oracles.linalg import NS5, Matrix, equal_rows, leading_eigenvectors, newton_schulz, qr, ratio, unit_rms
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Cosmos:
     two_sided: bool = False
     side: str = "input"
     row_beta2: float | None = None
+    equal_rows: bool = False  # not the paper's, either
     coefficients: Sequence[tuple[float, float, float]] = NS5
     t: int = 0
     state: dict[str, Matrix] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class Cosmos:
         """Lines 9-11 from the SOAP half A, the residual X and the projection P that X lacks."""
         rest, held = np.sum(X * X), np.sum(P * P)
         alone = rest < self.residual_guard * (rest + held)
+        X = equal_rows(X) if self.equal_rows else X
         B = np.zeros_like(X) if alone else unit_rms(newton_schulz(X, self.coefficients))
         return unit_rms(self._even_rows(A + self.gamma * B))
 

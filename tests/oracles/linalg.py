@@ -1,4 +1,4 @@
-"""The few matrix functions that the oracles share: NS5, NORM, QR with a sign convention, leading eigenvectors."""
+"""The few matrix functions that the oracles share: NS5, NORM, equal rows, QR of one sign, leading eigenvectors."""
 
 from collections.abc import Sequence
 
@@ -30,6 +30,13 @@ def unit_rms(X: Matrix) -> Matrix:
     m, n = X.shape
     size = np.linalg.norm(X)
     return np.sqrt(n) * X / size * np.sqrt(m) if size else X
+
+
+def equal_rows(X: Matrix) -> Matrix:
+    """Each row over its norm (MuonEq, arXiv 2603.28254), or over 1e-3 of the norms' root mean square if larger."""
+    norms = np.linalg.norm(X, axis=1, keepdims=True)
+    least = 1e-3 * np.sqrt(np.mean(norms**2))
+    return ratio(X, np.broadcast_to(np.maximum(norms, least), X.shape))
 
 
 def qr(Y: Matrix) -> Matrix:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.oracles.linalg import NS5, Matrix, newton_schulz, ratio, unit_rms
+from tests.oracles.linalg import NS5, Matrix, equal_rows, newton_schulz, ratio, unit_rms
 
 # The paper multiplies by sqrt(m) and assumes that m is the longer side; the other two are those of torch.optim.Muon.
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -30,6 +30,7 @@ class Muon:
     weight_decay: float = 0.0
     ema: bool = False
     coefficients: Sequence[tuple[float, float, float]] = NS5
+    equal_rows: bool = False
     M: Matrix | float = 0.0
 
     def step(self, W: Matrix, G: Matrix) -> Matrix:
@@ -40,7 +41,8 @@ class Muon:
         """NS5 of the (Nesterov) momentum."""
         mu, w = self.momentum, (1 - self.momentum if self.ema else 1.0)
         self.M = mu * self.M + w * G
-        return newton_schulz(mu * self.M + w * G if self.nesterov else self.M, self.coefficients)
+        N = mu * self.M + w * G if self.nesterov else self.M
+        return newton_schulz(equal_rows(N) if self.equal_rows else N, self.coefficients)
 
     def direction(self, G: Matrix) -> Matrix:
         """The direction before the learning rate."""

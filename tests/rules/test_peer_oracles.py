@@ -42,6 +42,8 @@ CASES: dict[str, Case] = {
         "muon", {}, Muon, FP64 | {"scaling": "match_rms_adamw"}, {"scale": "match_rms_adamw"}, [TALL, WIDE],
     ),
     "muon, normalized": ("muon", {"weight_decay": 0.3}, MuonNorm, FP64 | {"normalize": True}, {}, [TALL, WIDE]),
+    "muon, equal rows": ("muon", {"equal_rows": True}, Muon, FP64, {}, [TALL, WIDE]),
+    "normuon, equal rows": ("normuon", {"equal_rows": True}, NorMuon, FP64, {}, [TALL, WIDE]),
     "normuon": ("normuon", {}, NorMuon, FP64, {}, [TALL, WIDE]),
     "normuon, other": ("normuon", {"beta2": 0.8, "eps": 1e-2, "weight_decay": 0.3}, NorMuon, FP64, {}, [TALL]),
     # A full basis is defined if G'G has full rank: m >= n (two-sided: m = n).

@@ -70,6 +70,8 @@ MORE_RULES = [
     Case(TallAndWide, "muon"),
     Case(TallAndWide, "muon", options=(("normalize", True),)),
     Case(TallAndWide, "normuon"),
+    Case(TallAndWide, options=(("equal_rows", True),)),
+    Case(TallAndWide, "muon", options=(("equal_rows", True),)),
     Case(TallAndWide, "adam"),
     Case(TallAndWide, "adam-mini"),
 ]

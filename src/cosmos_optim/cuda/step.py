@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cosmos_optim.cuda.kernels import syrk
 from cosmos_optim.cuda.kernels.basis_second_moment import second_moment
+from cosmos_optim.cuda.kernels.equal_rows import equalize_rows_
 from cosmos_optim.cuda.kernels.gains import muon_gain, norm_and_weight, update_coefficients
 from cosmos_optim.cuda.kernels.momentum import momentum_
 from cosmos_optim.cuda.kernels.power_step import power_sum, scale_for_power_step
@@ -58,7 +59,7 @@ def cosmos_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, M_done: Callable[[], None] = do_nothing,
     betas: tuple[float, float], eps: float, eps_placement: str, gamma: float, nesterov: bool, row_beta2: float | None,
-    residual_guard: float, ns: NewtonSchulz, momentum_dtype: torch.dtype | None = None,
+    equal_rows: bool, residual_guard: float, ns: NewtonSchulz, momentum_dtype: torch.dtype | None = None,
 ) -> CosmosState:
     """Take one step of COSMOS: write W and M, and return the new thin state. See also `rules.cosmos.direction`.
 
@@ -95,7 +96,8 @@ def cosmos_step_(
     M_done()
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products
-    B, norm_sq = newton_schulz_in_place(X, X_sq, ns)                                        # L9
+    Y_sq = equalize_rows_(X if m >= n else X.mT, X_sq) if equal_rows else X_sq              #      X is Y now
+    B, norm_sq = newton_schulz_in_place(X, Y_sq, ns)                                        # L9
     BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      B U: noise, taken out
     b = muon_gain(X_sq, X_scale, NU_sq, B_sq, norm_sq, gamma * unit, guard)                 #      gamma NORM sqrt(m)
 
@@ -114,8 +116,8 @@ def cosmos_step_(
 def muon_step_(
     W: MatrixList, G: MatrixList, state: Any, t: Tensor, *, lr: Number, decay: Number, grad_max: Tensor,
     skip: Tensor | None = None, seeds: Tensor | None = None, M_done: Callable[[], None] = do_nothing,
-    momentum: float, nesterov: bool, ns: NewtonSchulz, scaling: str = "paper", normalize: bool = False,
-    beta2: float | None = None, eps: float = 0.0, momentum_dtype: torch.dtype | None = None,
+    momentum: float, nesterov: bool, equal_rows: bool, ns: NewtonSchulz, scaling: str = "paper",
+    normalize: bool = False, beta2: float | None = None, eps: float = 0.0, momentum_dtype: torch.dtype | None = None,
 ) -> MuonState | NorMuonState:
     """Take one step of Muon, or of NorMuon if `beta2` is given: write W and M, and return the new thin state."""
     M, (m, n), a = state.M, W.shape, momentum if nesterov else 1.0
@@ -124,6 +126,8 @@ def muon_step_(
     _, _, M_max = momentum_(M, G, 1 - momentum, None, 1, skip)                              # L4
     X, X_sq, _ = residual(M, G, a, 1 - a, None, None, M_max)                                # L5   N
     M_done()
+    if equal_rows:
+        X_sq = equalize_rows_(X if m >= n else X.mT, X_sq)
     B, norm_sq = newton_schulz_in_place(X, X_sq, ns)                                        # L6   NS5(N / |N|)
 
     b = rows = B_sq = D_sq = v = None

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from cosmos_optim.linalg.cholesky_qr import orthonormalize
 from cosmos_optim.linalg.newton_schulz import NewtonSchulz, newton_schulz
-from cosmos_optim.linalg.normalization import norm_sq
+from cosmos_optim.linalg.normalization import equalize_rows, norm_sq
 
 
 class Algebra:
@@ -78,6 +78,13 @@ class Algebra:
     def polar(self, X: Tensor, X_sq: Tensor, ns: NewtonSchulz) -> Tensor:
         """Return Newton-Schulz of X / |X|: X with its singular values moved towards 1. A zero matrix stays zero."""
         return newton_schulz(X, ns, X_sq=X_sq)
+
+    def polar_with_rows(self, X: Tensor, X_sq: Tensor, ns: NewtonSchulz, equal_rows: bool) -> Tensor:
+        """Return `polar` of X, or with `equal_rows` of X with rows of equal norm (MuonEq, arXiv 2603.28254)."""
+        if equal_rows:
+            X = equalize_rows(X, self)
+            X_sq = self.norm_sq(X)
+        return self.polar(X, X_sq, ns)
 
     def slice_n(self, Y: Tensor) -> Tensor:
         """Return the rows of a whole (n, k) matrix that belong to the local columns of X."""

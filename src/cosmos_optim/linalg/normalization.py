@@ -14,6 +14,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from cosmos_optim.linalg.algebra import Algebra
 
+# A row with less than this share of the usual size keeps fading: its momentum is an old gradient, or rounding.
+LEAST_ROW = 1e-3
+
 
 def norm_sq(X: Tensor) -> Tensor:
     """Return the sum of squares of each matrix, (..., 1, 1), in double precision if the device supports it."""
@@ -41,6 +44,15 @@ def unit_rms(X: Tensor, alg: Algebra) -> Tensor:
     X_sq = alg.norm_sq(X)
     factor = torch.where(X_sq > 0, math.sqrt(alg.m * alg.n) * X_sq.rsqrt(), torch.zeros_like(X_sq))
     return X * factor.clamp_max(torch.finfo(X.dtype).max).to(X.dtype)
+
+
+def equalize_rows(X: Tensor, alg: Algebra) -> Tensor:
+    """Return X with each row divided by its root mean square, but at least by `LEAST_ROW` times that of the matrix.
+
+    A zero matrix stays zero.
+    """
+    X = unit_rms(X, alg)
+    return X * (alg.row_norm_sq(X) / alg.n).clamp_min(LEAST_ROW**2).rsqrt()
 
 
 def normalize_rows(

@@ -31,7 +31,7 @@ from cosmos_optim.rules.rule import Rule, Settings, Slot, as_stored, momentum_sl
 DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.98), "eps": 1e-8, "rank": 32, "gamma": None, "nesterov": True, "eps_placement": "outside",
     "ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None, "momentum_dtype": None, "residual_guard": 1e-5,
-    "row_beta2": 0.95,
+    "row_beta2": 0.95, "equal_rows": False,
 }  # fmt: skip
 # The paper's values where they differ. The defaults performed best in docs/results.md.
 PAPER: dict[str, Any] = {"rank": 64, "nesterov": False, "row_beta2": None}
@@ -70,8 +70,8 @@ class TwoSidedState(NamedTuple):
 def direction(
     G: Tensor, state: CosmosState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
     eps_placement: str = "outside", gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95,
-    residual_guard: float = 1e-5, momentum_dtype: torch.dtype | None = None, ns: NewtonSchulz = DEFLATED,
-    alg: Algebra | None = None,
+    equal_rows: bool = False, residual_guard: float = 1e-5, momentum_dtype: torch.dtype | None = None,
+    ns: NewtonSchulz = DEFLATED, alg: Algebra | None = None,
 ) -> tuple[Tensor, CosmosState]:
     """Return the direction D of W <- W - lr D, and the new state: Algorithm 1. t counts steps from 1.
 
@@ -101,7 +101,7 @@ def direction(
     P = P * tracked(S, E, residual_guard)                               #      Not in the paper
     X = N - NU @ U.mT                                                   #      Paper: M - M U U'
     X_sq = alg.norm_sq(X)
-    B = unit_rms(alg.polar(X, X_sq, ns), alg)                           # L9   NORM(NS5(X / |X|)) sqrt(m)
+    B = unit_rms(alg.polar_with_rows(X, X_sq, ns, equal_rows), alg)     # L9   NORM(NS5(X / |X|)) sqrt(m)
     B = B * above_noise(X_sq, alg.norm_sq_m(NU), residual_guard)        #      Not in the paper
     D = gamma * B + P @ U.mT                                            # L10
     D, v = normalize_rows(D, v, row_beta2, max(eps, ROW_FLOOR), alg)    #      Not in the paper
@@ -111,8 +111,8 @@ def direction(
 def direction_two_sided(
     G: Tensor, state: TwoSidedState, t: Tensor, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8,
     eps_placement: str = "outside", gamma: float = 0.25, nesterov: bool = True, row_beta2: float | None = 0.95,
-    residual_guard: float = 1e-5, momentum_dtype: torch.dtype | None = None, ns: NewtonSchulz = DEFLATED,
-    alg: Algebra | None = None,
+    equal_rows: bool = False, residual_guard: float = 1e-5, momentum_dtype: torch.dtype | None = None,
+    ns: NewtonSchulz = DEFLATED, alg: Algebra | None = None,
 ) -> tuple[Tensor, TwoSidedState]:
     """Return the direction D and the new state: Algorithm 4, with its misprints corrected (docs/algorithm.md)."""
     alg = alg or Algebra(*G.shape[-2:])
@@ -137,7 +137,7 @@ def direction_two_sided(
     P = P * tracked(S, E, residual_guard) * tracked(R, E_O, residual_guard).mT  # Not in the paper
     X = N - O @ ONU @ U.mT                                              #      M - O O'M U U'; paper: O'O M
     X_sq = alg.norm_sq(X)
-    B = unit_rms(alg.polar(X, X_sq, ns), alg)                           # L11  NORM(NS5(X / |X|)) sqrt(m)
+    B = unit_rms(alg.polar_with_rows(X, X_sq, ns, equal_rows), alg)     # L11  NORM(NS5(X / |X|)) sqrt(m)
     B = B * above_noise(X_sq, norm_sq(ONU), residual_guard)             #      Not in the paper
     D = gamma * B + O @ P @ U.mT                                        # L12
     D, v = normalize_rows(D, v, row_beta2, max(eps, ROW_FLOOR), alg)    #      Not in the paper

@@ -28,7 +28,7 @@ SCALINGS: dict[str, Callable[[int, int], float]] = {
 }
 
 _ITERATION: dict[str, Any] = {
-    "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None,
+    "momentum": 0.95, "nesterov": True, "equal_rows": False, "ns_steps": 5, "ns_coefficients": "ns5", "ns_dtype": None,
     "momentum_dtype": None,
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {**_ITERATION, "scaling": "paper", "normalize": False}
@@ -52,8 +52,8 @@ class NorMuonState(NamedTuple):
 # fmt: off
 def direction(
     G: Tensor, state: MuonState, t: Tensor | None = None, *, momentum: float = 0.95, nesterov: bool = True,
-    momentum_dtype: torch.dtype | None = None, scaling: str = "paper", normalize: bool = False, ns: NewtonSchulz = NS5,
-    alg: Algebra | None = None,
+    equal_rows: bool = False, momentum_dtype: torch.dtype | None = None, scaling: str = "paper",
+    normalize: bool = False, ns: NewtonSchulz = NS5, alg: Algebra | None = None,
 ) -> tuple[Tensor, MuonState]:
     """Return the direction and the new state: Algorithm 3.
 
@@ -66,21 +66,21 @@ def direction(
     alg = alg or Algebra(*G.shape[-2:])
     M = as_stored(torch.lerp(state.M, G, 1 - momentum), momentum_dtype)         # L4   mu M + (1 - mu) G
     N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M       # L5
-    B = alg.polar(N, alg.norm_sq(N), ns)                                        # L6   NS5(N / |N|)
+    B = alg.polar_with_rows(N, alg.norm_sq(N), ns, equal_rows)                  # L6   NS5(N / |N|)
     D = unit_rms(B, alg) if normalize else SCALINGS[scaling](alg.m, alg.n) * B  # L7   sqrt(m) B
     return D, MuonState(M)
 
 
 def direction_normuon(
     G: Tensor, state: NorMuonState, t: Tensor | None = None, *, momentum: float = 0.95, nesterov: bool = True,
-    momentum_dtype: torch.dtype | None = None, beta2: float = 0.95, eps: float = 1e-8, ns: NewtonSchulz = NS5,
-    alg: Algebra | None = None,
+    equal_rows: bool = False, momentum_dtype: torch.dtype | None = None, beta2: float = 0.95, eps: float = 1e-8,
+    ns: NewtonSchulz = NS5, alg: Algebra | None = None,
 ) -> tuple[Tensor, NorMuonState]:
     """Return the direction and the new state of NorMuon (Li et al. 2025): rows of equal size, then RMS 1."""
     alg = alg or Algebra(*G.shape[-2:])
     M = as_stored(torch.lerp(state.M, G, 1 - momentum), momentum_dtype)
     N = torch.add(momentum * M, G, alpha=1 - momentum) if nesterov else M
-    B = alg.polar(N, alg.norm_sq(N), ns)
+    B = alg.polar_with_rows(N, alg.norm_sq(N), ns, equal_rows)
     D, v = normalize_rows(B, state.v, beta2, eps, alg)
     assert v is not None
     return unit_rms(D, alg), NorMuonState(M, v)

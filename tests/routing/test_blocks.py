@@ -259,3 +259,11 @@ def test_a_head_of_the_model_may_feed_its_predictions_back() -> None:
     for name in ("lm_head", "classifier", "predictor"):
         parts = {name: nn.Linear(WIDTH, VOCABULARY), "conditioning": back}
         assert on_adam(made(trunk=nn.Linear(WIDTH, WIDTH), **parts)) == {name}
+
+
+def test_an_item_of_a_list_may_also_be_elsewhere_in_the_model() -> None:
+    """As in transformers' HGNetV2, whose classifier is a list with the pooling that the model also holds itself."""
+    pool = nn.AdaptiveAvgPool2d(1)
+    stem, head = nn.Conv2d(3, WIDTH, 4), nn.Linear(WIDTH, 7)
+    model = made(stem=stem, pool=pool, classifier=nn.ModuleList([pool, head]))
+    assert on_adam(model) == {"classifier.1"}

@@ -339,6 +339,7 @@ def _inside_blocks(modules: Modules, numbered: bool = True) -> set[str]:
     numbered: whether modules of equal class and shapes, with names that differ in a number only, are blocks.
     """
     blocks = {block for path in modules for block in _blocks_in(path, modules, numbered)}
+    blocks &= modules.keys()  # a module at several places is listed once
     vocabularies = [path for path, m in modules.items() if _is_vocabulary(m, path)]
     if all(any(path.startswith(f"{block}.") for block in blocks) for path in vocabularies):  # none is for all blocks
         blocks = {block for block in blocks if not _is_language_model(modules[block])}

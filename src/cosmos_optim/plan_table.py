@@ -24,6 +24,7 @@ from cosmos_optim.hyperparameters import (
 )
 from cosmos_optim.optimizer import MatrixOptimizer
 from cosmos_optim.optimizers import OPTIMIZERS
+from cosmos_optim.routing.attention_heads import declared_queries
 from cosmos_optim.routing.fused_weights import fused_hint, fused_sizes
 from cosmos_optim.routing.output_head import Head, find_output_heads
 from cosmos_optim.routing.param_groups import routes
@@ -162,16 +163,16 @@ def plan(model: nn.Module | MatrixOptimizer, rule: str = "cosmos", **hyper: Any)
         if computes_gamma and "gamma" in group:
             gammas.append(group["gamma"])
         row = _row(parameter.name, parameter.p, route.why, group)
-        rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(parameter, route, group)))
+        rows.append(replace(row, tied=parameter.aliases, hint=_fused_hint(model, parameter, route, group)))
     hints = [_head_hint(model, kind.rule, routing.get("head"), rows), _rate_hint(kind, hyper, rows)]
     hints += [_gamma_hint(gammas), _rounding_hint(rounded)]
     frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
     return Plan(tuple(rows), tuple(filter(None, hints)), (len(frozen), sum(frozen)))
 
 
-def _fused_hint(parameter: ModelParameter, route: Route, group: dict[str, Any]) -> str:
+def _fused_hint(model: nn.Module, parameter: ModelParameter, route: Route, group: dict[str, Any]) -> str:
     """Return advice to cut a fused weight, or "" if it is not one or its rule refuses these blocks."""
-    sizes = fused_sizes(parameter, route)
+    sizes = fused_sizes(parameter, route, declared_queries(model, parameter.module_path))
     if not sizes:
         return ""
     try:

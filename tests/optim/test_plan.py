@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,25 @@ def test_a_fused_weight_gets_a_hint_that_works() -> None:
     assert text.count(hint) == 1
     cut = plan(Tied(), adam_lr=8e-3, overrides={"blocks.*.qkv.weight": {"split_sizes": [32, 32, 32]}})
     assert "hint" not in str(cut)
+
+
+@pytest.mark.parametrize("declares", ["attention", "config"])
+def test_a_fused_weight_with_more_queries_than_features_is_cut_where_the_declared_heads_end(declares: str) -> None:
+    """As in Qwen3-4B and Gemma: queries need not have as many rows as the weight has columns."""
+    attention = nn.ModuleDict({"qkv": nn.Linear(20, 48, bias=False), "proj": nn.Linear(32, 20, bias=False)})
+    sizes = SimpleNamespace(n_head=8, head_size=4)
+    if declares == "config":
+        attention.config = sizes
+    else:
+        vars(attention).update(vars(sizes))
+    model = nn.ModuleDict({"attn": attention})
+    model.config = SimpleNamespace(num_attention_heads=2, head_dim=4)  # of another tower
+    assert '{"split_sizes": [32, 8, 8]}' in str(plan(model))
+
+
+def test_a_weight_that_interleaves_the_heads_gets_no_hint_to_cut_it() -> None:
+    """torchtitan's wqkv has queries, key and value of each group of heads together."""
+    assert "split_sizes" not in str(plan(nn.ModuleDict({"wqkv": nn.Linear(8, 24), "wo": nn.Linear(8, 8)})))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ with other parts, such as compressed keys and values or values of another size t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from cosmos_optim.routing.words import KEY, QUERY
 
 # Whole names of layers. In all fused forms, a head has neighbouring rows, so fused weights are cut like the others.
 VALUE = frozenset({"v", "v_proj", "value", "value_proj", "wv", "w_v", "to_v", "v_lin"})
-FUSED_HEADS = FUSED | {"query_key_value"}
+FUSED_HEADS = FUSED | {"query_key_value", "wqkv"}
 OUTPUT = frozenset({
     "o", "o_proj", "out_proj", "wo", "Wo", "w_o", "to_out", "to_out.0", "out_lin", "c_proj", "proj", "projection",
     "dense", "output.dense",
@@ -124,10 +124,8 @@ def _rows(held: Sequence[tuple[str, ModelParameter]], names: frozenset[str]) -> 
 
 def _size(model: nn.Module, owner: str, query_rows: int, split_heads: bool | int) -> int:
     """Return the size of a head in the module that owns the queries: declared there or above, or else the given one."""
-    parts = owner.split(".") if owner else []
-    above = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts), -1, -1))
-    holders = (holder for module in above for holder in (module, read(module, "config")))
-    found = next((size for size in (_declared_size(holder, query_rows) for holder in holders) if size), None)
+    sizes = (_declared_size(holder, query_rows) for holder in _holders(model, owner))
+    found = next((size for size in sizes if size), None)
     called = repr(owner) if owner else "the model"
     if split_heads is True:
         if found is None:
@@ -144,13 +142,31 @@ def _size(model: nn.Module, owner: str, query_rows: int, split_heads: bool | int
     return split_heads
 
 
+def declared_queries(model: nn.Module, owner: str) -> int:
+    """Return the rows of queries at this path: the declared number of heads times their size, or 0 if one is missing.
+
+    Both are read from one place, the first that declares a number of heads: a vision tower may have other heads.
+    """
+    counts = ((holder, _number(holder, HEAD_COUNTS)) for holder in _holders(model, owner))
+    return next((count * (_number(holder, HEAD_SIZES) or 0) for holder, count in counts if count), 0)
+
+
+def _holders(model: nn.Module, owner: str) -> Iterator[object]:
+    """Yield the module at this path and its config, then those of each module above it."""
+    parts = owner.split(".") if owner else []
+    for i in range(len(parts), -1, -1):
+        module = model.get_submodule(".".join(parts[:i]))
+        yield from (module, read(module, "config"))
+
+
+def _number(holder: object, names: Sequence[str]) -> int | None:
+    """Return the first positive number that a module or config declares under one of these names."""
+    return next((x for x in (declared(holder, name) for name in names) if x is not None and x > 0), None)
+
+
 def _declared_size(holder: object, query_rows: int) -> int | None:
     """Return the size of a head that a module or config declares, or that follows from its number of heads, or None."""
-
-    def number(names: Sequence[str]) -> int | None:
-        return next((x for x in (declared(holder, name) for name in names) if x is not None and x > 0), None)
-
-    if (size := number(HEAD_SIZES)) is not None:
+    if (size := _number(holder, HEAD_SIZES)) is not None:
         return size
-    width, count = query_rows or number(WIDTHS), number(HEAD_COUNTS)
+    width, count = query_rows or _number(holder, WIDTHS), _number(holder, HEAD_COUNTS)
     return width // count if width and count and width % count == 0 else None

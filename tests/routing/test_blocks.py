@@ -267,3 +267,20 @@ def test_an_item_of_a_list_may_also_be_elsewhere_in_the_model() -> None:
     stem, head = nn.Conv2d(3, WIDTH, 4), nn.Linear(WIDTH, 7)
     model = made(stem=stem, pool=pool, classifier=nn.ModuleList([pool, head]))
     assert on_adam(model) == {"classifier.1"}
+
+
+@pytest.mark.parametrize("name", ["final_layer", "proj_out", "fc_out", "decoder"])
+def test_a_last_layer_with_the_name_of_one_is_a_head(name: str) -> None:
+    blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32) for _ in range(2))
+    assert on_adam(made(patches=nn.Linear(12, WIDTH), blocks=blocks, **{name: nn.Linear(WIDTH, 12)})) == {name}
+    assert on_adam(made(prenet=made(**{name: nn.Linear(12, WIDTH)}), blocks=blocks)) == set(), "not the last one"
+
+
+def test_the_last_layer_of_a_diffusion_model_is_its_head() -> None:
+    """DiT modulates the norm before it, and guided diffusion has a norm and an activation there."""
+    linear, modulation = nn.Linear(WIDTH, 12), nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 2 * WIDTH))
+    blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32) for _ in range(2))
+    transformer = made(blocks=blocks, final_layer=made(linear=linear, modulation=modulation))
+    assert on_adam(transformer) == {"final_layer.linear"}
+    out = nn.Sequential(nn.GroupNorm(4, WIDTH), nn.SiLU(), nn.Conv2d(WIDTH, 3, 3))
+    assert on_adam(made(stem=nn.Conv2d(3, WIDTH, 3), middle=nn.Conv2d(WIDTH, WIDTH, 3), out=out)) == {"out.2"}

@@ -33,7 +33,10 @@ NAMES = (
     "seq_relationship", "sequence_summary", "ctc_proj", "classif",
 )  # fmt: skip
 # Names that hidden layers have too: they count only for the last layer of a model.
-LAST_NAMES = frozenset({"output", "output_layer", "out", "fc", "linear", "last_linear"})
+LAST_NAMES = frozenset({
+    "output", "output_layer", "out", "out_proj", "proj_out", "conv_out", "fc", "fc_out", "linear", "last_linear",
+    "final_layer", "final_conv", "decoder",
+})  # fmt: skip
 # Modules with only hidden parts, under any name.
 HIDDEN = frozenset({"attn", "attention", "sa", "mha", "mlp", "ffn"})
 # Containers of torch, which say nothing about what they hold.
@@ -231,9 +234,10 @@ def _is_last_layer(path: str, module: nn.Module, modules: Modules) -> bool:
     """Return whether a layer is the last one of a model: after its embedding, convolutions or repeated blocks.
 
     The model is the outermost module with several parts, or a part with its own embedding. A layer with as many outputs
-    as inputs is not taken for a head.
+    as inputs is not taken for a head. The layer may be in a module, with norms and modulation beside it.
     """
-    (n, m), parent = _widths(module), modules[path.rpartition(".")[0]]
+    parent = modules[path.rpartition(".")[0]]
+    n, m = next((_widths(modules[""].get_submodule(layer)) for layer in _output_layers(path, module)), (0, 0))
     siblings = [child for child in parent.children() if _has_matrices(child)]
     if not siblings or siblings[-1] is not module or not n or n == m:
         return False

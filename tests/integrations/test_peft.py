@@ -143,6 +143,17 @@ def test_a_trained_copy_of_the_head_gets_adam_and_adapters_of_the_head_do_not_mo
     assert all("lora" in name for name in changed(model, before))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_trained_rows_of_the_embedding_get_adam(tied: bool) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_llama(tie_word_embeddings=tied), config)
+    rules = {row.name: (row.rule, row.why) for row in plan(model).rows if "tokens_delta" in row.name}
+    assert list(rules.values()) == [("adam", "embedding")]
+    before = weights(model)
+    train(model, Cosmos(model, lr=1e-2), range(2))
+    assert set(rules) < changed(model, before)
+
+
 def test_adalora_is_an_error_that_shows_the_line_to_add() -> None:
     config = peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_llama(), config)

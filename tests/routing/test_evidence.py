@@ -36,7 +36,8 @@ CLASS_NAMES = (
 @pytest.mark.parametrize("kind", CLASS_NAMES)
 def test_the_name_of_a_class_makes_no_matrix_of_a_table(kind: str) -> None:
     tables = {"pos_embed": (7, 16), "codebook": (64, 16), "relative_position_bias_table": (169, 4),
-              "rel_pos": (3, 13, 13), "cls_token": (1, 1, 16), "latents": (8, 16)}  # fmt: skip
+              "rel_pos": (3, 13, 13), "cls_token": (1, 1, 16), "latents": (8, 16),
+              "tokens_delta": (3, 16)}  # fmt: skip
     for model in (holder(kind, tables), nn.ModuleDict({"stack": holder(kind, tables)})):
         assert set(kinds(model).values()) <= {("adam", "embedding"), ("adam", "vector")}
 

@@ -12,13 +12,14 @@ NUMBER = re.compile(r"\d+$")
 LAYER_NUMBER = re.compile(r"(^|\.)\d+(?=\.)")
 
 # A parameter that is a table of vectors, one for each position, token or code. `token_mixing` is not a table, so the
-# words of TOKEN count only at the end of a name.
+# words of TOKEN count only at the end of a name, or before CHANGE there: PEFT has `trainable_tokens_delta`.
 TABLE = frozenset({
     "embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "pos", "position", "positions", "positional",
     "rel", "table", "tables", "codebook", "codebooks", "codevectors", "prototypes", "centroids", "prompt", "prompts",
     "latent", "latents", "freq", "freqs",
 })  # fmt: skip
 TOKEN = frozenset({"token", "tokens"})
+CHANGE = frozenset({"delta"})
 POSITION = frozenset({"pos", "position", "positions", "positional", "wpe", "rel", "relative"})  # not a vocabulary
 PROJECTION = frozenset({"proj", "projection", "kernel"})  # at the end of a name: not a table, but a matrix for one
 BIAS = frozenset({"bias", "biases"})
@@ -67,7 +68,8 @@ def matches(name: str, pattern: str) -> bool:
 def is_table(name: str) -> bool:
     """Return whether a parameter's name is that of a table of vectors."""
     found = words(name)
-    is_named = not TABLE.isdisjoint(found) or not TOKEN.isdisjoint(found[-1:])
+    last = [word for word in found if word not in CHANGE][-1:]
+    is_named = not TABLE.isdisjoint(found) or not TOKEN.isdisjoint(last)
     return is_named and PROJECTION.isdisjoint(found[-1:])
 
 

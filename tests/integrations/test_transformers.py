@@ -117,3 +117,11 @@ def test_changed_settings_of_adam_are_reported_unless_the_optimizer_has_its_own(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CosmosFactory()(tiny_llama(), Arguments(), betas=(0.9, 0.95))
+
+
+def test_options_in_optim_args_are_reported() -> None:
+    class Arguments:
+        learning_rate, weight_decay, optim_args = 1e-3, 0.0, "rank=64"
+
+    with pytest.warns(UserWarning, match=r"does not read optim_args='rank=64' of TrainingArguments.* beside \"args\""):
+        CosmosFactory()(tiny_llama(), Arguments())

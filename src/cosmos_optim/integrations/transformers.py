@@ -26,7 +26,7 @@ class CosmosFactory:
         Args:
             model: the model as it will be trained, with adapters or shards.
             args: TrainingArguments; `learning_rate` and `weight_decay` come from there if they are not given. A warning
-                says that `adam_beta1`, `adam_beta2` and `adam_epsilon` do not.
+                says that `adam_beta1`, `adam_beta2`, `adam_epsilon` and `optim_args` do not.
             options: arguments of `cosmos_optim.integrations.build`: `optimizer="muon"`, `lr`, `adam_lr`, `overrides`,
                 `rank` and so on. Without `adam_lr`, the rate of embeddings and norms is 4 times `lr`.
         """
@@ -36,14 +36,19 @@ class CosmosFactory:
                 'optimizer_cls_and_kwargs=(CosmosFactory, {"args": training_args}), or {"lr": ...} for another rate'
             )
         if args is not None:
-            _warn_of_adams_settings(args, options)
+            _warn_of_other_settings(args, options)
             options.setdefault("lr", args.learning_rate)
             options.setdefault("weight_decay", args.weight_decay)
         return build(model, **options)
 
 
-def _warn_of_adams_settings(args: Any, options: dict[str, Any]) -> None:
-    """Warn of changed settings that only the AdamW of transformers reads, unless the optimizer gets betas or eps."""
+def _warn_of_other_settings(args: Any, options: dict[str, Any]) -> None:
+    """Warn of settings for the optimizers of transformers: `optim_args`, and Adam's unless betas or eps are given."""
+    if given := getattr(args, "optim_args", None):
+        warnings.warn(
+            f'this optimizer does not read optim_args={given!r} of TrainingArguments: give these options beside "args"',
+            stacklevel=3,
+        )
     defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
     held = {name: getattr(args, name, value) for name, value in defaults.items()}
     changed = ", ".join(f"{name}={value}" for name, value in held.items() if value != defaults[name])

@@ -23,7 +23,7 @@ from cosmos_optim.saved_groups import DTYPES, STRUCTURE, differing
 OF_SCHEDULERS = {
     "max_lr": ("OneCycleLR", "OneCycleLR(max_lr={})"),
     "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
-    "initial_lr": ("a scheduler or a loop", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
+    "initial_lr": ("a scheduler or a search for a rate", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
 }
 LEAST = -1e-12  # A schedule may end a little below 0 by rounding.
 KEYS = (*OF_SCHEDULERS, "lr")

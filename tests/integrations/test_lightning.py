@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric: exact continuation, the logged rate."""
+"""Lightning's Trainer and Fabric: exact continuation, the logged rate, callbacks that set rates or unfreeze layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
-from cosmos_optim import Cosmos
+from cosmos_optim import Cosmos, param_groups
 from cosmos_optim.integrations.lightning import configure
-from tests.integrations.helpers import CUT, STEPS, llama_loss, tiny_llama, tokens
+from tests.integrations.helpers import CUT, STEPS, changed, llama_loss, tiny_llama, tokens, weights
 
 lightning = pytest.importorskip("lightning")
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -92,3 +92,62 @@ def test_fabric_saves_and_continues_exactly(tmp_path: Path) -> None:
     model, opt = prepared(1)
     fabric.load(tmp_path / "state.ckpt", {"model": model, "optimizer": opt})
     assert run(model, opt, range(CUT, STEPS)) == after
+
+
+def fit(module: Module, *callbacks: Any, epochs: int = 3) -> Any:
+    trainer = lightning.Trainer(max_epochs=epochs, callbacks=[*callbacks], **QUIET, enable_checkpointing=False)
+    trainer.fit(module, batches())
+    return trainer.optimizers[0]
+
+
+def test_weight_averaging_takes_a_rate_for_each_group() -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    options = {"swa_epoch_start": 1, "annealing_epochs": 1}
+    opt = fit(Module(), StochasticWeightAveraging(swa_lrs=[1e-3, 4e-3], **options))
+    assert [group["lr"] for group in opt.param_groups] == [1e-3, 4e-3]
+    with pytest.raises(ValueError, match=r"SWALR\(swa_lr=\[0.001, 0.004\]\)"):
+        fit(Module(), StochasticWeightAveraging(swa_lrs=1e-3, **options))
+
+
+def test_the_search_for_a_rate_works_with_one_rate_and_is_refused_with_two(tmp_path: Path) -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    class Searched(Module):
+        lr, ratio = 1e-3, 1
+
+        def configure_optimizers(self) -> Any:
+            return configure(self, lr=self.lr, adam_lr=self.ratio * self.lr, gamma=0.25, rank=8)
+
+    def search(module: Searched) -> None:
+        trainer = lightning.Trainer(max_epochs=9, default_root_dir=tmp_path, **QUIET)
+        Tuner(trainer).lr_find(module, batches(), num_training=20, min_lr=1e-5, max_lr=1e-1)
+
+    found = Searched()
+    search(found)
+    assert 1e-5 < found.lr < 1e-1 and found.lr != Searched.lr
+    found.ratio = 4
+    with pytest.raises(ValueError, match=r"a search for a rate set .* in all groups.*adam_lr=.* if one rate is meant"):
+        search(found)
+
+
+def test_layers_that_a_callback_unfreezes_get_their_rules() -> None:
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.llama.model)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.make_trainable(pl_module.llama.model)
+                for group in param_groups(pl_module, beside=optimizer):
+                    optimizer.add_param_group(group)
+
+    module = Module()
+    before = weights(module)
+    opt = fit(module, Unfreeze())
+    assert [(group["rule"], len(group["params"])) for group in opt.param_groups] == [
+        ("adam", 1), ("cosmos", 14), ("adam", 6)
+    ]  # fmt: skip
+    assert changed(module, before) == {name for name, _ in module.named_parameters()}

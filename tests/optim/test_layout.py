@@ -65,6 +65,20 @@ def test_state_number_i_belongs_to_block_i(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(overlaps.abs(), torch.ones(3))
 
 
+@pytest.mark.parametrize("settings", [{}, {"layout": "in_out", "split_side": "input"}])
+def test_experts_below_each_other_in_one_matrix_train_as_their_own_layers(settings: dict[str, Any]) -> None:
+    """As docs/routing.md says for DBRX: three experts of width 5, stored (out, in) or (in, out)."""
+    turned = bool(settings)
+    whole, gradient = matrix((15, 8)), torch.randn(15, 8)
+    apart = [nn.Parameter((x.mT if turned else x).clone()) for x in whole.detach().split(5)]
+    whole.grad = gradient
+    for p, g in zip(apart, gradient.split(5), strict=True):
+        p.grad = (g.mT if turned else g).clone()
+    Cosmos([{"params": [whole], "split_sizes": 5, **settings}], rank=2).step()
+    Cosmos(apart, rank=2).step()
+    assert torch.equal(whole, torch.cat([p.mT if turned else p for p in apart]))
+
+
 @pytest.mark.parametrize("sizes", [np.int64(4), [np.int64(4), np.int32(4)], (4, np.int64(4))])
 def test_split_sizes_may_be_integers_of_numpy(sizes: Any) -> None:
     p = matrix((8, 6))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cosmos_optim import Cosmos, mark
-from tests.integrations.helpers import CUT, STEPS, VOCABULARY, batch, tiny_llama, tokens, train
+from tests.integrations.helpers import CUT, STEPS, VOCABULARY, batch, changed, tiny_llama, tokens, train, weights
 from tests.integrations.torchvision_stub import import_timm
 
 
@@ -62,6 +62,25 @@ def test_litgpt_trains_a_marked_model_exactly() -> None:
     assert rules["transformer.wte.weight"] == rules["lm_head.weight"] == "adam"
     assert rules["transformer.h.0.mlp.fc.weight"] == "cosmos"
     assert opt.param_groups[0]["rule"] == "cosmos", "the first group must be one of hidden matrices"
+
+
+def test_adapters_of_litgpt_train_alone() -> None:
+    """Its LoRA layers hold the linear layer, and q and v of a fused one have one A and one B."""
+    pytest.importorskip("litgpt")
+    from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
+
+    sizes = {"n_layer": 2, "n_head": 4, "n_query_groups": 2, "n_embd": 32, "block_size": 32}
+    places = {f"lora_{name}": True for name in ("query", "value", "projection", "mlp", "head")}
+    model = GPT(Config(**sizes, padded_vocab_size=VOCABULARY, lora_r=4, lora_alpha=8, **places))
+    mark(model)
+    mark_only_lora_as_trainable(model)
+    opt = Cosmos(model.parameters(), lr=1e-2)
+    expected = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert rules_of(opt) == dict.fromkeys(expected, "cosmos")
+    assert {"lm_head.lora_A", "transformer.h.0.attn.qkv.lora_B", "transformer.h.1.mlp.proj.lora_A"} < expected
+    before = weights(model)
+    losses = train(model, opt, range(3), next_token_loss)
+    assert changed(model, before) == expected and losses[-1] < losses[0]
 
 
 def test_torchtune_trains_a_marked_model_exactly() -> None:

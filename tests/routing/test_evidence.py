@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -117,6 +118,17 @@ def test_what_is_beside_a_layers_weight_is_unknown_unless_it_is_half_of_an_adapt
         with pytest.raises(ValueError, match=f"'{name}'.*is not known to be"):
             param_groups(layer)
     assert kinds(model, overrides={name: "adam"})["weight"] == ("cosmos", "hidden")
+
+
+def test_the_factors_of_an_adapter_around_a_layer_are_matrices_by_their_name() -> None:
+    around = holder("Any", {"lora_A": (6, 8), "lora_B": (9, 3), "lora_scale": (1, 9)})
+    with pytest.raises(ValueError, match="'lora_A'.*is not known to be"):
+        param_groups(around)
+    around.linear = nn.Linear(8, 12, bias=False)
+    found = kinds(nn.ModuleDict({"blocks": nn.ModuleList([around]), "lm_head": copy.deepcopy(around)}))
+    factors = {name: kind for name, kind in found.items() if name.endswith(("lora_A", "lora_B"))}
+    assert len(factors) == 4 and set(factors.values()) == {("cosmos", "hidden")}
+    assert found["lm_head.lora_scale"][0] == "adam"
 
 
 def test_a_square_layer_may_have_an_adapter_but_no_second_weight() -> None:

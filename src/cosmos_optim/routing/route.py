@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from cosmos_optim.routing.words import BIAS, EXPERT, KEY, NORM, QUERY, ROUTER, SCALE, holds_table, is_table, words
+from cosmos_optim.routing.words import (
+    ADAPTER,
+    BIAS,
+    EXPERT,
+    KEY,
+    NORM,
+    QUERY,
+    ROUTER,
+    SCALE,
+    holds_table,
+    is_table,
+    words,
+)
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 # Names under which linear layers declare the sizes of their input and output: torch and its quantized layers;
@@ -114,7 +126,7 @@ def _adam_kind(parameter: ModelParameter, form: str, is_embedding: bool, is_head
         return "embedding"
     if p.dim() < 2:
         return _vector_kind(parameter)
-    if is_head:
+    if is_head and not _has_word(own, ADAPTER):
         return "output head"
     if _is_bias_table(parameter):
         return "embedding"
@@ -292,7 +304,8 @@ def _class_names(module: nn.Module, qualified: bool = False) -> set[str]:
 def _is_linear(parameter: ModelParameter) -> bool:
     """Return whether a parameter with two dimensions is a linear layer's weight, or a factor of an adapter beside it.
 
-    The layer may hold a part of the rows or columns that it declares, as tensor-parallel layers do.
+    The layer may hold a part of the rows or columns that it declares, as tensor-parallel layers do. The adapter's
+    module may hold the layer, as in litgpt: then the name tells, because a fused layer's factors have other sizes.
     """
     module, (rows, columns) = parameter.module, parameter.p.shape
     is_weight = re.fullmatch(r"weight\d*", WEIGHT_PART.sub("", parameter.tensor_name)) is not None
@@ -306,7 +319,7 @@ def _is_linear(parameter: ModelParameter) -> bool:
             return True
         if not is_weight and (_is_adapter(parameter, m, n) or _is_only_matrix(parameter, m, n)):
             return True
-    return False
+    return _has_word(parameter.tensor_name, ADAPTER) and any(isinstance(m, nn.Linear) for m in module.children())
 
 
 def _is_only_matrix(parameter: ModelParameter, m: int, n: int) -> bool:

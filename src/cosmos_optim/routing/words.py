@@ -27,6 +27,7 @@ NORM = frozenset({"norm", "norms", "ln", "layernorm", "rmsnorm", "batchnorm", "g
 SCALE = frozenset({"scale", "scales", "gamma", "beta", "alpha", "gain", "temperature", "tau", "decay"})
 EXPERT = frozenset({"expert", "experts", "moe", "mixture"})
 ROUTER = frozenset({"router", "gate", "gating"})
+ADAPTER = frozenset({"lora"})
 # Whole names of the layers of queries and keys.
 QUERY = frozenset({"q", "q_proj", "query", "query_proj", "wq", "w_q", "to_q", "q_lin"})
 KEY = frozenset({"k", "k_proj", "key", "key_proj", "wk", "w_k", "to_k", "k_lin"})

@@ -29,6 +29,7 @@ from cosmos_optim.routing.fused_weights import fused_hint, fused_sizes
 from cosmos_optim.routing.output_head import Head, find_output_heads
 from cosmos_optim.routing.param_groups import routes
 from cosmos_optim.routing.route import ModelParameter, Route
+from cosmos_optim.routing.words import ADAPTER, words
 from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import TWO_SIDED_SUFFIX
 
@@ -184,7 +185,8 @@ def _fused_hint(model: nn.Module, parameter: ModelParameter, route: Route, group
 
 def _head_hint(model: nn.Module, rule: str, head: Head | None, rows: Sequence[PlanRow]) -> str:
     """Return advice if no output head was found, which may be right: a backbone has none."""
-    matrices = [row for row in rows if row.rule not in ("adam", "adam-mini") and len(row.shape) > 1]
+    matrices = [row for row in rows if row.rule not in ("adam", "adam-mini") and len(row.shape) > 1
+                and ADAPTER.isdisjoint(words(row.name))]  # fmt: skip
     if len(matrices) < 2 or find_output_heads(model, head) or any(row.tied for row in rows):
         return ""
     last = matrices[-1].name.rpartition(".")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -335,6 +336,12 @@ def test_a_plan_without_an_output_head_says_how_to_name_it() -> None:
         assert hint.replace("model, ", f"model, '{rule}', ") in str(plan(layers, rule))
     assert "output head" not in str(plan(layers, "adam-mini")) + str(plan(layers, "adam"))
     assert "output head was" not in str(plan(decoder())) + str(plan(Tied()))
+
+
+def test_a_plan_does_not_suggest_an_adapter_as_the_head() -> None:
+    factors = {"lora_a": nn.Linear(8, 2, bias=False), "lora_b": nn.Linear(2, 8, bias=False)}
+    model = nn.ModuleDict({name: nn.ModuleDict(copy.deepcopy(factors)) for name in ("up", "output")})
+    assert "no output head" not in str(plan(model))
 
 
 def test_a_plan_does_not_suggest_a_numbered_layer_as_the_head() -> None:

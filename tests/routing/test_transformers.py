@@ -24,10 +24,10 @@ NAMED_HEADS = (
 TABLES = ("*.rel_pos_bias.weight", "*.rel_pos_?_bias.weight")
 # Plain parameters, or parameters of layers that are not torch's own, that are hidden matrices:
 HIDDEN = (
-    "*.experts.gate_up_proj", "*.experts.down_proj", "*.mlp.gate.weight", "*.router.weight", "*.input_linear.weight",
-    "*.output_linear.weight", "*.rg_lru.*_gate_weight", "*.mm_input_projection_weight", "*.c_attn.weight",
-    "*.c_fc.weight", "*.c_proj.weight", "ibert.encoder.layer.*.dense.weight", "ibert.encoder.layer.*.self.*.weight",
-    "*.parametrizations.weight.original1",
+    "*.experts.gate_up_proj", "*.experts.up_proj", "*.experts.down_proj", "*.mlp.gate.weight", "*.mixer.gate.weight",
+    "*.router.weight", "*.input_linear.weight", "*.output_linear.weight", "*.rg_lru.*_gate_weight",
+    "*.mm_input_projection_weight", "*.c_attn.weight", "*.c_fc.weight", "*.c_proj.weight",
+    "ibert.encoder.layer.*.dense.weight", "ibert.encoder.layer.*.self.*.weight", "*.parametrizations.weight.original1",
 )  # fmt: skip
 
 

@@ -29,6 +29,8 @@ _NAMES = """
     GraniteMoeForCausalLM Llama4ForCausalLM Glm4MoeForCausalLM PhimoeForCausalLM JetMoeForCausalLM
     MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM RwkvForCausalLM RecurrentGemmaForCausalLM JambaForCausalLM
     BambaForCausalLM Qwen3NextForCausalLM ZambaForCausalLM
+    DeepseekV2ForCausalLM KimiLinearForCausalLM LongcatFlashForCausalLM MiniMaxForCausalLM NemotronHForCausalLM
+    FalconH1ForCausalLM GraniteMoeHybridForCausalLM OlmoHybridForCausalLM xLSTMForCausalLM AriaTextForCausalLM
     LlamaForSequenceClassification LlamaForTokenClassification LlamaForQuestionAnswering GPT2ForSequenceClassification
     GPT2DoubleHeadsModel
     BertForPreTraining BertForMaskedLM BertForSequenceClassification BertForTokenClassification BertForQuestionAnswering
@@ -57,6 +59,7 @@ _NAMES = """
     DetrForObjectDetection DetrForSegmentation YolosForObjectDetection DeformableDetrForObjectDetection
     RTDetrForObjectDetection OwlViTForObjectDetection
     SegformerForSemanticSegmentation DPTForDepthEstimation DPTForSemanticSegmentation SamModel
+    HGNetV2ForImageClassification Sam2Model VJEPA2Model
     UperNetForSemanticSegmentation PatchTSTForClassification DecisionTransformerModel ViltForQuestionAnswering
     TapasForQuestionAnswering
 """

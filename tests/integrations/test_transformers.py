@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_optim import Cosmos
+from cosmos_optim import Cosmos, mark
 from cosmos_optim.integrations import build
 from cosmos_optim.integrations.transformers import CosmosFactory
 from tests.integrations.helpers import CUT, STEPS, changed, examples, tiny_llama, weights
@@ -78,6 +78,28 @@ def test_a_factory_without_a_rate_says_what_to_write() -> None:
         CosmosFactory()(tiny_llama())
     with pytest.raises(ValueError, match="there is no optimizer 'adamw'"):
         CosmosFactory()(tiny_llama(), lr=1e-3, optimizer="adamw")
+
+
+def test_a_factory_that_was_called_says_to_give_the_class(tmp_path: Path) -> None:
+    run = Trainer(tiny_llama(), arguments(tmp_path), train_dataset=examples(),
+                  optimizer_cls_and_kwargs=(CosmosFactory(), {"lr": 1e-3}))  # fmt: skip
+    with pytest.raises(TypeError, match=r"give transformers the class: \(CosmosFactory, "):
+        run.train()
+
+
+def test_the_class_itself_asks_for_marks_and_works_with_them(tmp_path: Path) -> None:
+    """Trainer passes bare parameters."""
+    args = arguments(tmp_path, save_strategy="no", weight_decay=0.1)
+    given = {"args": args, "train_dataset": examples(), "optimizer_cls_and_kwargs": (Cosmos, {"lr": 2e-3, "rank": 8})}
+    with pytest.raises(ValueError, match=r"if other code passes the parameters, call mark\(model\) first"):
+        Trainer(tiny_llama(), **given).train()
+    run = Trainer(mark(tiny_llama()), **given)
+    run.train()
+    factory = trainer(tiny_llama(), arguments(tmp_path, save_strategy="no"))
+    factory.train()
+    rules = [{name: group["rule"] for group in x.optimizer.param_groups for name in group["param_names"]}
+             for x in (run, factory)]  # fmt: skip
+    assert rules[0] == rules[1]
 
 
 def test_an_optimizer_built_before_works_too(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from cosmos_optim.optimizer import MatrixOptimizer
 class CosmosFactory:
     """Build the optimizer from the model: transformers calls `Factory()(model, **kwargs)`, axolotl adds `args`."""
 
-    def __call__(self, model: nn.Module, args: Any = None, **options: Any) -> MatrixOptimizer:
+    def __call__(self, model: nn.Module | None = None, args: Any = None, **options: Any) -> MatrixOptimizer:
         """Return the optimizer.
 
         Args:
@@ -30,6 +30,8 @@ class CosmosFactory:
             options: arguments of `cosmos_optim.integrations.build`: `optimizer="muon"`, `lr`, `adam_lr`, `overrides`,
                 `rank` and so on. Without `adam_lr`, the rate of embeddings and norms is 4 times `lr`.
         """
+        if model is None:  # transformers calls what it is given, and then that with the model
+            raise TypeError("give transformers the class: (CosmosFactory, {...}) instead of (CosmosFactory(), {...})")
         if args is None and "lr" not in options:
             raise ValueError(
                 "CosmosFactory was given no rate, and transformers does not tell it the learning_rate: write "

@@ -353,5 +353,6 @@ def _refuse_vectors(groups: Sequence[Mapping[str, Any]], rule: str) -> None:
                 raise ValueError(
                     f"parameter {unnamed if name is None else repr(name)} has shape {tuple(p.shape)} and is not a "
                     "matrix: give the optimizer the model, or param_groups(model), which gives embeddings, heads, "
-                    "norms and biases to AdamW; or put it in a group with rule='adam'"
+                    "norms and biases to AdamW; if other code passes the parameters, call mark(model) first; or put "
+                    "this one in a group with rule='adam'"
                 )

@@ -44,7 +44,7 @@ def cuts(model: nn.Module, split_heads: Any, **options: Any) -> dict[str, dict[s
 @pytest.mark.parametrize(
     "names", ["a.q a.k a.v a.o", "attn.q_proj attn.k_proj attn.v_proj attn.o_proj", "attn.wq attn.wk attn.wv attn.wo",
               "x.to_q x.to_k x.to_v x.to_out.0", "a.q_lin a.k_lin a.v_lin a.out_lin",
-              "a.q_proj a.k_proj a.v_proj a.out_proj",
+              "a.q_proj a.k_proj a.v_proj a.out_proj", "a.qkv_linear.wq a.qkv_linear.wk a.qkv_linear.wv a.wo",
               "attention.self.query attention.self.key attention.self.value attention.output.dense",
               "attention.attention.query attention.attention.key attention.attention.value attention.output.dense"],
 )  # fmt: skip

@@ -111,9 +111,12 @@ def _owner_and_layer(parameter: ModelParameter) -> tuple[str, str]:
 
 
 def _attention(owner: str) -> str:
-    """Return the path of the whole attention: BERT keeps queries in attention.self, ViT in attention.attention."""
+    """Return the path of the whole attention.
+
+    BERT keeps queries in attention.self, ViT in attention.attention, torchtitan in attention.qkv_linear.
+    """
     outer, _, last = owner.rpartition(".")
-    inner = last == "self" or (last == "attention" and outer.rpartition(".")[2] == "attention")
+    inner = last in {"self", "qkv_linear"} or (last == "attention" and outer.rpartition(".")[2] == "attention")
     return outer if inner else owner
 
 

@@ -28,6 +28,7 @@ HIDDEN = (
     "*.router.weight", "*.input_linear.weight", "*.output_linear.weight", "*.rg_lru.*_gate_weight",
     "*.mm_input_projection_weight", "*.c_attn.weight", "*.c_fc.weight", "*.c_proj.weight",
     "ibert.encoder.layer.*.dense.weight", "ibert.encoder.layer.*.self.*.weight", "*.parametrizations.weight.original1",
+    "*_hc.fn", "*.hc_fn",
 )  # fmt: skip
 
 

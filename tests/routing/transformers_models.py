@@ -29,8 +29,9 @@ _NAMES = """
     GraniteMoeForCausalLM Llama4ForCausalLM Glm4MoeForCausalLM PhimoeForCausalLM JetMoeForCausalLM
     MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM RwkvForCausalLM RecurrentGemmaForCausalLM JambaForCausalLM
     BambaForCausalLM Qwen3NextForCausalLM ZambaForCausalLM
-    DeepseekV2ForCausalLM KimiLinearForCausalLM LongcatFlashForCausalLM MiniMaxForCausalLM NemotronHForCausalLM
-    FalconH1ForCausalLM GraniteMoeHybridForCausalLM OlmoHybridForCausalLM xLSTMForCausalLM AriaTextForCausalLM
+    DeepseekV2ForCausalLM DeepseekV4ForCausalLM KimiLinearForCausalLM LongcatFlashForCausalLM MiniMaxForCausalLM
+    NemotronHForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM OlmoHybridForCausalLM xLSTMForCausalLM
+    AriaTextForCausalLM
     LlamaForSequenceClassification LlamaForTokenClassification LlamaForQuestionAnswering GPT2ForSequenceClassification
     GPT2DoubleHeadsModel
     BertForPreTraining BertForMaskedLM BertForSequenceClassification BertForTokenClassification BertForQuestionAnswering
@@ -80,8 +81,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DetrForSegmentation": _RESNET,
     "DeformableDetrForObjectDetection": {**_RESNET, "with_box_refine": True},
 }
-# Parameters that nothing claims: matrices in three dimensions, of which no name says how they are cut.
+# Parameters that nothing claims: matrices in three dimensions, of which no name says how they are cut, and those of
+# hyper-connections.
 UNCLAIMED = {
+    "DeepseekV4ForCausalLM": {"*hc.fn": "cosmos", "*.hc_fn": "cosmos"},
     "XLNetForSequenceClassification": {"*.rel_attn.[qkvor]": "adam"},
     "FunnelForSequenceClassification": {"*.r_kernel": "adam"},
     "ZambaForCausalLM": {"*.x_proj_weight": "adam"},

@@ -20,7 +20,7 @@ from cosmos_optim.engine.parameter_state import converted
 from cosmos_optim.hyperparameters import check_options
 from cosmos_optim.rules import RULES, adam
 from cosmos_optim.rules.rule import M_SCALE, Settings, Slot, load_momentum
-from cosmos_optim.saved_groups import DTYPES, Match, differing
+from cosmos_optim.saved_groups import DTYPES, Match, differing, written_by_another
 
 if TYPE_CHECKING:
     from cosmos_optim.optimizer import MatrixOptimizer
@@ -92,10 +92,7 @@ def _check_settings(matches: list[Match]) -> None:
             check_options(settings)
         except ValueError as error:
             if "rule" not in settings:  # torch's Muon has three numbers as ns_coefficients
-                raise ValueError(
-                    f"group {i} of the checkpoint has no 'rule', so another optimizer wrote it, such as one of torch: "
-                    "its state cannot be loaded. Start with a new optimizer"
-                ) from error
+                raise ValueError(written_by_another(i)) from error
             raise ValueError(f"group {i} of the checkpoint: {error}") from None
 
 

@@ -189,6 +189,8 @@ def _check_group(optimizer: MatrixOptimizer, index: int, match: Match) -> None:
     """Raise a ValueError if a saved group has another number of parameters than ours, or another structure."""
     ours, saved = match
     if len(ours["params"]) != len(saved["params"]):
+        if "rule" not in saved:
+            raise ValueError(written_by_another(index))
         raise ValueError(
             f"group {index} has {len(saved['params'])} parameters in the checkpoint and {len(ours['params'])} here: "
             "build the optimizer from the same model, with the same parameters frozen. If you add layers, load first, "
@@ -201,6 +203,14 @@ def _check_group(optimizer: MatrixOptimizer, index: int, match: Match) -> None:
     if keys:
         theirs, here = (", ".join(f"{key}={group[key]!r}" for key in keys) for group in (saved, ours))
         raise ValueError(f"group {index} was saved with {theirs}, here it has {here}: {_advice(keys, saved)}")
+
+
+def written_by_another(index: int) -> str:
+    """Return the error for a saved group that no optimizer of this package wrote."""
+    return (
+        f"group {index} of the checkpoint has no 'rule', so another optimizer wrote it, such as one of torch: its "
+        "state cannot be loaded. Load the model only, and start with a new optimizer"
+    )
 
 
 def _advice(keys: list[str], saved: dict[str, Any]) -> str:

@@ -287,6 +287,16 @@ def test_a_wrong_setting_in_a_checkpoint_is_refused_by_its_name_and_changes_noth
     assert same(before, snapshot(torch.nn.ParameterList([p]), opt))
 
 
+def test_the_error_for_groups_with_and_without_decay_says_that_another_optimizer_wrote_them() -> None:
+    """As transformers' Trainer makes them: as many groups as here, with other parameters."""
+    model = decoder()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    saved = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]).state_dict()
+    with pytest.raises(ValueError, match="so another optimizer wrote it.*Load the model only"):
+        Cosmos(model).load_state_dict(saved)
+
+
 @pytest.mark.parametrize("name", ["cosmos", "muon"])
 def test_the_error_for_a_checkpoint_of_torchs_muon_says_that_another_optimizer_wrote_it(name: str) -> None:
     """Its ns_coefficients are numbers and ours a name, but to change them would not help."""

@@ -86,7 +86,7 @@ def _check_settings(matches: list[Match]) -> None:
     """Raise ValueError for a saved setting that no optimizer would take: a step would fail on it halfway."""
     for i, match in enumerate(matches):
         settings, lr = match.saved, match.saved.get("lr")
-        if isinstance(lr, Real):  # a schedule may end a little below 0 by rounding, and a step takes that
+        if isinstance(lr, (Real, Tensor)):  # a schedule may end a little below 0 by rounding, and a step takes that
             settings = settings | {"lr": abs(lr)}
         try:
             check_options(settings)

@@ -314,6 +314,8 @@ def test_a_checkpoint_of_a_run_whose_schedule_ended_a_little_below_zero_is_loade
         opt.param_groups[0]["lr"] -= 5e-5
     assert -1e-18 < opt.param_groups[0]["lr"] < 0
     opt.load_state_dict(opt.state_dict())
+    opt.param_groups[0]["lr"] = torch.tensor(-1e-10)
+    opt.load_state_dict(opt.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ OF_SCHEDULERS = {
     "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
     "initial_lr": ("a scheduler or a search for a rate", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
 }
-LEAST = -1e-12  # A schedule may end a little below 0 by rounding.
+LEAST = -1e-8  # A schedule may end a little below 0 by rounding, in a tensor of float32 too.
 KEYS = (*OF_SCHEDULERS, "lr")
 
 Groups = Sequence[dict[str, Any]]
@@ -178,8 +178,8 @@ def _check_settings(groups: Groups) -> None:
             lost = sorted(kept - group.keys())
             raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
         for key in ("lr", "weight_decay"):
-            value = group[key]
-            if isinstance(value, Tensor):  # not read: that would wait for a GPU
+            value = _on_host(group[key])
+            if isinstance(value, Tensor):
                 continue
             wanted = ""
             if not isinstance(value, Real) or not math.isfinite(value):
@@ -193,12 +193,16 @@ def _check_settings(groups: Groups) -> None:
                 )
 
 
+def _on_host(value: Any) -> Any:
+    """Return a tensor on the CPU as a number, anything else as it is: every step would wait to read one on a GPU."""
+    return value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+
+
 def _shared_rates(groups: Groups) -> dict[str, float]:
     """Return the rates that all groups have in common, by key in the order of `KEYS`; 0 is none."""
     shared: dict[str, Any] = {}
     for key in KEYS:
-        rates = [group.get(key) for group in groups]
-        # A tensor is not read: on a GPU that would wait for it at every step.
+        rates = [_on_host(group.get(key)) for group in groups]
         if all(isinstance(rate, (int, float)) and rate and rate == rates[0] for rate in rates):
             shared[key] = rates[0]
     return shared

@@ -90,6 +90,15 @@ def test_a_loop_that_writes_one_rate_gets_a_warning_with_both_rates() -> None:
         train(model, opt, range(1))
 
 
+def test_a_loop_that_fills_tensors_with_one_rate_gets_a_warning_with_both_rates() -> None:
+    model = decoder()
+    opt = Cosmos(model, lr=torch.tensor(1e-3), adam_lr=torch.tensor(4e-3), rank=4)
+    for group in opt.param_groups:
+        group["lr"].fill_(3e-3)
+    with pytest.warns(UserWarning, match="all groups run at one lr.*lr=0.001.*adam_lr=0.004"):
+        train(model, opt, range(1))
+
+
 def test_a_pickle_has_the_keys_that_other_versions_read_and_loads_without_its_rates() -> None:
     """Older versions keep the rates at build time in an attribute of this name; the oldest have none."""
     opt = Cosmos(decoder(), lr=1e-3, adam_lr=4e-3, rank=4)
@@ -207,7 +216,7 @@ def test_the_ratios_that_rates_from_adamw_names_are_those_of_the_results() -> No
     assert ratios == re.findall(r"^ +(0\.\d)  ", rates_from_adamw.__doc__ or "", re.MULTILINE)
 
 
-@pytest.mark.parametrize("rate", [float("nan"), float("inf"), "5e-4", None])
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), "5e-4", None, torch.tensor(torch.nan)])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_rate_that_is_not_a_finite_number_is_refused_before_anything_changes(index: int, rate: Any) -> None:
     """A scheduler that divides by zero would turn all weights into NaN; YAML reads 5e-4 as text."""
@@ -216,7 +225,8 @@ def test_a_rate_that_is_not_a_finite_number_is_refused_before_anything_changes(i
     train(model, opt, range(1))
     before, good = snapshot(model, opt), opt.param_groups[index]["lr"]
     opt.param_groups[index]["lr"] = rate
-    with pytest.raises(ValueError, match=f"lr of group {index} is {rate!r}, .* must be a finite number"):
+    shown = "nan" if isinstance(rate, torch.Tensor) else repr(rate)
+    with pytest.raises(ValueError, match=f"lr of group {index} is {shown}, .* must be a finite number"):
         train(model, opt, range(1, 2))
     assert same(before, snapshot(model, opt))
     opt.param_groups[index]["lr"] = np.float32(good)  # a number of any type
@@ -225,9 +235,10 @@ def test_a_rate_that_is_not_a_finite_number_is_refused_before_anything_changes(i
 
 @pytest.mark.parametrize(("key", "value", "text"), [
     ("lr", -1e-6, "lr of group 1 is -1e-06, .* a schedule must not go on below 0"),
+    ("lr", torch.tensor(-0.5), "lr of group 1 is -0.5, .* a schedule must not go on below 0"),
     ("weight_decay", float("nan"), "weight_decay of group 1 is nan, .* must be a finite number"),
 ])  # fmt: skip
-def test_a_schedule_below_zero_and_a_decay_that_is_no_number_are_refused(key: str, value: float, text: str) -> None:
+def test_a_schedule_below_zero_and_a_decay_that_is_no_number_are_refused(key: str, value: Any, text: str) -> None:
     model = decoder()
     opt = Cosmos(model, rank=4)
     before = snapshot(model, opt)
@@ -235,8 +246,9 @@ def test_a_schedule_below_zero_and_a_decay_that_is_no_number_are_refused(key: st
     with pytest.raises(ValueError, match=text):
         train(model, opt, range(1))
     assert same(before, snapshot(model, opt))
-    opt.param_groups[1].update(lr=-1e-19, weight_decay=0.0)  # 0, rounded
-    train(model, opt, range(1))
+    for rounded_zero in (-1e-19, torch.tensor(-1e-9)):
+        opt.param_groups[1].update(lr=rounded_zero, weight_decay=0.0)
+        train(model, opt, range(1))
 
 
 # With eps=0, AdamW runs by our formula instead of torch's kernel.

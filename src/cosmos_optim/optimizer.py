@@ -172,7 +172,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _match_layouts(self) -> None:
         """Create layouts for parameters that other code put into the groups (accelerate, for FSDP2); drop old ones."""
         for index, group in enumerate(self.param_groups):
-            other_engines.refuse_replaced(index, group, RULES[group["rule"]])
+            other_engines.refuse_replaced(index, group, RULES[group["rule"]], self._layouts)
         held = {p for group in self.param_groups for p in group["params"]}
         self._forget([p for p in self._layouts if p not in held])
         known = len(self._layouts)
@@ -273,8 +273,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._agreement.waiting:
             self._agreement.compare(self._layouts, sharding.STEP_S)
         entries = []
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             rule = RULES[group["rule"]]
+            if len(group.get("param_names", group["params"])) != len(group["params"]):  # now, not at a save
+                other_engines.refuse_replaced(index, group, rule, self._layouts)
             if isinstance(group["lr"], Tensor) and group["lr"].dim():
                 group["lr"] = group["lr"].view(())  # as `complete` does; it may have been written or loaded since
             for p in group["params"]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cosmos_optim import AdamMini, Cosmos, Muon, mark
-from tests.optim.helpers import gradient, matrix
+from tests.optim.helpers import decoder, gradient, matrix, same, snapshot, train
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,23 @@ def test_a_parameter_moved_to_a_new_group_keeps_its_state_if_that_fits(changed: 
             optimizer.step()
         assert torch.equal(p, q) and opt.state[p].keys() == fresh.state[q].keys()
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+def test_parameters_removed_without_their_names_are_an_error_at_the_next_step() -> None:
+    """Not first at the next checkpoint, which would be lost."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(1))
+    group = opt.param_groups[0]
+    group["params"] = [p for p in group["params"] if p is not model.up.weight]
+    before = snapshot(model, opt)
+    for use in (lambda: train(model, opt, range(1, 2)), opt.state_dict):
+        with pytest.raises(ValueError, match="group 0 has 1 parameters and 2 names.*remove these from .* param_names"):
+            use()
+    assert same(before, snapshot(model, opt))
+    group["param_names"].remove("up.weight")
+    train(model, opt, range(1, 2))
+    opt.load_state_dict(opt.state_dict())
 
 
 def test_a_parameter_that_other_code_replaced_is_not_kept_in_memory() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import FrameType
 from typing import Any
 
@@ -59,9 +59,18 @@ def refuse_pieces(layouts: Mapping[Tensor, Layout]) -> None:
             refuse_flat(name, p, is_piece=True)
 
 
-def refuse_replaced(index: int, group: dict[str, Any], rule: Rule) -> None:
-    """Raise ValueError if other code has replaced the parameters of a group by flat vectors, as DeepSpeed ZeRO does."""
+def refuse_replaced(index: int, group: dict[str, Any], rule: Rule, known: Container[Tensor]) -> None:
+    """Raise ValueError if other code has replaced the parameters of a group by flat vectors, as DeepSpeed ZeRO does.
+
+    It may also have removed some of those that are `known`, and not their names.
+    """
     params, names = group["params"], group.get("param_names")
+    if names is not None and len(names) > len(params) and all(p in known for p in params):
+        raise ValueError(
+            f"group {index} has {len(params)} parameters and {len(names)} names, because other code has removed "
+            "parameters and not their names: remove these from the group's param_names too. A parameter that should "
+            "not be trained may also stay, with requires_grad=False and no gradient"
+        )
     flat = not rule.elementwise and any(p.dim() < 2 for p in params)
     if flat or (names is not None and len(names) != len(params)):
         named = f"{len(names)} named parameters ({names[0]!r}, ...)" if names else "matrices"
@@ -69,7 +78,7 @@ def refuse_replaced(index: int, group: dict[str, Any], rule: Rule) -> None:
             f"group {index} with rule {rule.name!r} was built with {named}, but other code has replaced them: it holds "
             f"{len(params)} now, of shapes {[tuple(p.shape) for p in params][:4]}. DeepSpeed ZeRO (stages 1 to 3) and "
             f"FSDP1 merge matrices into flat vectors, so rows and columns are lost. {REMEDY}. To add parameters to an "
-            "optimizer, use add_param_group; if you removed some, remove their names from the group's param_names too"
+            "optimizer, use add_param_group"
         )
 
 

@@ -277,11 +277,14 @@ def _warn_of_missing_state(optimizer: MatrixOptimizer, new_state: Mapping[Any, A
     """Warn of trained parameters without saved state. None at all is that of a run before its first step."""
     layouts = optimizer._layouts
     missing = [x.name for p, x in layouts.items() if p.requires_grad and not p.is_meta and p not in new_state]
-    if missing and len(missing) < sum(p.requires_grad for p in layouts):
+    entries = [(key, x) for key, x in new_state.items() if not isinstance(key, Tensor) and isinstance(x, dict)]
+    strays = [key for key, x in entries if not STATE_NAMES.isdisjoint(x)]  # numbers that became text, for example
+    if missing and (strays or len(missing) < sum(p.requires_grad for p in layouts)):
         others = f" and of {len(missing) - 1} others" if len(missing) > 1 else ""
+        unused = f". It has state of {strays[0]!r}, which is in none of its groups" if strays else ""
         warnings.warn(
-            f"the checkpoint has no state of parameter {missing[0]!r}{others}, and it begins at zero: check that the "
-            "checkpoint is complete",
+            f"the checkpoint has no state of parameter {missing[0]!r}{others}, and it begins at zero{unused}: check "
+            "that the checkpoint is complete",
             stacklevel=4,
         )
 

@@ -354,6 +354,17 @@ def test_a_checkpoint_without_the_state_of_a_parameter_loads_with_a_warning_that
         again.load_state_dict(saved | {"state": kept})
 
 
+def test_a_checkpoint_with_numbers_of_parameters_as_text_loads_with_a_warning_that_names_one() -> None:
+    """JSON turns the keys of a dict into text. No state would be loaded, as if the run had taken no step."""
+    model = decoder()
+    opt, again = (Cosmos(model, **SMALL_RANK) for _ in range(2))
+    train(model, opt, range(2))
+    saved = opt.state_dict()
+    as_text = {str(key): state for key, state in saved["state"].items()}
+    with pytest.warns(UserWarning, match="has no state of parameter .* and of 7 others, .* It has state of '0', which"):
+        again.load_state_dict(saved | {"state": as_text})
+
+
 def test_hyper_parameters_travel_with_the_checkpoint() -> None:
     p = matrix((10, 8))
     saved = Cosmos([p], lr=1e-3, rank=4, gamma=0.7, nesterov=False).state_dict()

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tests.sharding.cases import STEPS, Case, distance, fsdp, full_weights
-from tests.sharding.checkpoints import run_part
+from tests.sharding.cases import STEPS, Case, distance, fsdp, full_weights, take_steps
+from tests.sharding.checkpoints import load, run_part
 from tests.sharding.ranks import run_ranks
 
 CLOSE_64 = 1e-9
@@ -31,3 +33,22 @@ def test_a_run_that_changes_its_number_of_ranks_ends_as_an_unbroken_one(tmp_path
     continue_run(0, tmp_path / "c", range(6, 8), tmp_path / "d")
     weights = run_ranks(2, continue_run, tmp_path / "d", range(8, STEPS), None)[0]
     assert distance(weights, expected)[0] < CLOSE_64, distance(weights, expected)
+
+
+def save_while_training(rank: int, folder: Path) -> float:
+    """Save in another thread while steps are taken, take these steps again from the checkpoint; return the distance."""
+    model, opt = CASE.build(fsdp)
+    take_steps(model, opt, CASE.dtype, range(2))
+    weights, state = get_state_dict(model, opt)
+    group = dist.new_group(backend="gloo")
+    save = dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=folder, process_group=group)
+    take_steps(model, opt, CASE.dtype, range(2, 5))
+    save.result()
+    other, again = CASE.build(fsdp)
+    load(other, again, folder)
+    take_steps(other, again, CASE.dtype, range(2, 5))
+    return distance(full_weights(other), full_weights(model))[0]
+
+
+def test_a_checkpoint_saved_while_training_continues_is_that_of_its_step(tmp_path: Path) -> None:
+    assert run_ranks(2, save_while_training, tmp_path) == [0.0, 0.0]

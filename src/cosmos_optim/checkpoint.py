@@ -294,7 +294,8 @@ def _apply(optimizer: MatrixOptimizer, matches: list[Match], new_state: dict[Any
     optimizer.param_groups[:] = [match.ours for match in matches]
     for ours, saved in matches:
         names = ours.get("param_names") or saved.get("param_names")
-        ours.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        # `nonfinite` stays ours: a run resumes with another value to find a NaN, or to pass it.
+        ours.update({key: value for key, value in saved.items() if key not in ("params", "param_names", "nonfinite")})
         if names:
             ours["param_names"] = list(names)
     optimizer._group_checks.note_structure(optimizer.param_groups, loaded=True)

@@ -374,6 +374,18 @@ def test_hyper_parameters_travel_with_the_checkpoint() -> None:
     assert (group["lr"], group["gamma"], group["nesterov"]) == (1e-3, 0.7, False)
 
 
+@pytest.mark.parametrize(("saved", "here"), [("skip", "raise"), ("raise", "skip")])
+def test_a_run_may_resume_with_another_treatment_of_gradients_that_are_not_finite(saved: str, here: str) -> None:
+    """The warning of a skipped step says to raise, and the error says to skip: a checkpoint must not undo that."""
+    model = decoder()
+    opt, again = (Cosmos(model, nonfinite=nonfinite, **SMALL_RANK) for nonfinite in (saved, here))
+    train(model, opt, range(2))
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert [group["nonfinite"] for group in again.param_groups] == [here, here]
+    assert [group["nonfinite"] for group in copy.deepcopy(opt).param_groups] == [saved, saved]
+    assert torch.equal(again.state[model.up.weight]["M"], opt.state[model.up.weight]["M"])
+
+
 def test_hyper_parameters_are_read_from_the_groups_at_each_step() -> None:
     opt = Cosmos([matrix((10, 8))], rank=4)
     opt.param_groups[0]["gamma"] = 0.0

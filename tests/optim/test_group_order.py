@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 
 from cosmos_optim import OPTIMIZERS, Cosmos, param_groups
@@ -53,6 +54,26 @@ def test_a_checkpoint_with_layers_added_late_loads_with_a_warning_that_names_the
     with pytest.warns(UserWarning, match="as after add_param_group or in an older version"):
         new.load_state_dict(old.state_dict())
     assert train(model, old, range(2, 4)) == train(other, new, range(2, 4))
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_groups_that_torchs_distributed_checkpoints_merge_get_a_warning(is_flat: bool) -> None:
+    """A layer added late with its own rate is in a group of hidden matrices when the optimizer is built again."""
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    model = decoder()
+    model.up.requires_grad_(False)
+    old = Cosmos(model, rank=4)
+    again = get_optimizer_state_dict(model, old, options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_optimizer_state_dict(model, old, again, options=options)
+    model.up.requires_grad_(True)
+    for group in param_groups(model, beside=old):
+        old.add_param_group({**group, "lr": 1e-4})
+    saved = get_optimizer_state_dict(model, old, options=options)
+    new = Cosmos(model, rank=4)
+    with pytest.warns(UserWarning, match="1 of the 2 parameters of group 0 were in other groups of the checkpoint"):
+        set_optimizer_state_dict(model, new, saved, options=options)
 
 
 @pytest.mark.parametrize("groups_of", [in_the_order_of_the_parameters, with_a_decayed_head])

@@ -121,7 +121,7 @@ def match_with(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any]]) -
 
     Raise a ValueError if they do not fit in number, parameters or structure.
     """
-    _warn_of_merged(saved_groups)
+    _warn_of_regrouped(saved_groups)
     saved_groups = _split_by_dtype(optimizer, saved_groups)
     our_groups = _regrouped(optimizer, saved_groups)
     if len(saved_groups) != len(our_groups):
@@ -138,16 +138,21 @@ def match_with(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any]]) -
     return matches
 
 
-def _warn_of_merged(saved_groups: list[dict[str, Any]]) -> None:
-    """Warn of groups with parameters of several saved groups: torch.distributed.checkpoint merges them into ours."""
+def _warn_of_regrouped(saved_groups: list[dict[str, Any]]) -> None:
+    """Warn of groups that torch.distributed.checkpoint has fitted into ours: it keeps one value for each of ours."""
     for i, group in enumerate(saved_groups):
         keys, names = group["params"], group.get("param_names") or ()
-        if names and len(keys) > len(names) and all(isinstance(key, str) for key in keys):
+        if not all(isinstance(key, str) for key in keys):
+            continue
+        what = ""
+        if "lr" not in group:
+            what = f"has no settings in the checkpoint and keeps its own, because another group got those of {keys[:1]}"
+        elif names and len(keys) > len(names):
+            what = f"has settings that were saved for {len(names)} of its {len(keys)} parameters, lr={group['lr']}"
+        if what:
             warnings.warn(
-                f"{len(keys) - len(names)} of the {len(keys)} parameters of group {i} were in other groups of the "
-                f"checkpoint, or in none, and get the settings of this one, such as lr={group.get('lr')}: "
-                "torch.distributed.checkpoint keeps one value for each of our groups. Build the optimizer with the "
-                "groups that were saved, or set lr and weight_decay of each group after loading",
+                f"group {i} {what}: torch.distributed.checkpoint cannot split or join groups. Build the optimizer with "
+                "the groups that were saved, or set lr and weight_decay of each group after loading",
                 stacklevel=5,
             )
 

@@ -72,8 +72,17 @@ def test_groups_that_torchs_distributed_checkpoints_merge_get_a_warning(is_flat:
         old.add_param_group({**group, "lr": 1e-4})
     saved = get_optimizer_state_dict(model, old, options=options)
     new = Cosmos(model, rank=4)
-    with pytest.warns(UserWarning, match="1 of the 2 parameters of group 0 were in other groups of the checkpoint"):
+    with pytest.warns(UserWarning, match="group 0 has settings that were saved for 1 of its 2 parameters"):
         set_optimizer_state_dict(model, new, saved, options=options)
+
+
+def test_a_group_without_settings_in_torchs_distributed_checkpoints_gets_a_warning() -> None:
+    """A new override makes another group, and only one of both gets what was saved, such as the rate of a schedule."""
+    model = decoder()
+    saved = get_optimizer_state_dict(model, Cosmos(model, rank=4, lr=1e-5, adam_lr=4e-5))
+    new = Cosmos(param_groups(model, overrides={"norm*": {"lr": 1e-4}}), rank=4)
+    with pytest.warns(UserWarning, match=r"group 1 has no settings .* another group got those of \['embed.weight'\]"):
+        set_optimizer_state_dict(model, new, saved)
 
 
 @pytest.mark.parametrize("groups_of", [in_the_order_of_the_parameters, with_a_decayed_head])

@@ -24,7 +24,7 @@ from cosmos_optim.engine.layout import CORRECTION, Layout, check_correction, ref
 from cosmos_optim.engine.precision import exact_products
 from cosmos_optim.engine.rounding import read_weight
 from cosmos_optim.engine.run import Diagnostics, run
-from cosmos_optim.engine.skipped_steps import SkippedSteps
+from cosmos_optim.engine.skipped_steps import MANY, SkippedSteps
 from cosmos_optim.group_checks import GroupChecks
 from cosmos_optim.routing.param_groups import as_groups
 from cosmos_optim.rules import RULES
@@ -82,6 +82,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._agreement = sharding.Agreement(type(self).__name__)
         self._started: set[Tensor] = set()  # parameters that have had a non-zero gradient
         self._skipped = SkippedSteps(other_engines.should_warn)
+        self._empty_steps = 0  # steps in a row without any gradient
         self._diagnostics: list[Diagnostics] = []
         self._graphed: GraphedStep | None = None
         self._is_built = False  # while the constructor adds its groups
@@ -239,8 +240,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Check the gradients, and step every parameter that has one."""
         self._group_checks.before_step(self.param_groups)
         entries = self._collect()
+        self._empty_steps = 0 if entries else self._empty_steps + 1
         if not entries:
-            if self._layouts and not self._started:
+            if self._layouts and (not self._started or self._empty_steps == MANY):
                 other_engines.warn_without_gradients(self._skipped.number)
             return
         device, layouts = entries[0].p.device, [e.layout for e in entries]

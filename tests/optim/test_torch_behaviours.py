@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,6 +158,21 @@ def test_an_optimizer_that_never_had_a_gradient_warns(how: str) -> None:
         backward(model, 0)
     with pytest.warns(UserWarning, match="no parameter of the optimizer has a gradient, so nothing is trained"):
         opt.step()
+
+
+def test_an_optimizer_that_gets_no_more_gradients_warns_after_20_steps() -> None:
+    """A loop that returns to a copy of the model after a spike trains nothing from then on."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(2))
+    other = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(other, opt, range(19))
+        train(model, opt, range(1))  # the optimizers of a GAN take turns
+        train(other, opt, range(19))
+    with pytest.warns(UserWarning, match="no parameter of the optimizer has a gradient.*a deepcopy of the model"):
+        train(other, opt, range(1))
 
 
 @ALL

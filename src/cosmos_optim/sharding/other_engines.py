@@ -122,11 +122,11 @@ def should_warn(text: str, knows_cause: bool = True) -> bool:
 
 
 def warn_without_gradients(number: int) -> None:
-    """Warn that this optimizer has never had a gradient: other code may have frozen or replaced its parameters."""
+    """Warn that this optimizer gets no gradients: other code may have frozen or replaced its parameters."""
     if should_warn(f"no gradients of optimizer {number}"):
         warnings.warn(
             "no parameter of the optimizer has a gradient, so nothing is trained. If other code has frozen or replaced "
-            "the model's parameters since (peft, load_state_dict(assign=True), FSDP1 with use_orig_params=False), "
-            "build the optimizer after that",
+            "the model's parameters since (peft, load_state_dict(assign=True), a deepcopy of the model, FSDP1 with "
+            "use_orig_params=False), build the optimizer after that",
             stacklevel=2,
         )

@@ -27,6 +27,8 @@ OF_SCHEDULERS = {
 }
 LEAST = -1e-8  # A schedule may end a little below 0 by rounding, in a tensor of float32 too.
 KEYS = (*OF_SCHEDULERS, "lr")
+# Settings that code may change at any step. A wrong number would make the weights NaN, a wrong word have no effect.
+CHANGEABLE = ("betas", "momentum", "beta2", "row_beta2", "gamma", "eps", "nonfinite", "missing")
 
 Groups = Sequence[dict[str, Any]]
 
@@ -44,6 +46,7 @@ class GroupChecks:
         self._rates: dict[Tensor, float] = {}  # of each parameter when it was added; empty after a pickle
         self._last_shared: dict[str, float] | None = None  # rates at the last step, or when loaded with one lr
         self._structure: dict[Tensor, Settings] = {}  # what the state of each parameter was allocated for
+        self._checked: dict[int, Settings] = {}  # the last correct `CHANGEABLE` of each group
 
     def add(self, groups: Groups) -> None:
         """Note the rates of new groups, and the settings that their state was allocated for."""
@@ -59,9 +62,10 @@ class GroupChecks:
         self._rates = {p: rate for p, rate in self._rates.items() if p in self._structure}
 
     def before_step(self, groups: Groups) -> None:
-        """Raise ValueError for settings that were changed or deleted, and raise or warn if all groups share a rate."""
+        """Raise ValueError for settings that are wrong or deleted, and raise or warn if all groups share a rate."""
         self.check_structure(groups)
         _check_settings(groups)
+        self._check_changeable(groups)
         shared = _shared_rates(groups)
         if shared:
             self._check_one_rate(groups, shared)
@@ -78,6 +82,18 @@ class GroupChecks:
                     f"group {i}: {key} is {group[key]!r} now, but its state was allocated for {key}={kept[key]!r}: set "
                     f"it back, or build another optimizer with {key}={group[key]!r}"
                 )
+
+    def _check_changeable(self, groups: Groups) -> None:
+        """Raise ValueError if one of `CHANGEABLE` was changed to a value that the constructor would refuse."""
+        for i, group in enumerate(groups):
+            settings = {key: group[key] for key in CHANGEABLE if key in group}
+            if self._checked.get(i) == settings:
+                continue
+            try:
+                hyperparameters.check_options(settings)
+            except ValueError as error:
+                raise ValueError(f"group {i}: {error}. Nothing was changed by this step") from None
+            self._checked[i] = settings
 
     def changed(self, group: Settings) -> list[Tensor]:
         """Return the parameters of a new group that were removed from another one, and had state of other settings."""

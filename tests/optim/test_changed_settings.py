@@ -65,6 +65,26 @@ def test_a_loaded_checkpoint_trains_though_it_changes_settings() -> None:
         opt.step()
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("betas", (1.0, 0.98)), ("betas", (0.9, float("nan"))), ("betas", (0.9,)), ("gamma", float("nan")),
+     ("gamma", float("inf")), ("row_beta2", 1.0), ("eps", float("nan")), ("missing", "zeros")],
+)  # fmt: skip
+def test_a_wrong_value_that_a_loop_writes_is_refused_before_anything_changes(key: str, value: object) -> None:
+    """A decay of 1 divides by zero, and the weights would be NaN. A wrong word would have no effect."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    train(model, opt, range(2))
+    before, good = snapshot(model, opt), opt.param_groups[0][key]
+    opt.param_groups[0][key] = value
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"group 0: {key}.* is not valid.* Nothing was changed by this step"):
+            train(model, opt, range(2, 3))
+    assert same(before, snapshot(model, opt))
+    opt.param_groups[0][key] = good
+    train(model, opt, range(2, 3))
+
+
 def test_a_group_added_later_is_watched_too() -> None:
     p, q = matrix((8, 6)), matrix((8, 6), 1)
     opt = Cosmos([p], rank=2)

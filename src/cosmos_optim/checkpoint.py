@@ -241,6 +241,7 @@ def _check_state(layout: Layout, slots: Mapping[str, Slot], saved: Mapping[str, 
         if not isinstance(saved[name], (Tensor, Real)):
             kind = type(saved[name]).__name__
             raise ValueError(f"parameter {layout.name!r}: state {name!r} in the checkpoint is a {kind}, not a tensor")
+        layout.check_loaded(saved[name])
         if (found := tuple(_as_tensor(saved[name]).shape)) != shape:
             raise ValueError(
                 f"parameter {layout.name!r}: state {name!r} has shape {found} in the checkpoint and {shape} here: load "

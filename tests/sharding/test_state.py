@@ -1,5 +1,6 @@
 """Sharded state: its placements, its bytes, and its conversion from and to whole tensors."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +93,29 @@ def test_a_state_dict_of_one_process_loads_into_sharded_optimizers() -> None:
             for key, value in state.items():
                 assert torch.equal(found[i][key], value), f"parameter {i}, {key}"
     assert not dist.is_initialized()
+
+
+def load_the_file_of_another_rank(rank: int, folder: Path) -> list[str]:
+    """Save the shards of each rank by torch.save, and load the file of rank 0 on all; return the errors."""
+    case = Case(EveryKindSmall)
+    model, opt = case.build(fsdp)
+    take_steps(model, opt, case.dtype, range(2))
+    torch.save(opt.state_dict(), folder / f"{rank}.pt")
+    dist.barrier()
+    errors = []
+    for source in (rank, 0):
+        try:
+            opt.load_state_dict(torch.load(folder / f"{source}.pt", weights_only=True))
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_the_shards_of_another_rank_are_refused(tmp_path: Path) -> None:
+    """Shapes are often equal, so these would be taken for our own."""
+    first, second = run_ranks(2, load_the_file_of_another_rank, tmp_path)
+    assert first == [] and len(second) == 1
+    assert "the checkpoint has the shards of another rank: load on each rank the file that it wrote" in second[0]
 
 
 def keep_a_wrappers_state(rank: int) -> list[bool]:

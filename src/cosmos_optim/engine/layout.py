@@ -364,6 +364,9 @@ class Layout:
         like = torch.zeros_like(p, dtype=slot.dtype, memory_format=self._memory_order, device="meta")
         return all(x.is_contiguous() or x.mT.is_contiguous() for x in self.blocks(like))
 
+    def check_loaded(self, value: Any) -> None:
+        """Raise ValueError if a loaded state tensor cannot be adopted."""
+
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
         """Copy a state tensor to where this layout keeps it; `slot` is None for a replicated number."""
         if slot is None:

@@ -323,6 +323,15 @@ class ShardedLayout(Layout):
         stride = torch.empty(shape, dtype=torch.float32, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
+    def check_loaded(self, value: Any) -> None:
+        """Raise ValueError for a shard that another rank has saved. Only its mesh, before any operation, tells it."""
+        mesh = value.device_mesh if isinstance(value, DTensor) else self.mesh
+        if mesh == self.mesh and mesh.get_coordinate() != self.mesh.get_coordinate():
+            raise ValueError(
+                f"parameter {self.name!r}: the checkpoint has the shards of another rank: load on each rank the file "
+                "that it wrote, or use torch.distributed.checkpoint, which needs no file for each rank"
+            )
+
     def adopt(self, value: Tensor, p: Tensor, slot: Slot | None) -> Tensor:
         """Copy a loaded state tensor to the placements of this layout; a whole tensor is cut."""
         if slot is None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Hyper-parameters that decide what the state means: a checkpoint with different values cannot be loaded.
 STRUCTURE = ("rule", "rank", "side", "split_sizes", "split_side", "layout", "block_rows", "row_beta2", "normalize")
+LATE = "If you add layers, load first, and then add them with param_groups(model, beside=optimizer)"
 # Dtypes of the state, and what a warning says of each. A checkpoint's values replace ours if our shards can hold them.
 _ROUNDED = "(torch.distributed.checkpoint may have rounded {} to this optimizer's dtype before)"
 DTYPES = {
@@ -127,8 +128,8 @@ def match_with(optimizer: MatrixOptimizer, saved_groups: list[dict[str, Any]]) -
     if len(saved_groups) != len(our_groups):
         raise ValueError(
             f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has {len(our_groups)}: build it "
-            "from the same model, with the same overrides and groups. State of another optimizer, such as AdamW, "
-            "cannot be loaded"
+            f"from the same model, with the same overrides and groups. {LATE}. State of another optimizer, such as "
+            "AdamW, cannot be loaded"
         )
     matches = [Match(ours, saved) for ours, saved in zip(our_groups, saved_groups, strict=True)]
     for i, match in enumerate(matches):
@@ -213,8 +214,7 @@ def _check_group(optimizer: MatrixOptimizer, index: int, match: Match) -> None:
             raise ValueError(written_by_another(index))
         raise ValueError(
             f"group {index} has {len(saved['params'])} parameters in the checkpoint and {len(ours['params'])} here: "
-            "build the optimizer from the same model, with the same parameters frozen. If you add layers, load first, "
-            "and then add them with param_groups(model, beside=optimizer)"
+            f"build the optimizer from the same model, with the same parameters frozen. {LATE}"
         )
     keys = differing(ours, saved, STRUCTURE)
     layouts = [optimizer._layouts[p] for p in ours["params"]]

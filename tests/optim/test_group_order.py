@@ -56,6 +56,19 @@ def test_a_checkpoint_with_layers_added_late_loads_with_a_warning_that_names_the
     assert train(model, old, range(2, 4)) == train(other, new, range(2, 4))
 
 
+def test_the_error_for_a_checkpoint_from_before_layers_were_added_says_in_which_order_to_load() -> None:
+    """A loop returns to it after a spike, and the optimizer has the added groups already."""
+    model = decoder()
+    model.up.requires_grad_(False)
+    opt = Cosmos(model, rank=4)
+    saved = opt.state_dict()
+    model.up.requires_grad_(True)
+    for group in param_groups(model, beside=opt):
+        opt.add_param_group(group)
+    with pytest.raises(ValueError, match="has 2 parameter groups, this optimizer has 4.* load first, and then add"):
+        opt.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_groups_that_torchs_distributed_checkpoints_merge_get_a_warning(is_flat: bool) -> None:
     """A layer added late with its own rate is in a group of hidden matrices when the optimizer is built again."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from cosmos_optim.hyperparameters import is_bool, require, require_number
 from cosmos_optim.routing.param_groups import routes
+from cosmos_optim.routing.route import matrix_shape
 
 # The sweeps from which the rule of `rates` comes: smallest and largest.
 LARGEST = 163_000_000  # parameters of the largest model, LLaMA-130M with embedding and head
@@ -100,10 +101,7 @@ def _width(model: nn.Module) -> int:
     sizes: Counter[int] = Counter()
     for parameter, route in routed:
         if route.rule == "cosmos":
-            p, layout = parameter.p, route.settings.get("layout", "matrix")
-            rows, columns = (p.shape[0], math.prod(p.shape[1:])) if "conv" in layout else p.shape[-2:]
-            if "in_out" in layout:
-                rows, columns = columns, rows
+            rows, columns = matrix_shape(parameter.p, route.settings)
             # An LSTM with four gates has four blocks, each as wide as its state.
             blocks = route.settings.get("split_sizes", ()) if "split_side" not in route.settings else ()
             sizes.update(size for block in blocks or (rows,) for size in (block, columns))

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from cosmos_optim.routing.fused_weights import FUSED
-from cosmos_optim.routing.route import ModelParameter, Route, declared, read
+from cosmos_optim.routing.route import ModelParameter, Route, declared, matrix_shape, read
 from cosmos_optim.routing.words import KEY, QUERY
 
 # Whole names of layers. In all fused forms, a head has neighbouring rows, so fused weights are cut like the others.
@@ -80,7 +80,7 @@ def with_heads(parameter: ModelParameter, route: Route, heads: Heads | None, ove
     """
     if heads is None or route.rule == "adam" or "split_sizes" in override or parameter.p.dim() != 2:
         return route
-    rows, columns = parameter.p.shape if route.settings.get("layout") != "in_out" else parameter.p.shape[::-1]
+    rows, columns = matrix_shape(parameter.p, route.settings)
     length, unit = (rows, "rows") if heads.side == "output" else (columns, "columns")
     if length % heads.size:
         raise ValueError(

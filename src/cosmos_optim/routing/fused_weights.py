@@ -7,7 +7,7 @@ query_key_value in GPT-NeoX, BLOOM and Falcon, wqkv in torchtitan and InternLM2.
 
 from __future__ import annotations
 
-from cosmos_optim.routing.route import ModelParameter, Route
+from cosmos_optim.routing.route import ModelParameter, Route, matrix_shape
 from cosmos_optim.routing.words import layer_pattern
 
 # Whole names of fused layers that store queries, keys and values one after the other: timm, GPT-2, nanoGPT, Phi-3, MPT.
@@ -22,7 +22,7 @@ def fused_sizes(parameter: ModelParameter, route: Route, queries: int = 0) -> li
     owner = parameter.module_path.rpartition(".")[2]
     if owner not in FUSED or route.kind != "hidden" or route.settings.get("split_sizes") or parameter.p.dim() != 2:
         return []
-    rows, columns = parameter.p.shape if route.settings.get("layout") != "in_out" else parameter.p.shape[::-1]
+    rows, columns = matrix_shape(parameter.p, route.settings)
     return split_sizes(rows, columns, queries)
 
 

@@ -7,6 +7,7 @@ searched; a few classes of transformers are known by their whole name.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -254,6 +255,13 @@ def matrix_form(parameter: ModelParameter) -> tuple[str, dict[str, Any]]:
     if _is_router(parameter):
         return "router", {}
     return "", {}
+
+
+def matrix_shape(p: Tensor, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (out, in), the shape of a hidden matrix or of each in a stack, given the settings of its route."""
+    layout = settings.get("layout", "matrix")
+    rows, columns = (p.shape[0], math.prod(p.shape[1:])) if "conv" in layout else p.shape[-2:]
+    return (columns, rows) if "in_out" in layout else (rows, columns)
 
 
 def _convolution_layout(module: _ConvNd) -> str:

@@ -25,8 +25,8 @@ OF_SCHEDULERS = {
     "swa_lr": ("SWALR", "SWALR(swa_lr={})"),
     "initial_lr": ("a scheduler or a search for a rate", "CyclicLR(base_lr={}), and max_lr in the same ratio"),
 }
-LEAST = -1e-8  # A schedule may end a little below 0 by rounding, in a tensor of float32 too.
-KEYS = (*OF_SCHEDULERS, "lr")
+NEARLY_ZERO = -1e-8  # A schedule may end a little below 0 by rounding, in a tensor of float32 too.
+RATE_KEYS = (*OF_SCHEDULERS, "lr")
 # Settings that code may change at any step. A wrong number would make the weights NaN, a wrong word have no effect.
 CHANGEABLE = ("betas", "momentum", "beta2", "row_beta2", "gamma", "eps", "nonfinite", "missing")
 
@@ -37,7 +37,8 @@ class GroupChecks:
     """Compare the groups of an optimizer with what they were when they were added.
 
     name: the class of the optimizer.
-    kind_rates: the rate of the first group of hidden matrices ("lr") and of the first of AdamW's ("adam_lr").
+    kind_rates: the rate of the first group of hidden matrices ("lr") and of the first of AdamW's ("adam_lr"). Pickles
+        call it `_first_rates`.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,7 +52,7 @@ class GroupChecks:
     def add(self, groups: Groups) -> None:
         """Note the rates of new groups, and the settings that their state was allocated for."""
         for group in groups:
-            self.kind_rates.setdefault(_kind(group), float(group["lr"]))
+            self.kind_rates.setdefault(_rate_kind(group), float(group["lr"]))
             self._rates |= dict.fromkeys(group["params"], float(group["lr"]))
         self._structure |= _structure_of(groups)
 
@@ -105,7 +106,7 @@ class GroupChecks:
         A loop without a scheduler may mean it, such as in a warm-up. Rates that differed, meet and then stay are at a
         floor (ReduceLROnPlateau's min_lr), which needs no warning.
         """
-        kinds = [_kind(group) for group in groups]
+        kinds = [_rate_kind(group) for group in groups]
         if len(set(kinds)) < 2 or len(self.kind_rates) < 2 or self.kind_rates["lr"] == 0:  # older pickles have none
             return
         built = [self._rate_when_added(group) for group in groups]
@@ -120,7 +121,7 @@ class GroupChecks:
             rates_built, if_meant = f"the groups of {self._name} were added with lr={_listed(built)}", ""
         if key in OF_SCHEDULERS:  # not repaired here, because schedulers also keep rates themselves
             writer, argument = OF_SCHEDULERS[key]
-            of_most = max((group for group in groups if _kind(group) == "lr"), key=_numbers)
+            of_most = max((group for group in groups if _rate_kind(group) == "lr"), key=_element_count)
             usual = self._rate_when_added(of_most) or lr
             rates = _listed(rate * own / usual for own in built)
             raise ValueError(
@@ -137,10 +138,10 @@ class GroupChecks:
                 stacklevel=3,
             )
 
-    def restore(self, first_rates: Mapping[str, float], groups: Groups) -> None:
+    def restore(self, kind_rates: Mapping[str, float], groups: Groups) -> None:
         """Continue with the rates of a pickle."""
         shared = _shared_rates(groups)
-        self.kind_rates = dict(first_rates)
+        self.kind_rates = dict(kind_rates)
         self._last_shared = shared if "lr" in shared else None
 
     def adopt_rates(self, groups: Groups) -> None:
@@ -160,18 +161,19 @@ class GroupChecks:
 
     def _rate_when_added(self, group: Mapping[str, Any]) -> float:
         """Return the rate that a group was added with, as far as it is known."""
-        rate = self.kind_rates[_kind(group)]
+        rate = self.kind_rates[_rate_kind(group)]
         return self._rates.get(group["params"][0], rate) if group["params"] else rate
 
     def _has_two_rates(self) -> bool:
         return len(set(self.kind_rates.values())) == 2
 
 
-def _kind(group: Mapping[str, Any]) -> str:
+def _rate_kind(group: Mapping[str, Any]) -> str:
+    """Return which of the two rates is that of a group: "lr" of the hidden matrices, or "adam_lr"."""
     return "adam_lr" if group["rule"] == "adam" else "lr"
 
 
-def _numbers(group: Mapping[str, Any]) -> int:
+def _element_count(group: Mapping[str, Any]) -> int:
     return sum(p.numel() for p in group["params"])
 
 
@@ -189,7 +191,7 @@ def _structure_of(groups: Groups) -> dict[Tensor, Settings]:
 def _check_settings(groups: Groups) -> None:
     """Raise a ValueError if a setting was deleted from a group, or its rate or decay is negative or not finite."""
     for i, group in enumerate(groups):
-        kept = hyperparameters.KEPT.get(group.get("rule", ""), frozenset(("rule",)))
+        kept = hyperparameters.SETTINGS_BY_RULE.get(group.get("rule", ""), frozenset(("rule",)))
         if not group.keys() >= kept:
             lost = sorted(kept - group.keys())
             raise ValueError(f"group {i} has lost its {lost}: set a value instead of deleting it")
@@ -200,7 +202,7 @@ def _check_settings(groups: Groups) -> None:
             wanted = ""
             if not isinstance(value, Real) or not math.isfinite(value):
                 wanted = "it must be a finite number"
-            elif value < LEAST:
+            elif value < NEARLY_ZERO:
                 wanted = "a schedule must not go on below 0 after its last step"
             if wanted:
                 raise ValueError(
@@ -215,9 +217,9 @@ def _on_host(value: Any) -> Any:
 
 
 def _shared_rates(groups: Groups) -> dict[str, float]:
-    """Return the rates that all groups have in common, by key in the order of `KEYS`; 0 is none."""
+    """Return the rates that all groups have in common, by key in the order of `RATE_KEYS`; 0 is none."""
     shared: dict[str, Any] = {}
-    for key in KEYS:
+    for key in RATE_KEYS:
         rates = [_on_host(group.get(key)) for group in groups]
         if all(isinstance(rate, (int, float)) and rate and rate == rates[0] for rate in rates):
             shared[key] = rates[0]

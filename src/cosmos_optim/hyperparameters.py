@@ -31,9 +31,9 @@ COMMON: dict[str, Any] = {
     "weight_correction": False, "side": "auto", "split_sizes": None, "split_side": "output", "layout": "matrix",
 }  # fmt: skip
 # Names with a meaning here. In a group of a rule without such a setting they are errors; any other key is left alone.
-OURS = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
+SETTING_NAMES = frozenset(("rule", "two_sided", *COMMON)).union(*(rule.defaults for rule in RULES.values()))
 # The settings that a group has once it is added, by its rule.
-KEPT = {name: frozenset(("lr", *COMMON, *rule.defaults)) for name, rule in RULES.items()}
+SETTINGS_BY_RULE = {name: frozenset(("lr", *COMMON, *rule.defaults)) for name, rule in RULES.items()}
 ONLY_ARGUMENTS = ("adam_lr", "cuda_graphs", "offload", "head_dim")  # of optimizers, not keys of groups
 ROUTING = ("overrides", "head", "decay", "split_heads")  # arguments of `param_groups`
 SYNONYMS = {"learning_rate": "lr", "learnrate": "lr", "wd": "weight_decay"}
@@ -166,7 +166,7 @@ def near_miss(key: str) -> str | None:
     >>> near_miss("gama"), near_miss("weight_decy"), near_miss("rnak"), near_miss("lr_scale"), near_miss("role")
     ('gamma', 'weight_decay', 'rank', None, None)
     """
-    known = sorted({*OURS, *SYNONYMS})
+    known = sorted({*SETTING_NAMES, *SYNONYMS})
     swapped = [name for name in known if sorted(name) == sorted(key)]
     # The cutoff allows one letter more or less in four (0.89) and another in eight (0.875), but not "eps2" (0.857).
     alike = [name for name in known if abs(len(name) - len(key)) <= 2]
@@ -280,7 +280,7 @@ def _check_key(key: str, rule: Rule, defaults: Mapping[str, Any]) -> None:
     """Raise a ValueError for a key of a group that has no effect, but that its author expects to have one."""
     if key in defaults or key in OF_EVERY_GROUP:
         return
-    meant = key if key in OURS or key in ONLY_ARGUMENTS else near_miss(key)
+    meant = key if key in SETTING_NAMES or key in ONLY_ARGUMENTS else near_miss(key)
     if meant is not None:
         hint = f" (did you mean {meant!r}?)" if meant != key else ""
         having = sorted(other.name for other in RULES.values() if meant in other.defaults)

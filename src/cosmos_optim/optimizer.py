@@ -73,7 +73,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, **cycled})
         other_engines.refuse_pieces(self._layouts)
         self._is_built = True
-        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.OURS))
+        self._join_ranks(range(len(self.param_groups)), ("lr", *hyperparameters.SETTING_NAMES))
 
     def _create_attributes(self) -> None:
         """Create the attributes that a pickle lacks, for `__init__` and `__setstate__`."""
@@ -134,7 +134,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._forget(self._group_checks.changed(group))
         self._add_layouts(index)
         if self._is_built:
-            self._join_ranks([index], ("lr", *hyperparameters.OURS))
+            self._join_ranks([index], ("lr", *hyperparameters.SETTING_NAMES))
 
     def _check_naming(self, group: dict[str, Any]) -> None:
         """Raise ValueError if a new group has names and those before it have none, or the other way round."""
@@ -181,7 +181,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._add_layouts(index)
         self._group_checks.note_structure(self.param_groups)
         if self._is_built and len(self._layouts) > known:  # schedulers may have changed lr since then
-            self._join_ranks(range(len(self.param_groups)), hyperparameters.OURS)
+            self._join_ranks(range(len(self.param_groups)), hyperparameters.SETTING_NAMES)
 
     def _forget(self, params: Iterable[Tensor]) -> None:
         """Drop the layouts and state of parameters."""
@@ -442,11 +442,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._create_attributes()
         super().__setstate__(state)
-        first_rates = self.__dict__.pop("_first_rates", {})  # older pickles lack it
+        kind_rates = self.__dict__.pop("_first_rates", {})  # older pickles lack it
         self.state = defaultdict(dict, self.state)
         for group in self.param_groups:
             hyperparameters.fill_in_defaults(group)
-        self._group_checks.restore(first_rates, self.param_groups)
+        self._group_checks.restore(kind_rates, self.param_groups)
         self._match_layouts()
         for group in self.param_groups:
             for p in group["params"]:

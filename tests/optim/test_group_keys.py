@@ -9,7 +9,7 @@ import torch
 
 from cosmos_optim import OPTIMIZERS, Adam, Cosmos, Muon
 from cosmos_optim.engine.batching import settings_key
-from cosmos_optim.hyperparameters import OURS, near_miss
+from cosmos_optim.hyperparameters import SETTING_NAMES, near_miss
 from tests.optim.helpers import decoder, matrix, small_rank, train
 
 # Keys that schedulers, wrappers, trainers and other optimizers write into groups.
@@ -51,7 +51,7 @@ def test_keys_of_other_code_are_kept_trained_with_and_saved(name: str) -> None:
 
 
 def test_no_key_of_other_code_looks_like_one_of_ours() -> None:
-    assert {key: near_miss(key) for key in OF_OTHERS if near_miss(key) or key in OURS} == {}
+    assert {key: near_miss(key) for key in OF_OTHERS if near_miss(key) or key in SETTING_NAMES} == {}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from cosmos_optim.routing.fused_weights import FUSED
-from cosmos_optim.routing.route import ModelParameter, Route, declared, matrix_shape, read
+from cosmos_optim.routing.route import ModelParameter, Route, declared_number, matrix_shape, read_attribute
 from cosmos_optim.routing.words import KEY, QUERY
 
 # Whole names of layers. In all fused forms, a head has neighbouring rows, so fused weights are cut like the others.
@@ -159,12 +159,12 @@ def _holders(model: nn.Module, owner: str) -> Iterator[object]:
     parts = owner.split(".") if owner else []
     for i in range(len(parts), -1, -1):
         module = model.get_submodule(".".join(parts[:i]))
-        yield from (module, read(module, "config"))
+        yield from (module, read_attribute(module, "config"))
 
 
 def _number(holder: object, names: Sequence[str]) -> int | None:
     """Return the first positive number that a module or config declares under one of these names."""
-    return next((x for x in (declared(holder, name) for name in names) if x is not None and x > 0), None)
+    return next((x for x in (declared_number(holder, name) for name in names) if x is not None and x > 0), None)
 
 
 def _declared_size(holder: object, query_rows: int) -> int | None:

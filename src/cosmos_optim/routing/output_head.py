@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from cosmos_optim.routing.route import declared, read
+from cosmos_optim.routing.route import declared_number, read_attribute
 from cosmos_optim.routing.words import BIAS, NUMBER, POSITION, words
 
 # Whole words of a module's name. With one of EXCLUDED beside it, the module computes something else: pre_classifier.
@@ -73,10 +73,10 @@ def _search_heads(modules: Modules) -> set[str]:
 
 def _heads_among(modules: Modules, repeated: set[str]) -> set[str]:
     """Return the declared heads, those found by name, and those with the embedding's shape, all not repeated."""
-    once = {path: module for path, module in modules.items() if path not in repeated}
-    found = _declared_heads(once, modules) | _class_layers(once) | _adaptive_softmax_layers(once)
-    found |= _named_heads(once, modules, found)
-    found |= _embedding_shaped_layers(once, modules)
+    unrepeated = {path: module for path, module in modules.items() if path not in repeated}
+    found = _declared_heads(unrepeated, modules) | _class_layers(unrepeated) | _adaptive_softmax_layers(unrepeated)
+    found |= _named_heads(unrepeated, modules, found)
+    found |= _embedding_shaped_layers(unrepeated, modules)
     return found | {path for path in modules if WRAPPERS.sub("", path) in found}
 
 
@@ -88,12 +88,12 @@ def _with_parts(paths: set[str], modules: Modules) -> set[str]:
 # -- declared heads ----------------------------------------------------------------------------------------------------
 
 
-def _declared_heads(once: Modules, modules: Modules) -> set[str]:
+def _declared_heads(unrepeated: Modules, modules: Modules) -> set[str]:
     """Return what the model itself calls its head: transformers' output embeddings, timm's classifier."""
     paths = {id(module): path for path, module in modules.items()}
     outputs: set[str] = set()
     classifiers: set[str] = set()
-    for module in once.values():
+    for module in unrepeated.values():
         for m in _ask(module, "get_output_embeddings"):
             several = m if isinstance(m, nn.ModuleList) else [m]
             outputs |= {paths[id(layer)] for layer in several if id(layer) in paths}
@@ -111,32 +111,33 @@ def _ask(module: nn.Module, method: str) -> Iterable[nn.Module]:
     return [m for m in several if isinstance(m, nn.Module)]
 
 
-def _class_layers(once: Modules) -> set[str]:
+def _class_layers(unrepeated: Modules) -> set[str]:
     """Return the linear layers with as many outputs as a module that holds them declares classes.
 
     A module that can name its classifier is not asked for the count.
     """
     found: set[str] = set()
-    for path, module in once.items():
+    for path, module in unrepeated.items():
         if hasattr(module, "get_classifier"):
             continue
-        numbers = (declared(holder, name) for holder in (module, read(module, "config")) for name in CLASSES)
+        holders = (module, read_attribute(module, "config"))
+        numbers = (declared_number(holder, name) for holder in holders for name in CLASSES)
         counts = {count for count in numbers if count is not None and count > 1}
         prefix = f"{path}." if path else ""
-        for inner, layer in once.items() if counts else ():
+        for inner, layer in unrepeated.items() if counts else ():
             n, m = _widths(layer) if isinstance(layer, nn.Linear) and inner.startswith(prefix) else (0, 0)
             if m in counts and n != m:
                 found.add(inner)
     return found
 
 
-def _adaptive_softmax_layers(once: Modules) -> set[str]:
+def _adaptive_softmax_layers(unrepeated: Modules) -> set[str]:
     """Return the layers of torch's adaptive softmax that have outputs for classes: its head and the last of each tail.
 
     The first layer of a tail only makes the features fewer.
     """
     found: set[str] = set()
-    for path, module in once.items():
+    for path, module in unrepeated.items():
         if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
             prefix = f"{path}." if path else ""
             found |= {f"{prefix}head", *(f"{prefix}tail.{i}.1" for i in range(module.n_clusters))}
@@ -146,7 +147,7 @@ def _adaptive_softmax_layers(once: Modules) -> set[str]:
 # -- heads found by shape ----------------------------------------------------------------------------------------------
 
 
-def _embedding_shaped_layers(once: Modules, modules: Modules) -> set[str]:
+def _embedding_shaped_layers(unrepeated: Modules, modules: Modules) -> set[str]:
     """Return the linear layers with the embedding's shape: the only one, or several if their output is not used inside.
 
     Such a layer may be hidden, as in an MLP that is as wide as the table is long. So the next layer must not take the
@@ -154,12 +155,12 @@ def _embedding_shaped_layers(once: Modules, modules: Modules) -> set[str]:
     layers count.
     """
     tables = [m for path, m in modules.items() if _is_vocabulary(m, path)]
-    alone = [path for path, m in once.items()
+    alone = [path for path, m in unrepeated.items()
              if _is_transposed_table(m, tables) and not _feeds_next(path, {path}, modules)]  # fmt: skip
     taken = {_widths(m)[0] for m in modules.values()}
     unused = [m for m in tables if m.num_embeddings not in taken]
     several = {path for path, m in modules.items() if _is_transposed_table(m, unused)
-               and (path in once or _is_in_list_of_heads(path, once, modules, unused))}  # fmt: skip
+               and (path in unrepeated or _is_in_list_of_heads(path, unrepeated, modules, unused))}  # fmt: skip
     return several | set(alone if len(alone) == 1 else ())
 
 
@@ -175,12 +176,12 @@ def _is_transposed_table(module: nn.Module | None, tables: Collection[nn.Embeddi
     )  # fmt: skip
 
 
-def _is_in_list_of_heads(path: str, once: Modules, modules: Modules, tables: Collection[nn.Embedding]) -> bool:
+def _is_in_list_of_heads(path: str, unrepeated: Modules, modules: Modules, tables: Collection[nn.Embedding]) -> bool:
     """Return whether a layer is, or ends, an item of a list whose items all are, or end in, layers of this shape."""
     parent = path.rpartition(".")[0]
     item = parent if isinstance(modules[parent], nn.Sequential) else path
     holder = item.rpartition(".")[0]
-    if not isinstance(modules[holder], nn.ModuleList) or holder not in once:
+    if not isinstance(modules[holder], nn.ModuleList) or holder not in unrepeated:
         return False
     ends = [child[-1] if isinstance(child, nn.Sequential) and len(child) else child
             for child in modules[holder].children()]  # fmt: skip
@@ -190,17 +191,17 @@ def _is_in_list_of_heads(path: str, once: Modules, modules: Modules, tables: Col
 # -- heads found by name -----------------------------------------------------------------------------------------------
 
 
-def _named_heads(once: Modules, modules: Modules, declared: set[str]) -> set[str]:
+def _named_heads(unrepeated: Modules, modules: Modules, known: set[str]) -> set[str]:
     """Return the output layers of the modules with a head's name, unless their output is used inside the model.
 
     That is so if a head takes it, or, below the model itself, the next layer: a model may feed its predictions back.
     """
-    named = [path for path, m in once.items() if path and path not in declared and _has_head_name(path, m, modules)]
-    inner = [path for path in named if not any(other.startswith(f"{path}.") for other in (*named, *declared))]
+    named = [path for path, m in unrepeated.items() if path and path not in known and _has_head_name(path, m, modules)]
+    inner = [path for path in named if not any(other.startswith(f"{path}.") for other in (*named, *known))]
     first = {id(module): path for path, module in modules.items()}  # a module may be shared, and is listed once
     found = {path: _output_layers(path, modules[path]) for path in inner}
     layers = {path: {first[id(modules[""].get_submodule(layer))] for layer in own} for path, own in found.items()}
-    heads = declared.union(*layers.values()) if layers else set(declared)
+    heads = known.union(*layers.values())
 
     def is_hidden(path: str, own: set[str]) -> bool:
         is_part = modules[path.rpartition(".")[0]] is not _unwrapped(modules[""])

@@ -228,7 +228,7 @@ def _declares_embedding(parameter: ModelParameter) -> bool:
     module, p = parameter.module, parameter.p
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return True
-    rows, columns = declared(module, "num_embeddings"), declared(module, "embedding_dim")
+    rows, columns = declared_number(module, "num_embeddings"), declared_number(module, "embedding_dim")
     if rows is None or p.dim() != 2 or p.shape[1] != columns:
         return False
     return rows % max(p.shape[0], 1) == 0  # all rows, or a part of them
@@ -320,7 +320,7 @@ def _is_linear(parameter: ModelParameter) -> bool:
     if isinstance(module, nn.Linear) and is_weight:
         return True
     for input_name, output_name in SIZES:
-        n, m = declared(module, input_name), declared(module, output_name)
+        n, m = declared_number(module, input_name), declared_number(module, output_name)
         if m is None or n is None:
             continue
         if is_weight and m % max(rows, 1) == 0 and n % max(columns, 1) == 0:
@@ -366,17 +366,17 @@ def _is_router(parameter: ModelParameter) -> bool:
 
 def _declared_experts(module: nn.Module) -> set[int]:
     """Return the numbers of experts that a module declares."""
-    found = (declared(module, name) for name in EXPERTS)
+    found = (declared_number(module, name) for name in EXPERTS)
     return {count for count in found if count is not None and count > 1}
 
 
-def declared(holder: object, name: str) -> int | None:
+def declared_number(holder: object, name: str) -> int | None:
     """Return the whole number that a module or its config declares under a name; None if there is none."""
-    value = read(holder, name)
+    value = read_attribute(holder, name)
     return value if isinstance(value, int) else None
 
 
-def read(holder: object, name: str) -> Any:
+def read_attribute(holder: object, name: str) -> Any:
     """Return an attribute of a module or config; None if there is none, or if it cannot be read now."""
     try:
         return getattr(holder, name, None)

@@ -46,6 +46,7 @@ def cosmos_loop(hidden: list[Tensor], rest: list[Tensor]) -> list[torch.optim.Op
 BUILDERS: dict[str, Build] = {
     "cosmos": cosmos(),
     "cosmos-4": cosmos(ns_steps=4),
+    "cosmos-equal-rows": cosmos(equal_rows=True),
     "cosmos-bf16": cosmos(momentum_dtype=torch.bfloat16),
     "cosmos-int8": cosmos(momentum_dtype=torch.int8),
     "cosmos-int8-offload": cosmos(momentum_dtype=torch.int8, offload="cpu"),

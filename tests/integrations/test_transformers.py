@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cosmos_optim import Cosmos, mark
 from cosmos_optim.integrations import build
@@ -139,6 +140,17 @@ def test_changed_settings_of_adam_are_reported_unless_the_optimizer_has_its_own(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CosmosFactory()(tiny_llama(), Arguments(), betas=(0.9, 0.95))
+
+
+def test_bfloat16_weights_are_reported_unless_their_rounding_is_chosen() -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"trained tensors are bfloat16, and lose updates"):
+        CosmosFactory()(model, lr=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"stochastic_rounding": True}, {"stochastic_rounding": False}, {"weight_correction": True}):
+            CosmosFactory()(model, lr=1e-5, **options)
+        CosmosFactory()(tiny_llama(), lr=1e-5)
 
 
 def test_options_in_optim_args_are_reported() -> None:

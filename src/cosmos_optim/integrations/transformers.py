@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from cosmos_optim.integrations import build
@@ -41,7 +42,23 @@ class CosmosFactory:
             _warn_of_other_settings(args, options)
             options.setdefault("lr", args.learning_rate)
             options.setdefault("weight_decay", args.weight_decay)
-        return build(model, **options)
+        optimizer = build(model, **options)
+        if not {"stochastic_rounding", "weight_correction"} & options.keys():
+            _warn_of_rounding(optimizer)
+        return optimizer
+
+
+def _warn_of_rounding(optimizer: MatrixOptimizer) -> None:
+    """Warn if weights are bfloat16, as transformers may have loaded them."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    count = sum(p.dtype is torch.bfloat16 for p in trained)
+    if count:
+        warnings.warn(
+            f"{count} of {len(trained)} trained tensors are bfloat16, and lose updates below their last place: give "
+            '"stochastic_rounding": True or "weight_correction": True beside "args", or load the model with '
+            'dtype=torch.float32 and train with bf16=True. "stochastic_rounding": False trains them as they are',
+            stacklevel=3,
+        )
 
 
 def _warn_of_other_settings(args: Any, options: dict[str, Any]) -> None:

@@ -197,7 +197,8 @@ def launch_schedules() -> None:
     eigh(torch.zeros(BATCH, RANK, RANK))
 
     for rule, rank in (("cosmos", RANK), ("muon", 1), ("normuon", 1)):
-        step_error(RULES[rule], rank, 80, 64, torch.device("cpu"), torch.float32)  # of memory that nobody has written
+        for m, n in ((80, 64), (64, 80)):  # of memory that nobody has written
+            step_error(RULES[rule], rank, m, n, torch.device("cpu"), torch.float32, equal_rows=True)
 
 
 if __name__ == "__main__":

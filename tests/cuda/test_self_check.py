@@ -80,6 +80,27 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @interpreted
+@pytest.mark.parametrize(("rule", "rank"), [("cosmos", 8), ("muon", 1), ("normuon", 1)])
+def test_a_wrong_kernel_of_equal_rows_is_found(rule: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a step with the option launches it, so such a step is compared; a kernel that does nothing shows too."""
+
+    def error() -> float:
+        return self_check.step_error(RULES[rule], rank, 24, 20, CPU, torch.float32, equal_rows=True)
+
+    assert error() < SOUND
+    real = step.equalize_rows_
+
+    def upper_rows_too_large(X: Tensor, norm_sq: Tensor) -> Tensor:
+        new_norm_sq = real(X, norm_sq)
+        first_rows_wrong(X)
+        return new_norm_sq
+
+    for wrong in (upper_rows_too_large, lambda X, norm_sq: norm_sq):
+        monkeypatch.setattr(step, "equalize_rows_", wrong)
+        assert error() > self_check.CLOSE
+
+
+@interpreted
 def test_wrong_eigenvectors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert self_check.eigh_error(8, CPU) < 2e-6  # measured 2.5e-7
     real = self_check.eigh
@@ -129,7 +150,7 @@ def test_nan_counts_as_an_infinite_error() -> None:
 
 @pytest.mark.usefixtures("unasked")
 def test_each_kind_of_matrix_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kinds differ by rule, rank up to the next power of two, dtypes, width, orientation and alignment of rows."""
+    """Kinds differ by rule, rank up to the next power of two, dtypes, width, orientation, alignment and equal rows."""
     asked: list[tuple[Any, ...]] = []
 
     def step_error(rule: Any, rank: int, m: int, n: int, device: torch.device, *types: Any) -> float:
@@ -142,7 +163,7 @@ def test_each_kind_of_matrix_is_compared_once(monkeypatch: pytest.MonkeyPatch) -
         for shape in ((640, 512), (512, 512), (1024, 1024)):  # one kind
             assert self_check.kernels_work(torch.empty(shape), cosmos, 32)
         assert self_check.kernels_work(torch.empty(640, 512), cosmos, 20)  # rounded up to 32 columns
-    assert asked == [("cosmos", 32, 320, 272, torch.float32, None, False)]
+    assert asked == [("cosmos", 32, 320, 272, torch.float32, None, False, False)]
     self_check.kernels_work(torch.empty(512, 640), cosmos, 32)
     self_check.kernels_work(torch.empty(640, 517), cosmos, 32)
     self_check.kernels_work(torch.empty(2048, 2048), cosmos, 32)
@@ -151,15 +172,17 @@ def test_each_kind_of_matrix_is_compared_once(monkeypatch: pytest.MonkeyPatch) -
     self_check.kernels_work(torch.empty(640, 512), muon, 1)
     self_check.kernels_work(torch.empty(640, 512), muon, 1, torch.bfloat16)
     self_check.kernels_work(torch.empty(640, 512, dtype=torch.bfloat16), cosmos, 32, corrected=True)
+    self_check.kernels_work(torch.empty(640, 512), muon, 1, equal_rows=True)
     assert asked[1:] == [
-        ("cosmos", 32, 272, 320, torch.float32, None, False),
-        ("cosmos", 32, 320, 273, torch.float32, None, False),
-        ("cosmos", 32, 1088, 1040, torch.float32, None, False),
-        ("cosmos", 255, 320, 272, torch.float32, None, False),
-        ("cosmos", 32, 320, 272, torch.bfloat16, None, False),
-        ("muon", 1, 320, 272, torch.float32, None, False),
-        ("muon", 1, 320, 272, torch.float32, torch.bfloat16, False),
-        ("cosmos", 32, 320, 272, torch.bfloat16, None, True),
+        ("cosmos", 32, 272, 320, torch.float32, None, False, False),
+        ("cosmos", 32, 320, 273, torch.float32, None, False, False),
+        ("cosmos", 32, 1088, 1040, torch.float32, None, False, False),
+        ("cosmos", 255, 320, 272, torch.float32, None, False, False),
+        ("cosmos", 32, 320, 272, torch.bfloat16, None, False, False),
+        ("muon", 1, 320, 272, torch.float32, None, False, False),
+        ("muon", 1, 320, 272, torch.float32, torch.bfloat16, False, False),
+        ("cosmos", 32, 320, 272, torch.bfloat16, None, True, False),
+        ("muon", 1, 320, 272, torch.float32, None, False, True),
     ]
 
 

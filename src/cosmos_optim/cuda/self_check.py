@@ -3,7 +3,7 @@
 One step of a small problem runs by kernels and by plain torch, from the same numbers, and the eigenvectors of a first
 basis are checked. If something is wrong, or a kernel does not compile, this warns, and plain torch does the work.
 Kernels are compiled for each kind of matrix, so there is one comparison for each kind: by rule, rank (rounded up to a
-power of two), width, orientation, alignment, and the types of weights and momentum.
+power of two), width, orientation, alignment, the types of weights and momentum, and whether rows get equal norm.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ _results: dict[Hashable, bool] = {}
 
 
 def kernels_work(
-    p: Tensor, rule: Rule, rank: int, momentum_dtype: torch.dtype | None = None, corrected: bool = False
-) -> bool:
+    p: Tensor, rule: Rule, rank: int, momentum_dtype: torch.dtype | None = None, corrected: bool = False,
+    equal_rows: bool = False,
+) -> bool:  # fmt: skip
     """Return whether the schedule of a rule works for matrices like p (m, n); run the comparison once per kind.
 
     corrected: whether the weights have 24 bits.
+    equal_rows: whether rows get equal norm before Newton-Schulz, by a kernel that no other step launches.
     """
     (m, n), rank = p.shape, min(rank, 255)
     is_narrow, is_wide, is_odd = min(m, n) <= NARROW, m < n, bool(max(p.stride()) * p.element_size() % 16)
-    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd, momentum_dtype, corrected)
+    kind = (momentum_dtype, corrected, equal_rows)
+    key = (p.device, rule.name, power_of_two(rank), p.dtype, is_narrow, is_wide, is_odd, *kind)
     if key not in _results:
         if launches_disabled():  # a kernel that was not launched cannot be compared
             return True
         short = 272 if is_narrow else 1040
         m, n = (short, short + 48 + is_odd) if is_wide else (short + 48, short + is_odd)
-        works = [partial(step_error, rule, rank, m, n, p.device, p.dtype, momentum_dtype, corrected)]
+        works = [partial(step_error, rule, rank, m, n, p.device, p.dtype, *kind)]
         if rule.start is not None and rank <= MAX_COLUMNS:
             works.append(partial(eigh_error, rank, p.device))
         compile_in_parallel(p.device, works)
@@ -60,11 +63,11 @@ def kernels_work(
 
 def step_error(
     rule: Rule, rank: int, m: int, n: int, device: torch.device, dtype: torch.dtype,
-    momentum_dtype: torch.dtype | None = None, corrected: bool = False,
+    momentum_dtype: torch.dtype | None = None, corrected: bool = False, equal_rows: bool = False,
 ) -> float:  # fmt: skip
     """Return the largest relative error of update and state after one step by kernels."""
     ranked = {"rank": rank, "gamma": 0.25} if "rank" in rule.defaults else {}
-    settings = {**rule.defaults, **ranked, "momentum_dtype": momentum_dtype}
+    settings = {**rule.defaults, **ranked, "momentum_dtype": momentum_dtype, "equal_rows": equal_rows}
     arguments, t = rule.arguments(settings), torch.full((2, 1, 1), 3.0, dtype=torch.float32, device=device)
     G, state = random_state(rule, settings, m, n, device)
     # In float32: the error of plain torch in float16 can exceed the bound, 1.3e-2 if the basis has most columns.

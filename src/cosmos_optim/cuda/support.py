@@ -36,8 +36,9 @@ def supported(batch: Batch) -> bool:
     if not all(can_gather(tensors) for tensors in thin_state(batch).values()):
         return False
     return shape_supported(first, rank_of(batch)) and kernels_work(
-        first, batch.rule, rank_of(batch), batch.group["momentum_dtype"], corrected=batch.corrections is not None
-    )
+        first, batch.rule, rank_of(batch), batch.group["momentum_dtype"], corrected=batch.corrections is not None,
+        equal_rows=batch.group["equal_rows"],
+    )  # fmt: skip
 
 
 def shape_supported(p: Tensor, rank: int) -> bool:

@@ -6,6 +6,7 @@ these schedules with them. The letters are the same. A step on a batch of matric
     G  read 3 or 4 times       project, project_transposed, momentum_ (with M), residual (with Nesterov's momentum)
     M  read twice, written     momentum_, residual
     X  written                 residual, in half precision; Newton-Schulz turns it into B
+    X  read twice, written     equalize_rows_, only with `equal_rows`
     B  read twice              overlap, update_
     W  read and written        update_
 

@@ -82,7 +82,7 @@ class Algebra:
     def polar_with_rows(self, X: Tensor, X_sq: Tensor, ns: NewtonSchulz, equal_rows: bool) -> Tensor:
         """Return `polar` of X, or with `equal_rows` of X with rows of equal norm (MuonEq, arXiv 2603.28254)."""
         if equal_rows:
-            X = equalize_rows(X, self)
+            X = equalize_rows(X, self, X_sq)
             X_sq = self.norm_sq(X)
         return self.polar(X, X_sq, ns)
 

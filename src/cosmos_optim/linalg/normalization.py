@@ -36,22 +36,22 @@ def quotient(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b > 0, a / b, torch.zeros_like(a))
 
 
-def unit_rms(X: Tensor, alg: Algebra) -> Tensor:
+def unit_rms(X: Tensor, alg: Algebra, X_sq: Tensor | None = None) -> Tensor:
     """Scale X to a root mean square of 1: the paper's sqrt(m) NORM(X). A zero matrix stays zero.
 
-    If X is so small that the factor would be infinite in its type, the result is smaller.
+    If X is so small that the factor would be infinite in its type, the result is smaller. X_sq: |X|^2, if it is known.
     """
-    X_sq = alg.norm_sq(X)
+    X_sq = alg.norm_sq(X) if X_sq is None else X_sq
     factor = torch.where(X_sq > 0, math.sqrt(alg.m * alg.n) * X_sq.rsqrt(), torch.zeros_like(X_sq))
     return X * factor.clamp_max(torch.finfo(X.dtype).max).to(X.dtype)
 
 
-def equalize_rows(X: Tensor, alg: Algebra) -> Tensor:
+def equalize_rows(X: Tensor, alg: Algebra, X_sq: Tensor | None = None) -> Tensor:
     """Return X with each row divided by its root mean square, but at least by `LEAST_ROW` times that of the matrix.
 
-    A zero matrix stays zero.
+    A zero matrix stays zero. X_sq: |X|^2, if it is known.
     """
-    X = unit_rms(X, alg)
+    X = unit_rms(X, alg, X_sq)
     return X * (alg.row_norm_sq(X) / alg.n).clamp_min(LEAST_ROW**2).rsqrt()
 
 

@@ -284,3 +284,27 @@ def test_the_last_layer_of_a_diffusion_model_is_its_head() -> None:
     assert on_adam(transformer) == {"final_layer.linear"}
     out = nn.Sequential(nn.GroupNorm(4, WIDTH), nn.SiLU(), nn.Conv2d(WIDTH, 3, 3))
     assert on_adam(made(stem=nn.Conv2d(3, WIDTH, 3), middle=nn.Conv2d(WIDTH, WIDTH, 3), out=out)) == {"out.2"}
+
+
+def up(n: int, m: int) -> nn.Module:
+    """Return a block of a UNet."""
+    return made(up=nn.ConvTranspose2d(n, m, 2), convs=nn.Sequential(nn.Conv2d(n, m, 3), nn.Conv2d(m, m, 3)))
+
+
+@pytest.mark.parametrize("end", [
+    nn.ModuleList([up(64, 32), up(32, 16)]),
+    nn.ModuleList([nn.Conv2d(64, 32, 3), nn.Conv2d(32, 16, 3)]),
+    made(project=nn.Linear(64, 32), block=made(up=nn.Linear(32, 48), down=nn.Linear(48, 32))),
+    made(table=nn.Embedding(50, 32), mix=nn.Linear(64, 32), rnn=nn.GRU(32, 32)),
+    nn.Sequential(nn.Conv2d(64, 32, 3), nn.BatchNorm2d(32), nn.ReLU()),
+], ids=["blocks", "layers", "features", "recurrent", "norm"])  # fmt: skip
+@pytest.mark.parametrize("name", ["decoder", "out"])
+def test_a_last_part_that_is_no_layer_and_ends_in_none_is_not_a_head(name: str, end: nn.Module) -> None:
+    encoder = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3))
+    assert on_adam(made(encoder=encoder, **{name: end})) == set()
+
+
+def test_the_last_layer_of_an_autoencoder_is_its_head() -> None:
+    encoder = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3))
+    decoder = nn.Sequential(nn.ConvTranspose2d(64, 32, 2), nn.ReLU(), nn.ConvTranspose2d(32, 3, 2), nn.Sigmoid())
+    assert on_adam(made(encoder=encoder, decoder=decoder)) == {"decoder.2"}

@@ -235,8 +235,10 @@ def _is_last_layer(path: str, module: nn.Module, modules: Modules) -> bool:
     """Return whether a layer is the last one of a model: after its embedding, convolutions or repeated blocks.
 
     The model is the outermost module with several parts, or a part with its own embedding. A layer with as many outputs
-    as inputs is not taken for a head. The layer may be in a module, with norms and modulation beside it.
+    as inputs is not taken for a head.
     """
+    if not _ends_in_layer(path, module):
+        return False
     parent = modules[path.rpartition(".")[0]]
     n, m = next((_widths(modules[""].get_submodule(layer)) for layer in _output_layers(path, module)), (0, 0))
     siblings = [child for child in parent.children() if _has_matrices(child)]
@@ -248,6 +250,19 @@ def _is_last_layer(path: str, module: nn.Module, modules: Modules) -> bool:
         return False
     return any(isinstance(part, (nn.Embedding, _ConvNd)) or _is_block_list(part)
                for child in siblings[:-1] for part in child.modules())  # fmt: skip
+
+
+def _ends_in_layer(path: str, module: nn.Module) -> bool:
+    """Return whether a module is a layer, a Sequential that ends in one, or a final_layer with one and modulation.
+
+    Other modules may call their parts in any order, lists hold several layers, and a norm at the end returns features.
+    """
+    if isinstance(module, nn.Sequential):
+        parts = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+        return any(any(_widths(part)) for part in parts[-1:])
+    widths = [_widths(part) for part in module.children() if any(_widths(part))]
+    is_final = path.rpartition(".")[2] == "final_layer" and len(widths) == 1 and widths[0][0] != widths[0][1]
+    return any(_widths(module)) or is_final
 
 
 def _output_layers(path: str, module: nn.Module) -> set[str]:

@@ -308,3 +308,8 @@ def test_the_last_layer_of_an_autoencoder_is_its_head() -> None:
     encoder = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3))
     decoder = nn.Sequential(nn.ConvTranspose2d(64, 32, 2), nn.ReLU(), nn.ConvTranspose2d(32, 3, 2), nn.Sigmoid())
     assert on_adam(made(encoder=encoder, decoder=decoder)) == {"decoder.2"}
+
+
+def test_the_output_projection_of_a_block_is_hidden() -> None:
+    mixer = made(in_proj=nn.Linear(WIDTH, 64), conv1d=nn.Conv1d(32, 32, 4), out_proj=nn.Linear(32, WIDTH))
+    assert on_adam(mixer) == set()

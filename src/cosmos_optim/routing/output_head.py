@@ -34,8 +34,8 @@ NAMES = (
 )  # fmt: skip
 # Names that hidden layers have too: they count only for the last layer of a model.
 LAST_NAMES = frozenset({
-    "output", "output_layer", "out", "out_proj", "proj_out", "conv_out", "fc", "fc_out", "linear", "last_linear",
-    "final_layer", "final_conv", "decoder",
+    "output", "output_layer", "out", "proj_out", "conv_out", "fc", "fc_out", "linear", "last_linear", "final_layer",
+    "final_conv", "decoder",
 })  # fmt: skip
 # Modules with only hidden parts, under any name.
 HIDDEN = frozenset({"attn", "attention", "sa", "mha", "mlp", "ffn"})

@@ -310,6 +310,14 @@ def test_the_last_layer_of_an_autoencoder_is_its_head() -> None:
     assert on_adam(made(encoder=encoder, decoder=decoder)) == {"decoder.2"}
 
 
+def test_a_last_layer_beside_an_embedding_is_hidden_if_the_next_part_takes_its_output() -> None:
+    """A quantizer has a codebook, and a block of a UNet a table of times."""
+    quantizer = made(proj_in=nn.Linear(64, 8), codebook=nn.Embedding(50, 8), proj_out=nn.Linear(8, 64))
+    block = made(times=nn.Embedding(50, 64), conv=nn.Conv2d(64, 64, 3), conv_out=nn.Conv2d(64, 32, 3))
+    model = made(stem=nn.Conv2d(3, 64, 3), quantizer=quantizer, block=block, conv_out=nn.Conv2d(32, 3, 3))
+    assert on_adam(model) == {"conv_out"}
+
+
 def test_the_output_projection_of_a_block_is_hidden() -> None:
     mixer = made(in_proj=nn.Linear(WIDTH, 64), conv1d=nn.Conv1d(32, 32, 4), out_proj=nn.Linear(32, WIDTH))
     assert on_adam(mixer) == set()

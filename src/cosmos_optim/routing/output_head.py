@@ -234,19 +234,20 @@ def _is_in_hidden(path: str) -> bool:
 def _is_last_layer(path: str, module: nn.Module, modules: Modules) -> bool:
     """Return whether a layer is the last one of a model: after its embedding, convolutions or repeated blocks.
 
-    The model is the outermost module with several parts, or a part with its own embedding. A layer with as many outputs
-    as inputs is not taken for a head.
+    The model is the outermost module with several parts, or a part with its own embedding, unless the next part takes
+    its output: a quantizer has a codebook. A layer with as many outputs as inputs is not taken for a head.
     """
     if not _ends_in_layer(path, module):
         return False
-    parent = modules[path.rpartition(".")[0]]
+    place = path.rpartition(".")[0]
+    parent = modules[place]
     n, m = next((_widths(modules[""].get_submodule(layer)) for layer in _output_layers(path, module)), (0, 0))
     siblings = [child for child in parent.children() if _has_matrices(child)]
     if not siblings or siblings[-1] is not module or not n or n == m:
         return False
-    place = path.rpartition(".")[0]
     has_vocabulary = any(_is_vocabulary(child, f"{place}.{name}") for name, child in parent.named_children())
-    if parent is not _unwrapped(modules[""]) and not has_vocabulary:
+    feeds_next = any(taken == m for _, taken in _later(place, modules)[:1])
+    if parent is not _unwrapped(modules[""]) and (feeds_next or not has_vocabulary):
         return False
     return any(isinstance(part, (nn.Embedding, _ConvNd)) or _is_block_list(part)
                for child in siblings[:-1] for part in child.modules())  # fmt: skip

@@ -321,3 +321,9 @@ def test_a_last_layer_beside_an_embedding_is_hidden_if_the_next_part_takes_its_o
 def test_the_output_projection_of_a_block_is_hidden() -> None:
     mixer = made(in_proj=nn.Linear(WIDTH, 64), conv1d=nn.Conv1d(32, 32, 4), out_proj=nn.Linear(32, WIDTH))
     assert on_adam(mixer) == set()
+
+
+def test_a_linear_layer_after_convolutions_is_not_the_conv_out_of_the_model() -> None:
+    """An audio encoder of Qwen3 has it between its convolutions and its blocks, which come first in the module."""
+    blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32) for _ in range(2))
+    assert on_adam(made(blocks=blocks, conv=nn.Conv2d(1, 32, 3), conv_out=nn.Linear(32, WIDTH))) == set()

@@ -258,11 +258,14 @@ def _ends_in_layer(path: str, module: nn.Module) -> bool:
 
     Other modules may call their parts in any order, lists hold several layers, and a norm at the end returns features.
     """
+    name = path.rpartition(".")[2]
+    if isinstance(module, nn.Linear) and "conv" in words(name):
+        return False  # the projection after convolutions, before blocks
     if isinstance(module, nn.Sequential):
         parts = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
         return any(any(_widths(part)) for part in parts[-1:])
     widths = [_widths(part) for part in module.children() if any(_widths(part))]
-    is_final = path.rpartition(".")[2] == "final_layer" and len(widths) == 1 and widths[0][0] != widths[0][1]
+    is_final = name == "final_layer" and len(widths) == 1 and widths[0][0] != widths[0][1]
     return any(_widths(module)) or is_final
 
 

@@ -127,6 +127,6 @@ def warn_without_gradients(number: int) -> None:
         warnings.warn(
             "no parameter of the optimizer has a gradient, so nothing is trained. If other code has frozen or replaced "
             "the model's parameters since (peft, load_state_dict(assign=True), a deepcopy of the model, FSDP1 with "
-            "use_orig_params=False), build the optimizer after that",
+            "use_orig_params=False), build the optimizer after that. If it rests on purpose, do not call its step",
             stacklevel=2,
         )

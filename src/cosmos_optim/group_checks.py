@@ -87,7 +87,8 @@ class GroupChecks:
     def _check_changeable(self, groups: Groups) -> None:
         """Raise ValueError if one of `CHANGEABLE` was changed to a value that the constructor would refuse."""
         for i, group in enumerate(groups):
-            settings = {key: group[key] for key in CHANGEABLE if key in group}
+            read = hyperparameters.SETTINGS_BY_RULE[group["rule"]]  # other keys belong to other code
+            settings = {key: group[key] for key in CHANGEABLE if key in read}
             if self._checked.get(i) == settings:
                 continue
             try:

@@ -85,6 +85,15 @@ def test_a_wrong_value_that_a_loop_writes_is_refused_before_anything_changes(key
     train(model, opt, range(2, 3))
 
 
+def test_a_key_that_the_rule_of_a_group_does_not_read_may_have_any_value() -> None:
+    """A scheduler of momentum may write None for groups without one."""
+    model = decoder()
+    opt = Cosmos(model, rank=4)
+    for group in opt.param_groups:
+        group["momentum"], group["beta2"] = None, 7
+    train(model, opt, range(2))
+
+
 def test_a_group_added_later_is_watched_too() -> None:
     p, q = matrix((8, 6)), matrix((8, 6), 1)
     opt = Cosmos([p], rank=2)

@@ -131,6 +131,15 @@ def test_the_factors_of_an_adapter_around_a_layer_are_matrices_by_their_name() -
     assert found["lm_head.lora_scale"][0] == "adam"
 
 
+@pytest.mark.parametrize("shapes", [{"lora_a": (8, 3), "lora_b": (3, 12)}, {"lora_weights": (5, 7)}])
+def test_the_word_lora_alone_does_not_make_a_matrix(shapes: dict[str, tuple[int, int]]) -> None:
+    """Factors that are stored (in, out) would get rows for columns without a message."""
+    around = holder("Any", shapes)
+    around.linear = nn.Linear(8, 12, bias=False)
+    with pytest.raises(ValueError, match=r"is not known to be.*'layout': 'in_out'"):
+        param_groups(around)
+
+
 def test_a_square_layer_may_have_an_adapter_but_no_second_weight() -> None:
     sizes = {"weight": (8, 8), "down": (2, 8), "up": (8, 2)}
     found = kinds(holder("Any", sizes, in_features=8, out_features=8))

@@ -312,8 +312,7 @@ def _class_names(module: nn.Module, qualified: bool = False) -> set[str]:
 def _is_linear(parameter: ModelParameter) -> bool:
     """Return whether a parameter with two dimensions is a linear layer's weight, or a factor of an adapter beside it.
 
-    The layer may hold a part of the rows or columns that it declares, as tensor-parallel layers do. The adapter's
-    module may hold the layer, as in litgpt: then the name tells, because a fused layer's factors have other sizes.
+    The layer may hold a part of the rows or columns that it declares, as tensor-parallel layers do.
     """
     module, (rows, columns) = parameter.module, parameter.p.shape
     is_weight = re.fullmatch(r"weight\d*", WEIGHT_PART.sub("", parameter.tensor_name)) is not None
@@ -327,7 +326,7 @@ def _is_linear(parameter: ModelParameter) -> bool:
             return True
         if not is_weight and (_is_adapter(parameter, m, n) or _is_only_matrix(parameter, m, n)):
             return True
-    return _has_word(parameter.tensor_name, ADAPTER) and any(isinstance(m, nn.Linear) for m in module.children())
+    return _is_adapter_around(parameter)
 
 
 def _is_only_matrix(parameter: ModelParameter, m: int, n: int) -> bool:
@@ -345,6 +344,19 @@ def _is_adapter(parameter: ModelParameter, m: int, n: int) -> bool:
     beside = {tuple(p.shape) for p in parameter.module.parameters(recurse=False)} - {whole}
     is_factor = (columns == n and (m, rows) in beside) or (rows == m and (columns, n) in beside)
     return is_factor and (rows, columns) != whole and not _has_word(parameter.tensor_name, SCALE)
+
+
+def _is_adapter_around(parameter: ModelParameter) -> bool:
+    """Return whether a parameter is, by name and shape, a factor of LoRA beside the layer that it changes.
+
+    It is (ranks, in), or (any, rank) beside such a one: in litgpt, factors of a fused layer have other rows than it.
+    """
+    if not _has_word(parameter.tensor_name, ADAPTER):
+        return False
+    (_, columns), module = parameter.p.shape, parameter.module
+    inputs = {m.in_features for m in module.children() if isinstance(m, nn.Linear)}
+    ranks = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 2 and p.shape[1] in inputs]
+    return columns in inputs or any(rank % max(columns, 1) == 0 for rank in ranks)
 
 
 def _is_stack(parameter: ModelParameter) -> bool:

@@ -93,6 +93,8 @@ class GroupChecks:
                 continue
             try:
                 hyperparameters.check_options(settings)
+                computed = settings.get("gamma", 0) is None  # which happens only when a group is added
+                hyperparameters.require(not computed, "gamma", None, "give a number, or add the group again")
             except ValueError as error:
                 raise ValueError(f"group {i}: {error}. Nothing was changed by this step") from None
             self._checked[i] = settings

@@ -68,7 +68,7 @@ def test_a_loaded_checkpoint_trains_though_it_changes_settings() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [("betas", (1.0, 0.98)), ("betas", (0.9, float("nan"))), ("betas", (0.9,)), ("gamma", float("nan")),
-     ("gamma", float("inf")), ("row_beta2", 1.0), ("eps", float("nan")), ("missing", "zeros")],
+     ("gamma", None), ("gamma", float("inf")), ("row_beta2", 1.0), ("eps", float("nan")), ("missing", "zeros")],
 )  # fmt: skip
 def test_a_wrong_value_that_a_loop_writes_is_refused_before_anything_changes(key: str, value: object) -> None:
     """A decay of 1 divides by zero, and the weights would be NaN. A wrong word would have no effect."""

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from cosmos_optim import hyperparameters
+from cosmos_optim.rules import RULES
 from cosmos_optim.rules.rule import Settings
 from cosmos_optim.saved_groups import DTYPES, STRUCTURE, differing
 
@@ -87,8 +88,8 @@ class GroupChecks:
     def _check_changeable(self, groups: Groups) -> None:
         """Raise ValueError if one of `CHANGEABLE` was changed to a value that the constructor would refuse."""
         for i, group in enumerate(groups):
-            read = hyperparameters.SETTINGS_BY_RULE[group["rule"]]  # other keys belong to other code
-            settings = {key: group[key] for key in CHANGEABLE if key in read}
+            rule = RULES[group["rule"]]  # keys that it does not read belong to other code
+            settings = {key: group[key] for key in CHANGEABLE if key in rule.defaults or key in hyperparameters.COMMON}
             if self._checked.get(i) == settings:
                 continue
             try:

@@ -28,6 +28,7 @@ from benchmarks.protocol import BETA2S, RATES, SEARCH, Protocol
 from benchmarks.sweep_options import Options
 from benchmarks.sweep_queue import Queue
 from benchmarks.sweep_table import table
+from benchmarks.sweep_training import check_texts
 from benchmarks.variants import QUALITY
 
 REGIME, SEEDS = "800x16", (0, 1, 2)
@@ -74,6 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
         runs=changes() if a.what == "changes" else (),
     )  # fmt: skip
     queue = Queue(protocol, options, BEGAN)
+    try:
+        check_texts(protocol, options, queue.next(), queue.results.values())
+    except (ValueError, OSError) as error:
+        p.error(str(error))
     good = queue.work()
     print(table(protocol, queue.results))
     return 0 if good else 1

@@ -1,6 +1,8 @@
 """The optimizers of benchmarks/trials.py: against small independent formulas, and a few steps of every variant."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from torch import Tensor
 import cosmos_optim
 from benchmarks import small_model, trials
 from benchmarks.comparison import Run
+from benchmarks.kept_runs import Result
 from benchmarks.protocol import Protocol
+from benchmarks.sweep_options import Options
 from benchmarks.variants import QUALITY, VARIANTS, Variant
 from cosmos_lab.config import OptimizerOptions
 from cosmos_lab.models import build, resolve
@@ -263,3 +267,17 @@ def test_a_run_with_look_ahead_continues_exactly() -> None:
 
 def test_names_of_variants_are_unique_and_say_what_they_do() -> None:
     assert len(VARIANTS) == len({v.name for v in VARIANTS.values()}) and all(v.formula for v in VARIANTS.values())
+
+
+def test_the_small_model_is_not_compared_on_another_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    def check_texts(protocol: Protocol, options: Options, runs: list[Run], results: Iterable[Result]) -> None:
+        assert runs and {result["model"] for result in results} == {protocol.model}
+        raise ValueError(f"{options.data} is another text")
+
+    monkeypatch.setattr(small_model, "check_texts", check_texts)
+    known = Path(small_model.__file__).parents[1] / "results" / "small-model-rows.json"
+    with pytest.raises(SystemExit):
+        small_model.main(["rows", "data", str(tmp_path), "--known", str(known)])
+    assert "data is another text" in capsys.readouterr().err

@@ -9,6 +9,8 @@ import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+import torch
+
 from benchmarks import trials
 from benchmarks.comparison import Comparison, Run
 from benchmarks.kept_runs import Result
@@ -20,6 +22,7 @@ from cosmos_lab.run.stopping import Stopped
 def serve(pipe: Connection, comparison: Comparison, options: Options) -> None:
     """Train what the queue sends, one run after the other; end after a failure, because the GPU's state is unknown."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    share_cpu(options)
     trials.register()
     with pipe:
         while True:
@@ -34,6 +37,12 @@ def serve(pipe: Connection, comparison: Comparison, options: Options) -> None:
             except Exception:
                 pipe.send(traceback.format_exc())
                 return
+
+
+def share_cpu(options: Options) -> None:
+    """Give this process its share of the cores if it trains on them: more threads than cores are much slower."""
+    if options.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.at_a_time))
 
 
 def _end_with_parent() -> None:

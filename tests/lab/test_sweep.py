@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import benchmarks.protocol as protocol_module
 from benchmarks import rate_runs, sweep_queue
@@ -26,7 +27,7 @@ from benchmarks.sweep_gpu import compile_cache, shared_gpu
 from benchmarks.sweep_options import Options
 from benchmarks.sweep_queue import CLOSING, Queue
 from benchmarks.sweep_table import table
-from benchmarks.sweep_worker import Worker
+from benchmarks.sweep_worker import Worker, share_cpu
 from benchmarks.variants import VARIANTS, Variant
 from tests.lab.tiny_sweep import BUNDLE, TINY, tiny_options
 
@@ -40,6 +41,15 @@ def _restored(only_the_packages_rules: None) -> None:
 def options(tmp_path: Path) -> Options:
     """Write a text and return options for it."""
     return tiny_options(tmp_path)
+
+
+def test_processes_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for parallel, beside in ((1, 0), (2, 0), (2, 1), (16, 0)):
+        share_cpu(Options("", Path(), parallel=parallel, beside=beside, device="cpu"))
+    assert chosen == [8, 4, 2, 1]
 
 
 def test_a_run_has_the_commit_at_which_the_queue_began(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +269,7 @@ def test_a_worker_ends_in_the_middle_of_a_run_if_the_queue_is_killed(options: Op
     endless = dataclasses.replace(TINY, regimes={"B": Regime(steps=10**7, batch=4, seq_len=16, epochs=10**6)})
     script = """
 import pickle, sys, time
-from benchmarks.sweep_worker import Worker
+from benchmarks.sweep_worker import Worker, share_cpu
 protocol, options, run = pickle.load(sys.stdin.buffer)
 worker = Worker(protocol, options)
 worker.begin(run)

@@ -8,8 +8,8 @@ A run trains 1.8M parameters on 1.6M tokens; embedding and head are 57 % of them
 changes of benchmarks/variants.py: first come the runs that show that COSMOS's rates are the best of those around them,
 then each change with several seeds. "rows" is the search of docs/protocol.md for every optimizer; names of optimizers
 are the search for these. The same command continues; OUT/bundle.json has the results, those of --known included. DATA
-was made from 19,309 articles of English Wikipedia for results/small-model.json, and from another selection of 19,279
-for small-model-norms.json and small-model-rows.json:
+was made from 19,309 articles of English Wikipedia for results/small-model.json, from another selection of 19,279 for
+small-model-norms.json and small-model-rows.json, and from a third one for small-model-equal-rows.json:
 
     cosmos-lab data prepare wiki.jsonl --tokenizer train:4096 --prefix wiki4k --val-fraction 0.1 --max-val-tokens 700000
 """

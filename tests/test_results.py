@@ -77,6 +77,7 @@ def test_numbers_with_two_decimals_in_tables_are_in_the_data_files(name: str) ->
         ("Hints from a small model", "small-model", lambda run: not run["variant"] and run["seed"] == 0),
         ("The rate of norms on the small model", "small-model-norms", lambda run: False),
         ("Optimizers at any memory on the small model", "small-model-rows", lambda run: False),
+        ("Rows of equal norm on the small model", "small-model-equal-rows", lambda run: False),
     ],
 )
 def test_the_hints_of_the_journal_are_validation_perplexities_of_the_small_model(

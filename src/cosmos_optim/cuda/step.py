@@ -97,7 +97,7 @@ def cosmos_step_(
     M_done()
 
     del Y, HU, C, E, GU, MU, NU, minus_NU                                                   #      free before products
-    Y_sq = equalize_rows_(X if m >= n else X.mT, X_sq) if equal_rows else X_sq              #      X is Y now
+    Y_sq = equalize_rows_(X if m >= n else X.mT, X_sq) if equal_rows else X_sq              #      Y: in the place of X
     B, norm_sq = newton_schulz_in_place(X, Y_sq, ns)                                        # L9
     BU, B_sq, B_rows = overlap(B if m >= n else B.mT, U_f16, r)                             #      B U: noise, taken out
     b = muon_gain(X_sq, X_scale, NU_sq, B_sq, norm_sq, gamma * unit, guard)                 #      gamma NORM sqrt(m)
